@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
+from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 import cnnstrategies
@@ -139,7 +140,7 @@ def main() -> None:
     """
     try:
         CLI()
-    except ConfigurationError as error:
+    except (ConfigurationError, OmegaConfBaseException) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
             raise
         fail(explain_build_error(error))

@@ -10,11 +10,30 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from cnnstrategies.callbacks import GracefulStop, PredictionWriter
 from cnnstrategies.errors import ConfigurationError
 
+# The keys of a configuration that have no class_path, and what they configure.
+ROOTS: dict[str, type | None] = {
+    "trainer": Trainer,
+    "model": None,
+    "data": None,
+    "checkpoint": ModelCheckpoint,
+    "predictions": PredictionWriter,
+    "stop": GracefulStop,
+    "seed_everything": None,
+    "ckpt_path": None,
+}
+# Arguments that no configuration gives: the caller does.
+FROM_ELSEWHERE = ("params", "optimizer")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
 
 
@@ -59,7 +78,11 @@ def explain_build_error(error: BaseException) -> str:
     for link in chain:
         if isinstance(link, ConfigurationError):
             return _flat(str(link))
-    # jsonargparse wraps what a constructor raised; the innermost error is the one that names the mistake.
+    # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
+    for link in chain:
+        reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+)$", str(link), re.MULTILINE)
+        if reasons:
+            return _flat(reasons[0])
     return f"{type(chain[-1]).__name__}: {_flat(str(chain[-1]))}"
 
 
@@ -70,10 +93,10 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         message: What jsonargparse says, over several lines.
         args: The command line, which names the configuration files.
     """
-    if match := re.search(r"[Oo]ption '([\w.]+)' is not accepted", message):
+    if match := re.search(r"ption '([\w.]+)'(?: is not accepted)?$", message):
         return _unknown_key(match[1], args)
-    if match := re.search(r"[Uu]nrecognized arguments: (.*)", message):
-        return f"unknown option {match[1].strip()}; `cnnstrategies SUBCOMMAND --help` lists the options"
+    if match := re.search(r"[Uu]nrecognized arguments: (?:--)?(\S*?)(?:[=\s]|$)", message):
+        return _unknown_key(match[1], args)
     key = match[1] if (match := re.search(r'Parser key "([^"]+)"', message)) else None
     where = f"{_full_key(key, args)}: " if key else ""
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
@@ -93,6 +116,8 @@ def _flat(text: str) -> str:
 
 
 def _accepted(value: str, names: Sequence[str]) -> str:
+    if not names:
+        return ""
     close = difflib.get_close_matches(value, names, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ";"
     return f"{hint} accepted: {', '.join(names)}"
@@ -110,12 +135,12 @@ def _unknown_key(key: str, args: Sequence[str]) -> str:
     for path, parent in _given_keys(args):
         if path != key and not path.endswith("." + key):
             continue
-        class_path = parent.get("class_path")
-        if not isinstance(class_path, str):
-            return f"unknown key {path}"
-        names = _parameters(class_path)
-        return f"unknown key {path}: {class_path} has no {key.split('.')[-1]!r}{_accepted(key, names)}"
-    return f"unknown key {key}"
+        name = key.rpartition(".")[2]
+        owner = parent.get("class_path") or ROOTS.get(path.rpartition(".")[0])
+        if owner is None:
+            return f"unknown key {path}{_accepted(name, list(ROOTS))}"
+        return f"unknown key {path}: {_name(owner)} has no {name!r}{_accepted(name, _parameters(owner))}"
+    return f"unknown option {key}; `cnnstrategies fit --help` lists the options"
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:
@@ -178,15 +203,29 @@ def _walk(tree: Any, merged: Any, prefix: str) -> Iterator[tuple[str, Mapping[st
         yield from _walk(value, beside, path)
 
 
-def _parameters(class_path: str) -> list[str]:
-    known = {cls.__name__: cls for cls in _subclasses(LightningDataModule)}
-    target = known.get(class_path)
-    if target is None and "." in class_path:
-        module, _, name = class_path.rpartition(".")
-        target = getattr(importlib.import_module(module), name)
-    if target is None:
-        return []
-    return [name for name in inspect.signature(target).parameters if name not in ("self", "kwargs", "args")]
+def _name(owner: str | type) -> str:
+    return owner if isinstance(owner, str) else owner.__name__
+
+
+def _parameters(owner: str | type) -> list[str]:
+    """The parameters of a class, or of the class or function at a path; a class name may stand for its path."""
+    target: Any = owner
+    if isinstance(owner, str):
+        module, _, name = owner.rpartition(".")
+        bases = (LightningDataModule, LightningModule, Callback, Strategy, Logger, nn.Module, Optimizer, LRScheduler)
+        if module:
+            target = getattr(importlib.import_module(module), name)
+        else:
+            target = next(cls for base in bases for cls in _subclasses(base) if cls.__name__ == name)
+    names: dict[str, None] = {}
+    for cls in inspect.getmro(target) if inspect.isclass(target) else (target,):
+        if inspect.isclass(cls) and "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(cls).parameters.values()
+        names |= dict.fromkeys(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return [name for name in names if name not in FROM_ELSEWHERE]
 
 
 def _similar_attribute(class_path: str) -> str:
