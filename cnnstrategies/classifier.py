@@ -193,7 +193,7 @@ class ImageClassifier(LightningModule):
                 metric.update(loss.detach(), weight=len(targets))
             else:
                 metric.update(logits, classes)
-            on_bar = stage != "train" or name == "loss"
+            on_bar = f"{stage}_{name}" in ("train_loss", "val_loss", "val_acc", "test_acc")
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=on_bar)
         if stage == "train":
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)

@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from jsonargparse import set_parsing_settings
@@ -18,11 +20,26 @@ import cnnstrategies
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
 from cnnstrategies.callbacks import GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
-from cnnstrategies.cli_errors import check_trainer_names, explain_build_error, explain_parse_error, fail
+from cnnstrategies.cli_errors import (
+    check_checkpoint,
+    check_trainer_names,
+    explain_build_error,
+    explain_parse_error,
+    fail,
+)
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.processes import end_with_parent
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+
+
+# What Lightning and torch say about themselves, not about the user's run.
+QUIET = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
+    r"Grad strides do not match bucket view strides",
+)
 
 
 class ArgumentParser(LightningArgumentParser):
@@ -67,7 +84,6 @@ class CLI(LightningCLI):
                 "checkpoint.monitor": "val_acc",
                 "checkpoint.mode": "max",
                 "checkpoint.filename": "best",
-                "checkpoint.save_last": True,
                 "checkpoint.enable_version_counter": False,
             }
         )
@@ -76,8 +92,9 @@ class CLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        trainer = self.config[self.subcommand].trainer
-        check_trainer_names(trainer.strategy, trainer.accelerator)
+        config = self.config[self.subcommand]
+        check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
+        check_checkpoint(config.ckpt_path)
 
     @override
     def instantiate_classes(self) -> None:
@@ -98,9 +115,11 @@ class CLI(LightningCLI):
         defaults: list[Callback] = [SamplesPerSecond(), TrainingSummary(), config.predictions, config.stop]
         if config.trainer.logger is not False and not config.trainer.fast_dev_run:
             defaults.append(LearningRateMonitor())
-        if config.trainer.enable_checkpointing is not False:
-            defaults.append(config.checkpoint)
-        callbacks += [new for new in defaults if not any(type(new) is type(given) for given in callbacks)]
+        if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):
+            # Lightning's `save_last` writes last.ckpt only together with a new best; this one after each epoch.
+            last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
+            defaults += [config.checkpoint, last]
+        callbacks += [new for new in defaults if not _has(callbacks, type(new))]
         return super().instantiate_trainer(callbacks=callbacks, plugins=plugins, **kwargs)
 
     def fit(self, **kwargs: Any) -> None:
@@ -138,6 +157,12 @@ def main() -> None:
 
     Exits with 2 and one line for a mistake in the configuration, with 128 + the signal's number after a signal.
     """
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message=message)
+    # As an exception it passes through `CLI._run`, which ends the other processes. In training GracefulStop takes over.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        end_with_parent()
     try:
         CLI()
     except (ConfigurationError, OmegaConfBaseException) as error:
@@ -146,6 +171,14 @@ def main() -> None:
         fail(explain_build_error(error))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
+def _has(callbacks: list[Callback], kind: type) -> bool:
+    return any(type(callback) is kind for callback in callbacks)
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -34,6 +34,7 @@ ROOTS: dict[str, type | None] = {
 }
 # Arguments that no configuration gives: the caller does.
 FROM_ELSEWHERE = ("params", "optimizer")
+CHECKPOINT_WORDS = ("best", "last", "hpc")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
 
 
@@ -64,6 +65,22 @@ def check_trainer_names(strategy: Any, accelerator: Any) -> None:
         raise ConfigurationError(
             f"trainer.accelerator: no accelerator {accelerator!r}{_accepted(accelerator, ACCELERATORS)}"
         )
+
+
+def check_checkpoint(path: Any) -> None:
+    """Refuse a checkpoint that does not exist.
+
+    Args:
+        path: ``ckpt_path``: a file or directory, a URL, one of Lightning's words (``best``, ``last``, ...), or None.
+
+    Raises:
+        ConfigurationError: There is no such file; the message lists the checkpoints beside it.
+    """
+    if path is None or path in CHECKPOINT_WORDS or "://" in str(path) or Path(path).exists():
+        return
+    beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
+    hint = f"its directory has {beside}" if beside else "its directory has none"
+    raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give a path, or best, last or hpc")
 
 
 def explain_build_error(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 
 class SamplesPerSecond(Callback):
-    """Logs ``samples_per_second`` at the end of each training epoch: samples of all ranks over the epoch's time.
+    """Logs ``samples_per_s`` at the end of each training epoch: samples of all ranks over the epoch's time.
 
     Validation, checkpoints and the first step of the run (which builds caches and connections) are left out of the
     time. Lightning's ThroughputMonitor needs a function that reads the batch size and reports steps, not epochs.
@@ -59,4 +59,4 @@ class SamplesPerSecond(Callback):
         self._samples += int(samples)
         self._seconds += self._epoch_seconds
         self.mean = self._samples / self._seconds
-        pl_module.log("samples_per_second", samples / self._epoch_seconds, prog_bar=True, rank_zero_only=True)
+        pl_module.log("samples_per_s", samples / self._epoch_seconds, prog_bar=True, sync_dist=True)
