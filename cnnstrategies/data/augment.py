@@ -30,7 +30,8 @@ class RandomShift(nn.Module):
         rows = top + torch.arange(height)
         columns = left + torch.arange(width)
         sample = torch.arange(count)[:, None, None]
-        return padded[sample, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+        shifted: Tensor = padded[sample, :, rows[:, :, None], columns[:, None, :]]
+        return shifted.permute(0, 3, 1, 2).contiguous()
 
 
 class RandomFlip(nn.Module):
