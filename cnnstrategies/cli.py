@@ -9,7 +9,8 @@ from types import FrameType
 from typing import Any
 
 from jsonargparse import set_parsing_settings
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
@@ -29,6 +30,7 @@ from cnnstrategies.cli_errors import (
 )
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.processes import end_with_parent
+from cnnstrategies.trainer import Trainer
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
@@ -38,6 +40,7 @@ set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 QUIET = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
+    r"torch.distributed.nn.functional.all_gather is deprecated",
     r"Grad strides do not match bucket view strides",
 )
 
@@ -68,8 +71,14 @@ class CLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
             save_config_kwargs={"overwrite": True},
+            trainer_class=Trainer,
             seed_everything_default=1,
         )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "quantize": {"model", "datamodule"}}
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -106,7 +115,7 @@ class CLI(LightningCLI):
             fail(explain_build_error(error))
 
     @override
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         config = self.config_init[self.subcommand]
         plugins = _as_list(config.trainer.plugins)
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):

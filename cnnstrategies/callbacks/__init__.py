@@ -2,7 +2,9 @@
 
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.predictions import PredictionWriter
+from cnnstrategies.callbacks.pruning import Pruning
+from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 
-__all__ = ["GracefulStop", "PredictionWriter", "SamplesPerSecond", "TrainingSummary"]
+__all__ = ["GracefulStop", "PredictionWriter", "Pruning", "SamplesPerSecond", "StepProfile", "TrainingSummary"]
