@@ -1,13 +1,13 @@
 """Whole batches from a dataset, reproducible and resumable."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from cnnstrategies.data.sampling import BatchRequest, OrderedBatches, ShuffledBatches
+from cnnstrategies.data.sampling import BatchRequest, ShuffledBatches
 
 Batch = tuple[Tensor, Tensor]
 Transform = Callable[[Tensor], Tensor]
@@ -81,20 +81,13 @@ class BatchLoader(DataLoader[Batch]):
     """A DataLoader over batch requests that can go on in the middle of an epoch.
 
     Lightning stores :meth:`state_dict` in its checkpoints and hands it back on resume. The batches already served
-    are then skipped in the sampler; nothing is loaded for them.
-
-    Args:
-        dataset: Answers the requests.
-        sampler: Makes them; the whole batch is one request, so there is no collation.
-        **kwargs: Those of ``DataLoader``.
+    are then skipped in the sampler; nothing is loaded for them. Its arguments are ``DataLoader``'s, because Lightning
+    builds it anew for predict; ``sampler`` gives whole batches and ``batch_size`` is None, so there is no collation.
     """
 
-    def __init__(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches, **kwargs: Any) -> None:
-        # A generator of its own: the base seed that each epoch's workers draw leaves the global generator alone.
-        super().__init__(dataset, sampler=sampler, batch_size=None, generator=torch.Generator(), **kwargs)
-        self._served = 0
-        self._epoch = 0
-        self._resume: dict[str, int] | None = None
+    _served = 0
+    _epoch = 0
+    _resume: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
         """Serve the epoch's batches, after a resume those that are left."""

@@ -113,7 +113,16 @@ class ImageDataModule(LightningDataModule):
         pin = self.pin_memory
         if pin is None:
             pin = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
-        return BatchLoader(dataset, sampler, num_workers=self.num_workers, pin_memory=pin, **options)
+        return BatchLoader(
+            dataset,
+            sampler=sampler,
+            batch_size=None,
+            num_workers=self.num_workers,
+            pin_memory=pin,
+            # Of its own: the seed that each epoch's workers are given leaves the global generator alone.
+            generator=torch.Generator(),
+            **options,
+        )
 
 
 def split(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:

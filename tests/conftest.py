@@ -1,0 +1,105 @@
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+
+# Forked ranks inherit this: one thread each, and no OpenMP pool that a fork would break.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+# A job of the machine that runs the tests must not become theirs: with SLURM_NTASKS set every rank would be rank 0.
+for name in list(os.environ):
+    if name.startswith(("SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_")) or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        del os.environ[name]
+
+
+class PlainCNN(nn.Sequential):
+    """A CNN for the digits whose result depends on the global batch only: no normalisation, no dropout."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(16 * 16, num_classes),
+        )
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
+
+    Forked, because then Lightning is imported once; and never in this process itself, because a process that has
+    run backward cannot fork ranks any more (they hang). Fails when the run leaves a process behind.
+    """
+    from cnnstrategies.cli import main
+
+    def run(*args: object, timeout: float = 120) -> tuple[int, str]:
+        log = tmp_path / "output.txt"
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            with open(log, "wb") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+            sys.argv = ["cnnstrategies", *(str(arg) for arg in args)]
+            code = 1
+            try:
+                main()
+                code = 0
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(code)
+        deadline = time.monotonic() + timeout
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = _kill_group(pid)
+        output = log.read_text(errors="replace")
+        assert ended[0] == pid, f"no end after {timeout} s:\n{output}"
+        assert not left, f"processes were left behind:\n{output}"
+        return os.waitstatus_to_exitcode(ended[1]), output
+
+    return run
+
+
+def _kill_group(group: int) -> bool:
+    """Kill what is left of a process group a moment after its leader ended; whether there was anything."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.02)
+    os.killpg(group, signal.SIGKILL)
+    return True
+
+
+@pytest.fixture
+def quick() -> list[str]:
+    """The quickstart on two forked processes, without what only a person looks at."""
+    return [
+        "--config",
+        str(ROOT / "configs/quickstart.yaml"),
+        "--trainer.strategy=ddp_fork",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+    ]
