@@ -100,6 +100,14 @@ class CLI(LightningCLI):
         parser.add_class_arguments(GracefulStop, "stop")
 
     @override
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: the configuration decides.
+
+        Lightning overrides the model's configuration with the checkpoint's hyperparameters here, silently, also
+        what was given on the command line. The name is private, and `tests/test_lightning_private.py` watches it.
+        """
+
+    @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         check_trainer_names(config.trainer.strategy, config.trainer.accelerator)

@@ -84,8 +84,9 @@ class StepProfile(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock = PartClock(trainer.strategy.root_device)
-        self._tap = ActionTap(trainer.profiler, ACTIONS, self._action_starts, self._action_ends)
-        trainer.profiler = self._tap
+        inner = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
+        self._tap = ActionTap(inner, ACTIONS, self._action_starts, self._action_ends)
+        trainer.profiler = self._tap  # type: ignore[attr-defined]
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._ddp = trainer.strategy.model
             measure_every_step(self._ddp)
@@ -141,7 +142,8 @@ class StepProfile(Callback):
         times["step"] = sum(times.values())
         steps = max(1, self._measured)
         mine = [1000 * times.get(part, 0.0) / steps for part in PARTS] + [1000 * self._communication[1] / steps]
-        gathered = pl_module.all_gather(torch.tensor(mine, device=pl_module.device)).reshape(-1, len(mine)).cpu()
+        everyone = trainer.strategy.all_gather(torch.tensor(mine, device=trainer.strategy.root_device))
+        gathered = everyone.reshape(-1, len(mine)).cpu()
         if self._measured == 0:
             if trainer.is_global_zero:
                 print(f"StepProfile: fit ended after {self._seen} steps; skip_first={self.skip_first} left none")
@@ -199,5 +201,5 @@ class StepProfile(Callback):
 
     def _restore_profiler(self, trainer: Trainer) -> None:
         if self._tap is not None:
-            trainer.profiler = self._tap.inner
+            trainer.profiler = self._tap.inner  # type: ignore[attr-defined]
             self._tap = None
