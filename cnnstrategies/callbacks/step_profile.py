@@ -24,10 +24,10 @@ ACTIONS = {
 }
 EXPLAINED = {
     "data": "waiting for the loader",
-    "transfer": "to the device, batch hooks",
+    "transfer": "copy, batch hooks",
     "forward": "network, loss, metrics",
     "backward": "gradients",
-    "communication": "all-reduce after backward",
+    "communication": "all-reduce in the open",
     "optimizer": "clipping, update",
     "other": "callbacks, logging",
     "step": "end to end",
@@ -78,7 +78,8 @@ class StepProfile(Callback):
         self._clock: PartClock | None = None
         self._tap: ActionTap | None = None
         self._ddp: DistributedDataParallel | None = None
-        self._communication = [0.0, 0.0]  # In the open, and in total.
+        self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
+        self._synchronised = 0  # Profiled steps that end with an all-reduce.
         self._opening = False  # Between the start of an epoch and its first batch.
 
     @override
@@ -137,11 +138,12 @@ class StepProfile(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore_profiler(trainer)
         assert self._clock is not None
-        times = self._clock.seconds | {"communication": self._communication[0]}
-        times["backward"] = times.get("backward", 0.0) - times["communication"]
-        times["step"] = sum(times.values())
         steps = max(1, self._measured)
-        mine = [1000 * times.get(part, 0.0) / steps for part in PARTS] + [1000 * self._communication[1] / steps]
+        times = {part: seconds / steps for part, seconds in self._clock.seconds.items()}
+        times["step"] = sum(times.values())
+        times["communication"], total = self._communication(steps)
+        times["backward"] = times.get("backward", 0.0) - times["communication"]
+        mine = [1000 * seconds for seconds in (*(times.get(part, 0.0) for part in PARTS), total)]
         everyone = trainer.strategy.all_gather(torch.tensor(mine, device=trainer.strategy.root_device))
         gathered = everyone.reshape(-1, len(mine)).cpu()
         if self._measured == 0:
@@ -150,7 +152,7 @@ class StepProfile(Callback):
             return
         mean, least, most = gathered.mean(0).tolist(), gathered.amin(0).tolist(), gathered.amax(0).tolist()
         self.milliseconds = dict(zip((*PARTS, "communication_total"), mean, strict=True))
-        if self._ddp is None:
+        if not self._all_reduces:
             del self.milliseconds["communication"], self.milliseconds["communication_total"]
         if trainer.is_global_zero:
             Console(soft_wrap=True).print(self._table(least, most))
@@ -161,6 +163,14 @@ class StepProfile(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._restore_profiler(trainer)
+
+    def _communication(self, steps: int) -> tuple[float, float]:
+        """Seconds of all-reduce per step: in the open, and in total."""
+        if not self._all_reduces:
+            return 0.0, 0.0
+        in_the_open, total = (sum(seconds) / len(seconds) for seconds in zip(*self._all_reduces, strict=True))
+        share = self._synchronised / steps
+        return share * in_the_open, share * total
 
     def _table(self, least: list[float], most: list[float]) -> Table:
         means = self.milliseconds
@@ -194,10 +204,11 @@ class StepProfile(Callback):
             and self._ddp is not None
             and self._ddp.require_backward_grad_sync  # Not while gradients accumulate.
         ):
-            # DDP publishes a backward's times when the next forward begins, so these are the last all-reduce's.
-            total, hidden = communication_seconds(self._ddp)
-            self._communication[0] += max(0.0, total - hidden)
-            self._communication[1] += total
+            # DDP publishes an all-reduce's times in the forward before the next one.
+            if self._synchronised:
+                total, hidden = communication_seconds(self._ddp)
+                self._all_reduces.append((max(0.0, total - hidden), total))
+            self._synchronised += 1
 
     def _restore_profiler(self, trainer: Trainer) -> None:
         if self._tap is not None:
