@@ -1,6 +1,8 @@
+import functools
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -35,33 +37,29 @@ class PlainCNN(nn.Sequential):
         )
 
 
-@pytest.fixture(autouse=True)
-def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def forked(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test that trains in a process of its own: one that has run backward cannot fork ranks any more."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        code, output = run_forked(lambda: test(*args, **kwargs))
+        assert code == 0, output
+
+    return run
 
 
-@pytest.fixture
-def run_cli(tmp_path: Path) -> Callable[..., tuple[int, str]]:
-    """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
-
-    Forked, because then Lightning is imported once; and never in this process itself, because a process that has
-    run backward cannot fork ranks any more (they hang). Fails when the run leaves a process behind.
-    """
-    from cnnstrategies.cli import main
-
-    def run(*args: object, timeout: float = 120) -> tuple[int, str]:
-        log = tmp_path / "output.txt"
+def run_forked(function: Callable[[], None], timeout: float = 120) -> tuple[int, str]:
+    """Runs a function in a forked process; gives its exit code and output, and fails if it leaves a process behind."""
+    with tempfile.TemporaryFile("w+b") as log:
         pid = os.fork()
         if pid == 0:
             os.setsid()
-            with open(log, "wb") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
             sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-            sys.argv = ["cnnstrategies", *(str(arg) for arg in args)]
             code = 1
             try:
-                main()
+                function()
                 code = 0
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else 1
@@ -72,17 +70,16 @@ def run_cli(tmp_path: Path) -> Callable[..., tuple[int, str]]:
         deadline = time.monotonic() + timeout
         while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
             time.sleep(0.02)
-        left = _kill_group(pid)
-        output = log.read_text(errors="replace")
-        assert ended[0] == pid, f"no end after {timeout} s:\n{output}"
-        assert not left, f"processes were left behind:\n{output}"
-        return os.waitstatus_to_exitcode(ended[1]), output
+        left = kill_group(pid)
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    assert ended[0] == pid, f"no end after {timeout} s:\n{output}"
+    assert not left, f"processes were left behind:\n{output}"
+    return os.waitstatus_to_exitcode(ended[1]), output
 
-    return run
 
-
-def _kill_group(group: int) -> bool:
-    """Kill what is left of a process group a moment after its leader ended; whether there was anything."""
+def kill_group(group: int) -> bool:
+    """Kills what is left of a process group a moment after its leader ended; whether there was anything."""
     for _ in range(100):
         try:
             os.killpg(group, 0)
@@ -91,6 +88,29 @@ def _kill_group(group: int) -> bool:
         time.sleep(0.02)
     os.killpg(group, signal.SIGKILL)
     return True
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run_cli() -> Callable[..., tuple[int, str]]:
+    """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
+
+    Forked, because then Lightning is imported once.
+    """
+    from cnnstrategies.cli import main
+
+    def run(*args: object) -> tuple[int, str]:
+        def command() -> None:
+            sys.argv = ["cnnstrategies", *(str(arg) for arg in args)]
+            main()
+
+        return run_forked(command)
+
+    return run
 
 
 @pytest.fixture
