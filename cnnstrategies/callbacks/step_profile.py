@@ -9,7 +9,7 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from cnnstrategies._torch_private import communication_seconds, measure_every_step
+from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
 from cnnstrategies.callbacks.part_clock import ActionTap, PartClock
 from cnnstrategies.errors import ConfigurationError
 
@@ -45,9 +45,10 @@ class StepProfile(Callback):
 
     Communication is the part of the gradients' all-reduce that backward does not hide, measured by DDP itself under
     any communication hook; it contains the wait for slower ranks, so the rank with the *least* communication is the
-    slowest one. How much was hidden stands below the table. Under FSDP communication is part of forward and
-    backward; strategies that compute gradients within ``training_step``, as manual optimisation may, show them
-    under the parts that Lightning announces.
+    slowest one. How much was hidden stands below the table. DDP's broadcast of buffers, such as those of batch
+    normalisation, is part of forward, and Lightning's broadcast of the signal to stop part of other. Under FSDP all
+    communication is part of forward and backward. Time that ``training_step`` spends on gradients or updates itself
+    counts for the parts that Lightning announces within it.
 
     On an accelerator the profiled steps are synchronised at each boundary, so that kernels are counted where they
     run; steps are slower for it, because the CPU no longer queues work ahead. Outside the profiled steps nothing is
@@ -90,7 +91,6 @@ class StepProfile(Callback):
         trainer.profiler = self._tap  # type: ignore[attr-defined]
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._ddp = trainer.strategy.model
-            measure_every_step(self._ddp)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -116,10 +116,12 @@ class StepProfile(Callback):
             self._clock.read()
             self._measured += 1
         self._seen += 1
+        if self._seen == self.skip_first and self._ddp is not None:
+            measure_every_step(self._ddp)
         if not self._profiling():
             self._clock.stop()
             if self._seen > self.skip_first:
-                self._restore_profiler(trainer)
+                self._remove_tap(trainer)
         elif not self._clock.running:
             self._clock.start()
 
@@ -136,7 +138,7 @@ class StepProfile(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restore_profiler(trainer)
+        self._remove_tap(trainer)
         assert self._clock is not None
         steps = max(1, self._measured)
         times = {part: seconds / steps for part, seconds in self._clock.seconds.items()}
@@ -162,7 +164,7 @@ class StepProfile(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._restore_profiler(trainer)
+        self._remove_tap(trainer)
 
     def _communication(self, steps: int) -> tuple[float, float]:
         """Seconds of all-reduce per step: in the open, and in total."""
@@ -210,7 +212,9 @@ class StepProfile(Callback):
                 self._all_reduces.append((max(0.0, total - hidden), total))
             self._synchronised += 1
 
-    def _restore_profiler(self, trainer: Trainer) -> None:
+    def _remove_tap(self, trainer: Trainer) -> None:
         if self._tap is not None:
             trainer.profiler = self._tap.inner  # type: ignore[attr-defined]
             self._tap = None
+            if self._ddp is not None:
+                measure_rarely(self._ddp)
