@@ -42,21 +42,26 @@ def forked(test: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def run(*args: object, **kwargs: object) -> None:
-        code, output = run_forked(lambda: test(*args, **kwargs))
+        code, output = run_forked(lambda: test(*args, **kwargs), keep_streams=True)
         assert code == 0, output
 
     return run
 
 
-def run_forked(function: Callable[[], None], timeout: float = 120) -> tuple[int, str]:
-    """Runs a function in a forked process; gives its exit code and output, and fails if it leaves a process behind."""
+def run_forked(function: Callable[[], None], timeout: float = 120, keep_streams: bool = False) -> tuple[int, str]:
+    """Runs a function in a forked process; gives its exit code and output, and fails if it leaves a process behind.
+
+    With `keep_streams`, `sys.stdout` stays what pytest made of it, for tests that use `capsys`.
+    """
     with tempfile.TemporaryFile("w+b") as log:
         pid = os.fork()
         if pid == 0:
             os.setsid()
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-            sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+            streams = [os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2)]
+            if not keep_streams:
+                sys.stdout, sys.stderr = streams
             code = 1
             try:
                 function()
@@ -64,7 +69,7 @@ def run_forked(function: Callable[[], None], timeout: float = 120) -> tuple[int,
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else 1
             except BaseException:
-                traceback.print_exc()
+                traceback.print_exc(file=streams[1])
             sys.stdout.flush()
             os._exit(code)
         deadline = time.monotonic() + timeout

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from cnnstrategies import ConfigurationError
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, TensorSource
 from cnnstrategies.data.sampling import ShuffledBatches
 
@@ -24,6 +25,9 @@ def loader(workers=0, give_indices=False):
         num_workers=workers,
         persistent_workers=workers > 0,
     )
+
+
+IDENTITY = {"samples": 50, "global_batch_size": 8, "seed": 3}
 
 
 def epoch(batches):
@@ -57,24 +61,54 @@ def test_a_resumed_loader_serves_what_is_left_and_then_whole_epochs(workers):
     for _ in range(3):
         next(iterator)
     state = first.state_dict()  # Workers have prefetched more than was served.
-    assert state == {"epoch": 4, "served": 3}
+    assert state == {"epoch": 4, "served": 3, **IDENTITY}
     rest = epoch(iterator)
 
     resumed = loader(workers)
     resumed.load_state_dict(state)
+    assert resumed.state_dict() == state, "saved again before the first batch"
+    iterator = iter(resumed)  # Lightning calls iter before set_epoch when it resumes.
     resumed.sampler.set_epoch(4)
     assert len(resumed) == 7
-    assert_same(epoch(resumed), rest)
-    assert resumed.state_dict() == {"epoch": 4, "served": 7}
+    assert_same(epoch(iterator), rest)
+    assert resumed.state_dict() == {"epoch": 4, "served": 7, **IDENTITY}
     resumed.sampler.set_epoch(5)
     assert len(epoch(resumed)) == 7
 
 
 def test_a_state_saved_at_the_end_of_an_epoch_skips_nothing_in_the_next():
     resumed = loader()
-    resumed.load_state_dict({"epoch": 4, "served": 7})
+    resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY})
     resumed.sampler.set_epoch(5)
     assert len(epoch(resumed)) == 7
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_a_state_within_an_epoch_of_other_batches_is_refused(name):
+    resumed = loader()
+    resumed.load_state_dict({"epoch": 4, "served": 3, **IDENTITY, name: 99})
+    resumed.sampler.set_epoch(4)
+    message = f"within epoch 4, after 3 batches, .*\\({name} was 99 and is {IDENTITY[name]}\\): restore"
+    with pytest.raises(ConfigurationError, match=message):
+        next(iter(resumed))
+    resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY, name: 99})
+    resumed.sampler.set_epoch(5)
+    assert len(epoch(resumed)) == 7, "from an epoch's end other batches are no obstacle"
+
+
+class Unreadable(TensorSource):
+    def fetch(self, indices):
+        if 17 in indices:
+            raise ConfigurationError("sample 17 is broken: repair it")
+        return super().fetch(indices)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_sample_is_reported_without_a_workers_traceback(workers):
+    each = loader(workers)
+    each.dataset.source.__class__ = Unreadable
+    with pytest.raises(ConfigurationError, match="^sample 17 is broken: repair it$"):
+        epoch(each)
 
 
 def test_predict_gives_indices_in_place_of_targets():

@@ -42,7 +42,7 @@ def test_synthetic_images_are_the_same_for_the_same_seed_and_can_be_learned():
         set_up(SyntheticDataModule(num_samples=60, num_classes=7, image_size=33, channels=2, seed=seed))
         for seed in (0, 0, 1)
     )
-    images, targets, _ = one.train_source.fetch([0, 7, 14, 59])
+    images, targets = one.train_source.fetch([0, 7, 14, 59])
     assert images.shape == (4, 2, 33, 33)
     assert images.dtype == torch.uint8
     assert targets.tolist() == [0, 0, 0, 3]
@@ -75,6 +75,10 @@ def make_folder(root, parts=("train", "val"), count=6):
                     write_jpeg(image, str(folder / f"{index}.JPG"))
 
 
+def names_of(source):
+    return [source.name(index) for index in range(len(source))]
+
+
 def test_image_folder_reads_the_layout_of_imagenet():
     make_folder("images", ("train", "val", "test"))
     make_folder("images/predict", (".",), count=2)
@@ -96,32 +100,86 @@ def test_image_folder_splits_one_tree_by_seed():
     one, same = (
         set_up(ImageFolderDataModule(Path("images"), val_split=1 / 3, num_workers=0, seed=seed)) for seed in (4, 4)
     )
-    assert len(one.train_source), len(one.val_source) == (12, 6)
-    assert one.val_source.paths == same.val_source.paths
-    assert not set(one.val_source.paths) & set(one.train_source.paths)
+    assert (len(one.train_source), len(one.val_source)) == (12, 6)
+    assert names_of(one.val_source) == names_of(same.val_source)
+    assert not set(names_of(one.val_source)) & set(names_of(one.train_source))
 
 
-def test_broken_images_are_refused_or_skipped_by_their_path():
-    make_folder("images")
-    whole = Path("images/train/dog/0.JPG").read_bytes()
-    Path("images/train/dog/0.JPG").write_bytes(whole[: len(whole) // 2])
-    Path("images/train/eel/1.png").write_bytes(b"not an image")
-    Path("images/train/cat/2.JPG").write_bytes(b"")
-    options = {"image_size": 16, "resize": 16, "batch_size": 9, "num_workers": 0}
-    refusing = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
-    with pytest.raises(ConfigurationError, match=r"broken image images/train/\w+/\d\.\w+ .*on_broken=skip"):
-        list(refusing.train_dataloader())
-    skipping = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", **options))
+BROKEN = ("cat/2.JPG", "dog/0.JPG", "eel/1.png")
+
+
+def make_broken_folder(root="images", parts=("train", "val")):
+    make_folder(root, parts)
+    damage = (b"", Path(root, parts[0], BROKEN[1]).read_bytes()[:300], b"not an image")
+    for name, data in zip(BROKEN, damage, strict=True):
+        Path(root, parts[0], name).write_bytes(data)
+    return {"image_size": 16, "batch_size": 2, "num_workers": 0}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_image_is_refused_by_its_path_in_one_line(num_workers):
+    options = make_broken_folder() | {"num_workers": num_workers}
+    module = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
+    message = r"^broken image images/train/\w+/\d\.\w+ \(.*\): repair or remove it, or set .*on_broken=skip$"
+    with pytest.raises(ConfigurationError, match=message):
+        list(module.train_dataloader())
+
+
+def test_broken_images_are_skipped_and_each_reported_once():
+    options = make_broken_folder()
+    module = ImageFolderDataModule(Path("images"), on_broken="skip", **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        loader = skipping.train_dataloader()
-        sizes = [len(targets) for _ in range(2) for _, targets in loader]
-    assert len(sizes) == 4
-    reported = " ".join(str(w.message) for w in caught)
-    broken = {name for name in ("dog/0.JPG", "eel/1.png", "cat/2.JPG") if f"images/train/{name}" in reported}
-    assert sum(sizes) == 2 * (18 - len(broken))
-    assert broken >= {"eel/1.png", "cat/2.JPG"}
-    assert reported.count("left out") == len(broken), "each is reported once"
+        module.prepare_data()
+        module.setup("fit")
+        sizes = [len(targets) for _ in range(2) for _, targets in module.train_dataloader()]
+        module.setup("validate")
+    assert sizes == [2] * 7 + [1] + [2] * 7 + [1], "15 good images in full batches"
+    (report,) = (str(w.message) for w in caught)
+    assert report.startswith("3 broken image files are left out")
+    assert all(report.count(f"images/train/{name}:") == 1 for name in BROKEN)
+
+
+def test_a_broken_image_moves_no_other_between_training_and_validation():
+    options = make_broken_folder(parts=(".",)) | {"val_split": 1 / 3}
+    all_files = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
+    skipping = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", **options))
+    for part in ("train_source", "val_source"):
+        expected = [name for name in names_of(getattr(all_files, part)) if not name.endswith(BROKEN)]
+        assert names_of(getattr(skipping, part)) == expected
+
+
+def test_an_image_that_breaks_after_it_was_checked_is_named():
+    make_folder("images")
+    module = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", image_size=16, num_workers=0))
+    Path("images/train/dog/0.JPG").unlink()
+    with pytest.raises(ConfigurationError, match=r"images/train/dog/0.JPG \(No such file.*remove it and start again$"):
+        list(module.train_dataloader())
+
+
+def test_where_all_images_are_broken_that_is_said():
+    make_folder("images")
+    for path in Path("images/val").rglob("*.*"):
+        path.write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"all 18 images for val are broken, the first is val/cat/0.JPG"):
+        ImageFolderDataModule(Path("images"), on_broken="skip").setup("fit")
+
+
+def test_hidden_files_and_directories_are_left_out():
+    make_folder("images")
+    Path("images/train/.cache").mkdir()
+    Path("images/train/cat/._0.JPG").write_bytes(b"written by another file system")
+    module = set_up(ImageFolderDataModule(Path("images")))
+    assert module.class_names == ["cat", "dog", "eel"]
+    assert len(module.train_source) == 18
+
+
+def folder(*directories, full=False, **options):
+    if full or not directories:
+        make_folder("images")
+    for name in directories:
+        Path("images", name).mkdir(parents=True)
+    return ImageFolderDataModule(Path("images"), **options)
 
 
 MISTAKES = {
@@ -129,6 +187,9 @@ MISTAKES = {
     "no classes": (lambda: ImageFolderDataModule(Path(".")), "has 0 class directories"),
     "batch size": (lambda: DigitsDataModule(batch_size=0), "batch_size=0"),
     "workers": (lambda: DigitsDataModule(num_workers=-1), "num_workers=-1 is negative"),
+    "sizes of images": (lambda: folder(resize=16, image_size=32), "image_size=32 and resize=16"),
+    "empty directory": (lambda: set_up(folder("train/cat", "train/dog")), "no images for train .* must end in .jpg"),
+    "nothing to predict": (lambda: set_up(folder("predict", full=True)), "no images for predict in"),
     "split": (lambda: set_up(DigitsDataModule(val_split=1.0)), "val_split=1.0 of 1438 samples leaves 0 for training"),
     "synthetic size": (lambda: SyntheticDataModule(num_samples=5), "num_samples=5: at least 10"),
     "synthetic channels": (lambda: SyntheticDataModule(channels=0), "channels=0: at least 1"),
