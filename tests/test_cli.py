@@ -1,6 +1,7 @@
 """The command line: subcommands, composition, and errors of one line."""
 
 import csv
+import re
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,17 @@ def test_a_mistake_in_a_file_is_named_too(run_cli, quick):
     code, output = run_cli("fit", *quick, "--config=bad.yaml")
     assert code == 2
     assert "unknown key trainer.max_epoch: Trainer has no 'max_epoch'; did you mean 'max_epochs'?" in output
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_precision_is_the_trainers(run_cli, quick, precision):
+    """On a CPU Lightning turns 16-mixed into bf16-mixed; 64-true is used by the equality tests."""
+    code, output = run_cli("fit", *quick, f"--trainer.precision={precision}", "--trainer.max_epochs=2")
+    assert code == 0, output
+    state = torch.load(CHECKPOINTS / "last.ckpt", weights_only=True)["state_dict"]
+    weights = [value for value in state.values() if value.is_floating_point()]
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights)
+    assert float(re.search(r"val_acc +│ ([\d.]+) at the end", output)[1]) > 0.5
 
 
 def test_a_callback_of_the_user_replaces_the_default(run_cli, quick):
