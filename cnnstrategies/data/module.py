@@ -78,11 +78,14 @@ class ImageDataModule(LightningDataModule):
         return str(index)
 
     def train_dataloader(self) -> BatchLoader:
-        """Shuffled anew in each epoch, over all processes."""
+        """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""
         replicas, rank = self._sharding()
-        sampler = ShuffledBatches(
-            len(self.train_source), self.batch_size, self.seed, replicas, rank, drop_last=self.drop_last
-        )
+        size = len(self.train_source)
+        sampler: ShuffledBatches | OrderedBatches
+        if getattr(self.trainer, "overfit_batches", 0) > 0:
+            sampler = OrderedBatches(size, self.batch_size, replicas, rank)
+        else:
+            sampler = ShuffledBatches(size, self.batch_size, self.seed, replicas, rank, drop_last=self.drop_last)
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:

@@ -1,10 +1,10 @@
 """Images out of nothing, of any size and number, for benchmarks."""
 
 import torch
-from torch import Tensor
 from torchvision.transforms import v2
 from typing_extensions import override
 
+from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 
@@ -95,9 +95,9 @@ class SyntheticSource:
     def __len__(self) -> int:
         return self.size
 
-    def fetch(self, indices: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+    def fetch(self, indices: list[int]) -> Batch:
         """Build the samples at ``indices``: uint8 images and their classes."""
         numbers = torch.tensor(indices) + self.first
         targets = numbers % self.num_classes
         patterns = self.grids[targets].to(torch.uint8)[:, :, self.rows][..., self.columns]
-        return patterns + self.noise[numbers % NOISES], targets, indices
+        return patterns + self.noise[numbers % NOISES], targets

@@ -107,7 +107,7 @@ class Unreadable(TensorSource):
 def test_an_unreadable_sample_is_reported_without_a_workers_traceback(workers):
     each = loader(workers)
     each.dataset.source.__class__ = Unreadable
-    with pytest.raises(ConfigurationError, match="^sample 17 is broken: repair it$"):
+    with pytest.raises(ConfigurationError, match=r"^sample 17 is broken: repair it$"):
         epoch(each)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torchvision.io import write_jpeg, write_png
+from PIL import Image
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import (
@@ -68,11 +68,11 @@ def make_folder(root, parts=("train", "val"), count=6):
             folder = Path(root, part, name)
             folder.mkdir(parents=True)
             for index in range(count):
-                image = torch.full((3, 20, 30), 80 * number, dtype=torch.uint8)
+                colour = (80 * number,) * 3
                 if index % 2:
-                    write_png(image[:1], str(folder / f"{index}.png"))  # Grey: becomes colour.
+                    Image.new("L", (30, 20), colour[0]).save(folder / f"{index}.png")  # Grey: becomes colour.
                 else:
-                    write_jpeg(image, str(folder / f"{index}.JPG"))
+                    Image.new("RGB", (30, 20), colour).save(folder / f"{index}.JPG", "JPEG")
 
 
 def names_of(source):
