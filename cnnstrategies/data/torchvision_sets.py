@@ -72,7 +72,8 @@ class TorchvisionDataModule(ImageDataModule):
         try:
             return self.dataset_class(self.root, train=train, download=download)
         except (RuntimeError, OSError) as error:
-            reason = f"the download failed ({error})" if download else "it is not there and download is false"
+            why = " ".join(str(error).split())
+            reason = f"the download failed ({why})" if download else "it is not there and download is false"
             raise ConfigurationError(
                 f"no {name} in {self.root.resolve()}: {reason}. Copy the files that torchvision.datasets.{name} "
                 "stores there from a machine with a connection, set data.init_args.root to where they are, or use "
