@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torchvision.transforms import v2
 from typing_extensions import override
 
+from cnnstrategies.data.augment import to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
@@ -96,9 +97,7 @@ class ImageFolderDataModule(ImageDataModule):
         crop = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
         self.crop = crop if augment else self.centre
         # Decoding and cropping work on one image at a time; this is faster on the batch.
-        self.train_transform = self.eval_transform = v2.Compose(
-            [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-        )
+        self.train_transform = self.eval_transform = to_normalised(MEAN, STD)
         self._reported: set[str] = set()
 
     @override

@@ -2,7 +2,7 @@
 
 import torch
 
-from cnnstrategies.data.augment import RandomFlip, RandomShift
+from cnnstrategies.data.augment import RandomFlip, RandomShift, to_normalised
 
 
 def test_shift_is_a_crop_of_the_padded_image_drawn_for_each():
@@ -33,3 +33,13 @@ def test_flip_mirrors_about_half_of_the_images():
     kept = sum(torch.equal(flipped[n], images[n]) for n in range(200))
     assert mirrored + kept == 200
     assert 70 < mirrored < 130
+
+
+def test_normalising_leaves_its_argument_as_it_was():
+    images = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
+    before = images.clone()
+    normalised = to_normalised([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])(images)
+    assert torch.equal(images, before)
+    assert normalised.dtype == torch.float32
+    expected = (before[:, 1] / 255 - 0.2) / 0.5
+    assert torch.allclose(normalised[:, 1], expected, atol=1e-6)
