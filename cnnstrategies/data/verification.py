@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,7 +34,7 @@ def broken_images(root: Path, names: Sequence[str]) -> dict[str, str]:
     """
     root = root.resolve()
     cache = cache_file(root)
-    good: set[int] = set(np.fromfile(cache, dtype=np.uint64).tolist()) if cache.is_file() else set()
+    good = _read(cache)
 
     def check(chunk: Sequence[str]) -> tuple[list[int], dict[str, str]]:
         found: list[int] = []
@@ -93,8 +94,15 @@ def _shown(
     )
 
 
+def _read(cache: Path) -> set[int]:
+    try:
+        return set(np.fromfile(cache, dtype=np.uint64).tolist())
+    except OSError:  # Not there yet, or another user's.
+        return set()
+
+
 def _write(cache: Path, digests: set[int]) -> None:
-    unfinished = cache.with_name(f"{cache.name}.{os.getpid()}")
+    unfinished = cache.with_name(f"{cache.name}.{socket.gethostname()}.{os.getpid()}")  # Nodes may write at once.
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         np.array(sorted(digests), dtype=np.uint64).tofile(unfinished)
