@@ -2,8 +2,9 @@
 
 import itertools
 import platform
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,15 +93,10 @@ def quantize(
         _remove_unused_tensors(converted)
         output.parent.mkdir(parents=True, exist_ok=True)
         torch.export.save(_export(converted, example), output)
-    before = Figures(
-        accuracy(network, datamodule.val_dataloader()), _megabytes(exported), milliseconds(network, example)
-    )
     quantized = load_quantized(output)
-    after = Figures(
-        accuracy(quantized, datamodule.val_dataloader()),
-        _megabytes(torch.export.load(output)),
-        milliseconds(quantized, example),
-    )
+    times = milliseconds([network, quantized], example)
+    before = Figures(accuracy(network, datamodule.val_dataloader()), _megabytes(exported), times[0])
+    after = Figures(accuracy(quantized, datamodule.val_dataloader()), _megabytes(torch.export.load(output)), times[1])
     return Report(before, after, len(example), lowered=_has_int8_kernels())
 
 
@@ -181,21 +177,24 @@ def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     return right / total
 
 
-def milliseconds(network: Network, images: Tensor, repeats: int = 20) -> float:
-    """Median time of ``network(images)``, after three calls that are not counted.
+def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20) -> list[float]:
+    """Median time of each network's ``network(images)``, after three calls that are not counted.
+
+    The networks take turns, so that whatever else the machine does slows all of them.
 
     Args:
-        network: What is timed.
+        networks: What is timed.
         images: One batch.
-        repeats: Calls that are counted.
+        repeats: Calls of each network that are counted.
     """
-    times = []
+    times: list[list[float]] = [[] for _ in networks]
     with torch.no_grad():
         for _ in range(3 + repeats):
-            start = time.perf_counter()
-            network(images)
-            times.append(time.perf_counter() - start)
-    return 1000 * sorted(times[3:])[repeats // 2]
+            for network, own in zip(networks, times, strict=True):
+                start = time.perf_counter()
+                network(images)
+                own.append(time.perf_counter() - start)
+    return [1000 * statistics.median(own[3:]) for own in times]
 
 
 def _export(network: nn.Module, example: Tensor) -> "torch.export.ExportedProgram":
