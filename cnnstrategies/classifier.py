@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
 
@@ -149,7 +150,7 @@ class ImageClassifier(LightningModule):
         seed = os.environ.get("PL_GLOBAL_SEED")
         if self.trainer.training and seed is not None:
             step = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
-            torch.manual_seed((int(seed) * 1_000_003 + step) * 1_000_003 + self.global_rank)
+            torch.manual_seed(mixed_seed(int(seed), step, self.global_rank))
         return batch
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

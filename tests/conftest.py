@@ -1,4 +1,4 @@
-import functools
+import contextlib
 import os
 import signal
 import sys
@@ -7,11 +7,13 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import nn
 
+T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 
 # Forked ranks inherit this: one thread each, and no OpenMP pool that a fork would break.
@@ -37,15 +39,27 @@ class PlainCNN(nn.Sequential):
         )
 
 
-def forked(test: Callable[..., None]) -> Callable[..., None]:
-    """Runs a test that trains in a process of its own: one that has run backward cannot fork ranks any more."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    """Runs every test in a forked process of its own.
 
-    @functools.wraps(test)
-    def run(*args: object, **kwargs: object) -> None:
-        code, output = run_forked(lambda: test(*args, **kwargs), keep_streams=True)
+    A process in which a Trainer was built or backward has run cannot fork ranks any more: Lightning refuses, or they
+    hang. So no test may do that in pytest's own process, from which all others are forked.
+    """
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    code, output = run_forked(lambda: pyfuncitem.obj(**arguments), timeout=230, keep_streams=True)
+    if code != 0:
+        pytest.fail(output, pytrace=False)
+    return True
+
+
+def in_fork(function: Callable[[], T]) -> T:
+    """The result of a function that trains, for fixtures: they run in pytest's own process, and it must not train."""
+    with tempfile.NamedTemporaryFile() as file:
+        code, output = run_forked(lambda: torch.save(function(), file.name))
         assert code == 0, output
-
-    return run
+        result: T = torch.load(file.name, weights_only=False)
+    return result
 
 
 def run_forked(function: Callable[[], None], timeout: float = 120, keep_streams: bool = False) -> tuple[int, str]:
@@ -91,7 +105,8 @@ def kill_group(group: int) -> bool:
         except ProcessLookupError:
             return False
         time.sleep(0.02)
-    os.killpg(group, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
     return True
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from conftest import PlainCNN, forked
+from conftest import PlainCNN
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
@@ -52,7 +52,6 @@ def test_auxiliary_logits_count_with_their_weight():
     assert main_logits(googlenet.eval()(images)).shape == (2, 4)
 
 
-@forked
 def test_one_fit_with_mixing(tmp_path):
     torch.manual_seed(0)
     model = ImageClassifier(SmallCNN(10), 10, SGD, mixup_alpha=0.3, cutmix_alpha=1.0, channels_last=True)
@@ -106,7 +105,6 @@ def a_checkpoint_made_in_python_loads_with_weights_only(model, run, tmp_path):
 
 
 @pytest.mark.parametrize(("interval", "expected"), [("step", 0.05 * 0.5**4), ("epoch", 0.05 * 0.5**2)])
-@forked
 def test_schedulers_advance_by_step_or_epoch(interval, expected):
     def halve(optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -123,7 +121,6 @@ def test_reduce_on_plateau_watches_its_metric():
     assert scheduler["monitor"] == "val_loss"
 
 
-@forked
 def test_the_network_can_be_compiled_and_keeps_its_names():
     model = ImageClassifier(PlainCNN(), 10, SGD, compile_backend="eager")
     names = list(model.state_dict())
@@ -147,7 +144,6 @@ def test_a_mistake_is_refused(options, message):
         ImageClassifier(nn.Identity(), **{"num_classes": 10, **options})
 
 
-@forked
 def test_a_wrong_number_of_classes_names_both():
     model = ImageClassifier(PlainCNN(7), 7, SGD)
     with pytest.raises(ConfigurationError, match=r"num_classes=7, but DigitsDataModule has 10: set model"):

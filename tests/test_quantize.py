@@ -1,10 +1,12 @@
 """A quantised network is small, as good as before, and can be loaded in another process."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 import torch
+from conftest import in_fork
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 
@@ -17,20 +19,27 @@ from cnnstrategies.quantize import load_quantized, quantize
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     """A trained network for digits, its data, the file and the report."""
-    seed_everything(1, verbose=False)
-    model = ImageClassifier(SmallCNN(10), 10, optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
-    data = DigitsDataModule(batch_size=32)
-    trainer = Trainer(
-        accelerator="cpu",
-        max_epochs=5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(model, data)
     path = tmp_path_factory.mktemp("quantize") / "new" / "digits.pt2"
-    return model.network, data, path, quantize(model, data, path)
+
+    def run():
+        seed_everything(1, verbose=False)
+        model = ImageClassifier(SmallCNN(10), 10, optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9))
+        data = DigitsDataModule(batch_size=32)
+        trainer = Trainer(
+            accelerator="cpu",
+            max_epochs=5,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, data)
+        return model.network, quantize(model, data, path)
+
+    network, report = in_fork(run)
+    data = DigitsDataModule(batch_size=32)
+    data.setup("fit")
+    return network, data, path, report
 
 
 def test_accuracy_stays_and_the_weights_are_a_third(digits):
@@ -42,6 +51,7 @@ def test_accuracy_stays_and_the_weights_are_a_third(digits):
     assert report.before.milliseconds > 0
     assert report.after.milliseconds > 0
     # No float weights beside the int8 ones.
+    importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")  # The file's operators.
     stored = torch.export.load(path).state_dict
     assert {value.dtype for value in stored.values() if value.ndim > 1} == {torch.int8}
 

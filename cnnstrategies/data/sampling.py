@@ -1,6 +1,5 @@
 """Which rank sees which samples, in which batch."""
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.seeds import mixed_seed
 
 
 class BatchRequest(NamedTuple):
@@ -117,13 +117,3 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
 def sharding(kwargs: dict[str, Any] | None) -> tuple[int, int]:
     """``(num_replicas, rank)`` of ``Trainer.distributed_sampler_kwargs``; ``(1, 0)`` on one device."""
     return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
-
-
-def mixed_seed(*numbers: int) -> int:
-    """A seed for each tuple of numbers; neighbours such as (0, 1) and (1, 0) have nothing in common.
-
-    Returns:
-        An integer in [0, 2**63).
-    """
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

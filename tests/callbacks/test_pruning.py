@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import forked
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
@@ -42,7 +41,6 @@ def weights(state_dict):
     return torch.cat([state_dict[f"network.{name}"].flatten() for name in names])
 
 
-@forked
 def test_checkpoints_hold_plain_weights_with_zeros_and_a_resumed_run_is_the_uninterrupted_one(capsys):
     names = set(classifier().state_dict())
     dense = classifier()
@@ -89,7 +87,6 @@ class SameZeros(Callback):
                 file.write(f"{trainer.current_epoch} {torch.equal(first, second)} {int((values == 0).sum())}\n")
 
 
-@forked
 def test_every_rank_prunes_what_rank_0_chose():
     """In the local phase of local SGD the ranks' weights differ, so their own choices would."""
     # DDP's own broadcast of buffers, masks among them, would hide it.
@@ -100,7 +97,6 @@ def test_every_rank_prunes_what_rank_0_chose():
         assert file.read().splitlines() == ["0 False 0", "1 True 582"]
 
 
-@forked
 def test_fast_dev_run_is_not_refused():
     fit(Pruning(), fast_dev_run=True)
 
@@ -121,7 +117,6 @@ def test_fast_dev_run_is_not_refused():
     ],
     ids=["amount", "negative epoch", "epoch too late", "weight averaging", "nothing to prune", "sharded"],
 )
-@forked
 def test_refusals_name_the_value_and_the_remedy(make, words):
     with pytest.raises(ValueError, match=words[0]) as refusal:
         make()

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import forked
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
@@ -104,7 +103,6 @@ def spending(spend):
 @pytest.mark.parametrize(
     ("steps", "validate_every", "measured"), [(None, 8, 22), (9, 3, 9)], ids=["to the end", "validation in the epoch"]
 )
-@forked
 def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, validate_every, measured):
     model, data = spending(spend)
     profile, mine = StepProfile(2, steps), SimpleProfiler()
@@ -187,7 +185,6 @@ def profiled(model, strategy, **options):
     return {name[8:-3]: float(value) for name, value in row.items() if name.startswith("profile/") and value}
 
 
-@forked
 def test_communication_in_the_open_is_told_from_backward():
     times = profiled(classifier(), SlowLinks(0.04))
     # The thread that delays it may begin while backward is still closing the bucket.
@@ -198,7 +195,6 @@ def test_communication_in_the_open_is_told_from_backward():
     assert times["step"] == pytest.approx(sum(times[part] for part in parts))
 
 
-@forked
 def test_communication_that_backward_hides_counts_as_backward():
     # Buckets of 100 bytes: the last layer's leaves before block1 computes.
     times = profiled(classifier(SlowFirstLayers), SlowLinks(0.04, bucket_cap_mb=0.0001))
@@ -207,7 +203,6 @@ def test_communication_that_backward_hides_counts_as_backward():
     assert times["communication"] < 40
 
 
-@forked
 def test_accumulation_counts_an_all_reduce_once():
     times = profiled(classifier(), SlowLinks(0.08), accumulate_grad_batches=4)
     # Two of the eight profiled batches send.
@@ -215,7 +210,6 @@ def test_accumulation_counts_an_all_reduce_once():
     assert 15 <= times["communication"] < 40
 
 
-@forked
 def test_a_run_that_is_too_short_says_so(capsys):
     fit(StepProfile(skip_first=50), model=classifier(), max_steps=3)
     assert "StepProfile: fit ended after 3 steps; skip_first=50 left none" in capsys.readouterr().out
@@ -225,7 +219,6 @@ def test_a_run_that_is_too_short_says_so(capsys):
     ("options", "words"),
     [({"skip_first": 0}, "skip_first=0: .* 10 is usual"), ({"steps": 0}, "steps=0: .* 50 is usual")],
 )
-@forked
 def test_refusals_name_the_value_and_the_remedy(options, words):
     with pytest.raises(ValueError, match=words):
         StepProfile(**options)

@@ -1,7 +1,10 @@
 """What Lightning makes of the loaders: sharding, epochs, resume. Samples are known by their targets."""
 
+import os
+
 import pytest
 import torch
+from conftest import in_fork
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
@@ -105,8 +108,10 @@ class SaveRank(Callback):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What two forked ranks saw in each of Lightning's stages."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.mktemp("ranks")
+
+    def run():
+        os.chdir(folder)
         model, data = Recorder(automatic=True), Numbered()
         for stage in ("fit", "validate", "test", "predict"):
             one = trainer(strategy="ddp_fork", devices=2, max_epochs=2, callbacks=[SaveRank()])
@@ -114,6 +119,8 @@ def ranks(tmp_path_factory):
         return {
             stage: [torch.load(f"{stage}-{rank}.pt", weights_only=True) for rank in range(2)] for stage in model.seen
         }
+
+    return in_fork(run)
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
@@ -176,10 +183,14 @@ def uninterrupted(tmp_path_factory):
     """All batches of three epochs, and checkpoints at each of POINTS, by one run without workers."""
     folder = tmp_path_factory.mktemp("checkpoints")
     paths = {point: folder / f"{number}.ckpt" for number, point in enumerate(POINTS)}
-    model = Recorder()
-    callbacks = [SaveAt(*point, path) for point, path in paths.items()]
-    trainer(max_epochs=3, val_check_interval=7, callbacks=callbacks).fit(model, datamodule=Numbered())
-    return model.seen["fit"], paths
+
+    def run():
+        model = Recorder()
+        callbacks = [SaveAt(*point, path) for point, path in paths.items()]
+        trainer(max_epochs=3, val_check_interval=7, callbacks=callbacks).fit(model, datamodule=Numbered())
+        return model.seen["fit"]
+
+    return in_fork(run), paths
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])  # 2: they persist from epoch to epoch.
