@@ -123,13 +123,13 @@ def ranks(tmp_path_factory):
     return in_fork(run)
 
 
-@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_lightning_evaluates_every_sample_once_in_equally_many_batches(ranks, stage):
-    assert [rank["sampler"] for rank in ranks[stage]] == [OrderedBatches.__name__] * 2
-    batches = [rank["seen"] for rank in ranks[stage]]
-    assert len(batches[0]) == len(batches[1]) == 3
-    first = 0 if stage == "predict" else 100  # Predict gives indices, the others targets.
-    assert [index for rank in batches for batch in rank for index in batch] == list(range(first, first + EVALUATION))
+def test_lightning_evaluates_every_sample_once_in_equally_many_batches(ranks):
+    for stage, first in (("validate", 100), ("test", 100), ("predict", 0)):  # Predict gives indices, not targets.
+        assert [rank["sampler"] for rank in ranks[stage]] == [OrderedBatches.__name__] * 2, stage
+        batches = [rank["seen"] for rank in ranks[stage]]
+        assert len(batches[0]) == len(batches[1]) == 3, stage
+        numbers = [number for rank in batches for batch in rank for number in batch]
+        assert numbers == list(range(first, first + EVALUATION)), stage
 
 
 def test_lightning_leaves_the_training_sampler_in_place_and_sets_its_epoch(ranks):
@@ -194,20 +194,20 @@ def uninterrupted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])  # 2: they persist from epoch to epoch.
-@pytest.mark.parametrize("point", POINTS, ids=str)
-def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, point, num_workers):
+def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_workers):
     expected, paths = uninterrupted
-    _, epoch, batch = point
-    after = [one for one in expected if one[:2] > (epoch, 99 if batch is None else batch)]
-    model, data = Recorder(), Numbered(num_workers=num_workers)
-    trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=paths[point], weights_only=True)
-    seen = model.seen["fit"]
-    assert [one[:2] for one in seen] == [one[:2] for one in after]
-    for (*_, images, targets), (*_, other_images, other_targets) in zip(seen, after, strict=True):
-        assert torch.equal(images, other_images)
-        assert torch.equal(targets, other_targets)
-    if num_workers == 0:
-        assert len(data.train_source.fetched) == len(after), "nothing is read for batches that were served before"
+    for point, path in paths.items():
+        _, epoch, batch = point
+        after = [one for one in expected if one[:2] > (epoch, 99 if batch is None else batch)]
+        model, data = Recorder(), Numbered(num_workers=num_workers)
+        trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=path, weights_only=True)
+        seen = model.seen["fit"]
+        assert [one[:2] for one in seen] == [one[:2] for one in after], point
+        for (*_, images, targets), (*_, other_images, other_targets) in zip(seen, after, strict=True):
+            assert torch.equal(images, other_images), point
+            assert torch.equal(targets, other_targets), point
+        if num_workers == 0:
+            assert len(data.train_source.fetched) == len(after), f"{point}: what was served before is not read again"
 
 
 def test_a_resume_within_an_epoch_with_another_global_batch_is_refused(uninterrupted):

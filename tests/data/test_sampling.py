@@ -10,38 +10,45 @@ from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, shardin
 SIZES = list(itertools.product((1, 2, 3, 7, 16, 63, 64, 65, 1150), (1, 2, 5, 32), (1, 2, 3, 4)))
 
 
-@pytest.mark.parametrize(("size", "batch_size", "world"), SIZES)
-def test_evaluation_sees_every_sample_once_in_equally_many_batches(size, batch_size, world):
-    if size < world:
-        with pytest.raises(ConfigurationError, match=f"{size} samples cannot be evaluated by {world} processes"):
-            OrderedBatches(size, batch_size, world, 0)
-        return
-    samplers = [OrderedBatches(size, batch_size, world, rank) for rank in range(world)]
-    batches = [[request.indices for request in sampler] for sampler in samplers]
-    assert [index for rank in batches for batch in rank for index in batch] == list(range(size))
-    assert len({len(rank) for rank in batches}) == 1
-    assert all(len(sampler) == len(rank) for sampler, rank in zip(samplers, batches, strict=True))
-    lengths = [len(batch) for rank in batches for batch in rank]
-    assert min(lengths) >= 1
-    assert max(lengths) <= batch_size + 1
+# Loops and not parameters: each test is a process of its own.
+def test_evaluation_sees_every_sample_once_in_equally_many_batches():
+    for size, batch_size, world in SIZES:
+        case = f"{size} samples, batch_size {batch_size}, {world} ranks"
+        if size < world:
+            with pytest.raises(ConfigurationError, match=f"{size} samples cannot be evaluated by {world} processes"):
+                OrderedBatches(size, batch_size, world, 0)
+            continue
+        samplers = [OrderedBatches(size, batch_size, world, rank) for rank in range(world)]
+        batches = [[request.indices for request in sampler] for sampler in samplers]
+        assert [index for rank in batches for batch in rank for index in batch] == list(range(size)), case
+        assert len({len(rank) for rank in batches}) == 1, case
+        assert all(len(sampler) == len(rank) for sampler, rank in zip(samplers, batches, strict=True)), case
+        lengths = [len(batch) for rank in batches for batch in rank]
+        assert min(lengths) >= 1, case
+        assert max(lengths) - min(lengths) <= 1, case
+        assert max(lengths) <= batch_size + (batch_size == 1), case
 
 
-@pytest.mark.parametrize(("size", "batch_size", "world"), SIZES)
-def test_training_cuts_one_permutation_into_global_batches(size, batch_size, world):
-    def epoch(world, batch_size, rank):
+def test_training_cuts_one_permutation_into_global_batches():
+    def epoch(size, world, batch_size, rank):
         return [request.indices for request in ShuffledBatches(size, batch_size, 5, world, rank, drop_last=False)]
 
-    ranks = [epoch(world, batch_size, rank) for rank in range(world)]
-    single = epoch(1, batch_size * world, 0)
-    assert {len(rank) for rank in ranks} == {len(single)}
-    for number, whole in enumerate(single):
-        union = [index for rank in ranks for index in rank[number]]
-        if len(whole) >= world:
-            assert sorted(union) == sorted(whole)
-        else:
-            # Fewer samples than ranks: some are repeated, so that no rank is without.
-            assert set(union) == set(whole)
-            assert all(rank[number] for rank in ranks)
+    for size, batch_size, world in SIZES:
+        case = f"{size} samples, batch_size {batch_size}, {world} ranks"
+        ranks = [epoch(size, world, batch_size, rank) for rank in range(world)]
+        single = epoch(size, 1, batch_size * world, 0)
+        assert {len(rank) for rank in ranks} == {len(single)}, case
+        assert sorted(index for whole in single for index in whole) == list(range(size)), case
+        for number, whole in enumerate(single):
+            union = [index for rank in ranks for index in rank[number]]
+            lengths = [len(rank[number]) for rank in ranks]
+            assert max(lengths) - min(lengths) <= 1, case
+            if len(whole) >= world:
+                assert sorted(union) == sorted(whole), case
+            else:
+                # Fewer samples than ranks: some are repeated, so that no rank is without.
+                assert set(union) == set(whole), case
+                assert min(lengths) == 1, case
 
 
 def test_each_epoch_is_another_permutation_and_each_batch_another_seed():
