@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from rich.console import Console
 from rich.table import Table
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantize import quantize
 
 
@@ -29,9 +30,18 @@ class Trainer(LightningTrainer):
             ckpt_path: The checkpoint.
             output: The file to write; ``cnnstrategies.quantize.load_quantized`` loads it.
             calibration_batches: Number of training batches that set the ranges of the activations.
+
+        Raises:
+            ConfigurationError: The checkpoint is of another network.
         """
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
-        model.load_state_dict(checkpoint["state_dict"])
+        try:
+            model.load_state_dict(checkpoint["state_dict"])
+        except RuntimeError as error:
+            first = str(error).strip().splitlines()[1].strip()
+            raise ConfigurationError(
+                f"ckpt_path: {ckpt_path} is of another network than `model` describes: {first}"
+            ) from error
         report = quantize(model, datamodule, output, calibration_batches)
         table = Table("", "float32", "int8", "ratio", title=f"Quantisation, batches of {report.batch_size} on the CPU")
         before, after = report.before, report.after

@@ -141,3 +141,12 @@ class DataDependent(nn.Module):
 def test_refusals_name_the_value(tmp_path, model, options, message):
     with pytest.raises(ConfigurationError, match=message):
         quantize(model, DigitsDataModule(), tmp_path / "q.pt2", **options)
+
+
+def test_a_checkpoint_of_another_network_is_refused_in_one_line(run_cli, quick):
+    network = SmallCNN(10, widths=[8, 16])
+    torch.save({"state_dict": ImageClassifier(network, 10).state_dict(), "pytorch-lightning_version": "2.6"}, "a.ckpt")
+    code, output = run_cli("quantize", *quick, "--ckpt_path=a.ckpt")
+    assert code == 2, output
+    for word in ("a.ckpt", "another network", "block1.0.0.weight"):
+        assert word in output.splitlines()[-1]
