@@ -68,7 +68,6 @@ def quantize(
     Raises:
         ConfigurationError: torchao is not installed, the model has no network, or the network cannot be exported.
     """
-    pt2e, quantizer_module = _torchao()
     network = getattr(model, "network", None)
     if not isinstance(network, nn.Module):
         raise ConfigurationError(
@@ -76,6 +75,7 @@ def quantize(
         )
     if calibration_batches < 1:
         raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
+    pt2e, quantizer_module = _torchao()
     network.cpu().eval()
     datamodule.prepare_data()
     datamodule.setup("fit")
