@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 from omegaconf.errors import OmegaConfBaseException
+from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
@@ -27,9 +28,10 @@ from cnnstrategies.cli_errors import (
     explain_build_error,
     explain_parse_error,
     fail,
+    refusal_in,
 )
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.processes import end_with_parent
+from cnnstrategies.processes import end_with_parent, refused_elsewhere
 from cnnstrategies.trainer import Trainer
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
@@ -168,10 +170,14 @@ class CLI(LightningCLI):
             self.datamodule.prepare_data()
         try:
             function(**kwargs)
-        except BaseException:
+        except BaseException as error:
             launcher = self.trainer.strategy.launcher
+            refused = isinstance(error, Exception) and refused_elsewhere(launcher)
             if launcher is not None:
                 launcher.kill(signal.SIGKILL)
+            if refused:
+                # The other rank has said what is wrong; this one only lost its connection to it.
+                sys.exit(2)
             raise
 
 
@@ -188,6 +194,11 @@ def main() -> None:
         end_with_parent()
     try:
         CLI()
+    except ProcessRaisedException as error:
+        # From a spawned or forked rank, whose exception arrives as text.
+        if "JSONARGPARSE_DEBUG" in os.environ or (refusal := refusal_in(str(error))) is None:
+            raise
+        fail(refusal)
     except (ConfigurationError, OmegaConfBaseException) as error:
         if "JSONARGPARSE_DEBUG" in os.environ:
             raise

@@ -103,6 +103,17 @@ def explain_build_error(error: BaseException) -> str:
     return f"{type(chain[-1]).__name__}: {_flat(str(chain[-1]))}"
 
 
+def refusal_in(traceback: str) -> str | None:
+    """The message of the ConfigurationError that ends a traceback, in one line; None if another error does.
+
+    Args:
+        traceback: The text in which torch reports what a spawned or forked process raised.
+    """
+    name = f"{ConfigurationError.__module__}.{ConfigurationError.__qualname__}: "
+    lines = [line for line in traceback.splitlines() if line.startswith(name)]
+    return _flat(lines[-1].removeprefix(name)) if lines else None
+
+
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
     """The line that says why a configuration could not be parsed.
 

@@ -1,8 +1,11 @@
-"""Processes that do not outlive their parent."""
+"""The processes of one run: how they end together."""
 
 import ctypes
 import signal
+import subprocess
 import sys
+import time
+from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -15,3 +18,19 @@ def end_with_parent() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def refused_elsewhere(launcher: Any, seconds: float = 2.0) -> bool:
+    """Whether a rank that a launcher started as a program ended with exit code 2, that of a configuration error.
+
+    Args:
+        launcher: Its ``procs`` are looked at, if it has some.
+        seconds: How long to wait for one to end: the others lose their connection to it a moment before.
+    """
+    processes = [p for p in getattr(launcher, "procs", []) if isinstance(p, subprocess.Popen)]
+    deadline = time.monotonic() + seconds
+    while processes and time.monotonic() < deadline:
+        if any(process.poll() == 2 for process in processes):
+            return True
+        time.sleep(0.05)
+    return False

@@ -2,12 +2,15 @@
 
 import csv
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from conftest import ROOT
+from PIL import Image
 
 from cnnstrategies import ImageClassifier
 
@@ -134,6 +137,41 @@ def test_a_mistake_is_one_line_with_exit_code_2(run_cli, quick, args, words):
     assert output.splitlines()[-1] == lines[0]
     for word in words:
         assert word in lines[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp"])
+def test_a_mistake_that_a_rank_meets_is_one_line_too(strategy):
+    """A broken image in the last rank's part of the validation data, which no check before the start can know."""
+    for name in ("cat", "dog"):
+        folder = Path("images") / name
+        folder.mkdir(parents=True)
+        for index in range(8):
+            Image.new("RGB", (40, 40), (index, 0, 0)).save(folder / f"{index}.png")
+    folder = Path("images/val/dog")
+    Path("images/val/cat").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    for index in range(4):
+        Image.new("RGB", (40, 40)).save(folder / f"{index}.png")
+    (folder / "3.png").write_bytes(b"broken")
+    data = ["root=images", "image_size=32", "batch_size=2", "num_workers=0"]
+    model = ["num_classes=2", "network.init_args.in_channels=3"]
+    command = [
+        sys.executable,
+        str(ROOT / "cli.py"),
+        "fit",
+        f"--config={ROOT / 'configs/quickstart.yaml'}",
+        f"--trainer.strategy={strategy}",
+        "--data=ImageFolderDataModule",
+        *(f"--data.init_args.{option}" for option in data),
+        *(f"--model.init_args.{option}" for option in model),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    lines = [
+        line for line in ended.stderr.splitlines() if "cnnstrategies: error: broken image images/val/dog/3.png" in line
+    ]
+    assert ended.returncode == 2, ended.stderr
+    assert len(lines) == 1
+    assert "Traceback" not in ended.stderr.replace(lines[0], "")
 
 
 def test_a_mistake_in_a_file_is_named_too(run_cli, quick):
