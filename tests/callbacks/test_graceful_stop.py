@@ -32,14 +32,18 @@ def start(name, *args):
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def wait_for(name, text, process, seconds=60):
+def wait_until(condition, name, process, seconds=90):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if re.search(text, Path(f"{name}.log").read_text()):
+        if condition():
             return
         assert process.poll() is None, Path(f"{name}.log").read_text()
         time.sleep(0.05)
-    pytest.fail(f"no {text!r} in {name}.log:\n" + Path(f"{name}.log").read_text())
+    pytest.fail(f"not within {seconds} s:\n" + Path(f"{name}.log").read_text())
+
+
+def wait_for(name, text, process):
+    wait_until(lambda: text in Path(f"{name}.log").read_text(), name, process)
 
 
 def assert_group_ends(group, seconds):
@@ -63,22 +67,21 @@ def train_on(run_cli, quick, name, *args):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "ctrl-c"])
 def test_a_signal_stops_all_ranks_and_the_run_can_be_resumed_exactly(run_cli, quick, signum):
-    process = start("stopped")
-    # Lightning's notice that the ranks have met; training begins within a second.
-    wait_for("stopped", "All distributed processes registered", process)
-    time.sleep(2.5)
+    process = start("stopped", "--stop.grace=40")  # A busy machine is slow.
+    path = Path("runs/stopped/version_0/checkpoints/last.ckpt")
+    wait_until(path.exists, "stopped", process)
+    time.sleep(0.4)  # Into the middle of an epoch.
     if signum == signal.SIGINT:
         os.killpg(process.pid, signum)  # What a terminal does.
     else:
         os.kill(process.pid, signum)  # What a scheduler or `kill` does.
     began = time.monotonic()
-    code = process.wait(timeout=30)
+    code = process.wait(timeout=60)
     output = Path("stopped.log").read_text()
     assert code == 128 + signum, output
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 40
     assert_group_ends(process.pid, 5)
     step = int(re.search(r"Stopped by SIG\w+ after step (\d+); continue with --ckpt_path", output)[1])
-    path = Path("runs/stopped/version_0/checkpoints/last.ckpt")
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["global_step"] == step
     assert checkpoint["epoch"] < 149, "the run was over before the signal"
@@ -95,7 +98,8 @@ def test_a_signal_before_training_ends_every_process():
     process = start("early")
     wait_for("early", "GPU available", process)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    # A rank that waits for the others in the rendezvous notices when they are there: as long as their imports take.
+    assert process.wait(timeout=90) == 128 + signal.SIGTERM
     assert_group_ends(process.pid, 5)
 
 
@@ -104,8 +108,8 @@ def test_a_killed_rank_ends_the_others():
     wait_for("killed", "All distributed processes registered", process)
     time.sleep(1.5)
     os.kill(process.pid, signal.SIGKILL)  # Rank 0, which started the other.
-    assert process.wait(timeout=10) == -signal.SIGKILL
-    assert_group_ends(process.pid, 15)
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    assert_group_ends(process.pid, 30)
 
 
 def test_the_middle_of_an_accumulation_is_no_place_to_stop(run_cli, quick):
