@@ -113,7 +113,10 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
-        check_checkpoint(config.ckpt_path)
+        if self.subcommand == "quantize":
+            check_checkpoint(config.ckpt_path, words=())
+        else:
+            check_checkpoint(config.ckpt_path)
 
     @override
     def instantiate_classes(self) -> None:

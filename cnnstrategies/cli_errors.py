@@ -67,20 +67,21 @@ def check_trainer_names(strategy: Any, accelerator: Any) -> None:
         )
 
 
-def check_checkpoint(path: Any) -> None:
+def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None:
     """Refuse a checkpoint that does not exist.
 
     Args:
-        path: ``ckpt_path``: a file or directory, a URL, one of Lightning's words (``best``, ``last``, ...), or None.
+        path: ``ckpt_path``: a file or directory, a URL, one of ``words``, or None.
+        words: What may stand in place of a path.
 
     Raises:
         ConfigurationError: There is no such file; the message lists the checkpoints beside it.
     """
-    if path is None or path in CHECKPOINT_WORDS or "://" in str(path) or Path(path).exists():
+    if path is None or path in words or "://" in str(path) or Path(path).exists():
         return
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
     hint = f"its directory has {beside}" if beside else "its directory has none"
-    raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give a path, or best, last or hpc")
+    raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}")
 
 
 def explain_build_error(error: BaseException) -> str:

@@ -116,7 +116,7 @@ ERRORS = {
         ["powersgd_rank=0", "at least one column"],
     ),
     "no such config": (["--config=nowhere.yaml"], ["nowhere.yaml"]),
-    "no such checkpoint": (["--ckpt_path=nowhere.ckpt"], ["nowhere.ckpt", "best, last or hpc"]),
+    "no such checkpoint": (["--ckpt_path=nowhere.ckpt"], ["nowhere.ckpt", "best or last or hpc or a path"]),
     "bad value in a class": (["--model.init_args.label_smoothing=3"], ["label_smoothing=3.0", "[0, 1)"]),
     "bad value in a network": (["--model.init_args.network.init_args.widths=[]"], ["widths=[]", "[32, 64]"]),
     "bad interpolation": (["--model.init_args.num_classes=${trainer.nope}"], ["trainer.nope", "not found"]),
