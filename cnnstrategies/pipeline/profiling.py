@@ -1,0 +1,244 @@
+"""Measure every node of a traced network on the real device with one microbatch."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies.pipeline.costs import GraphCosts, NodeCost, Value
+
+IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
+
+
+@contextmanager
+def preserved(network: nn.Module) -> Iterator[None]:
+    """Put a network's buffers, gradients and modes and the random numbers back as they were.
+
+    Parameters are expected not to change: nothing here steps an optimizer.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
+    modes = [(module, module.training) for module in network.modules()]
+    devices = {
+        tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"
+    }
+    device_type = next(iter(devices)).type if devices else "cuda"
+    try:
+        with torch.random.fork_rng(devices=list(devices), device_type=device_type):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, training in modes:
+            module.training = training
+
+
+def profile(
+    traced: fx.GraphModule,
+    microbatch: Tensor,
+    order: Sequence[fx.Node],
+    cut_positions: Sequence[int],
+    warm_up: int = 2,
+    repeats: int = 5,
+) -> GraphCosts:
+    """Measure forward and backward time, activation and parameter bytes of every node.
+
+    Each sweep runs the nodes forward in order and then backward in reverse order, every node with an
+    autograd graph of its own, as if there were a cut at every node: memory and caches are those of training.
+    Between the sweeps the network is run as a whole, and the nodes' medians are scaled to the whole's median,
+    since a node measured alone pays for the measurement. The network is measured in training mode and left as
+    it was: buffers, gradients, modes and random numbers.
+
+    Args:
+        traced: The traced network, on the device that it will train on.
+        microbatch: One microbatch of input (n, C, H, W) on the same device.
+        order: The nodes in topological order, without placeholders, attributes and the output.
+        cut_positions: Where a cut is possible: indices into ``order``.
+        warm_up: Sweeps before the measurement.
+        repeats: Sweeps measured; each time is their median.
+
+    Returns:
+        The costs for this microbatch size.
+    """
+    with preserved(traced):
+        traced.train()
+        for parameter in traced.parameters():
+            # Zeros, so that a backward adds, as it does from the second microbatch of a step on.
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        counted = _sweep(traced, order, microbatch, count=True)
+        sweeps = []
+        wholes = []
+        for index in range(warm_up + repeats):
+            sweep = _sweep(traced, order, microbatch)
+            whole = _run_whole(traced, microbatch)
+            if index >= warm_up:
+                sweeps.append(sweep)
+                wholes.append(whole)
+    forward = [statistics.median(sweep.forward[node] for sweep in sweeps) for node in order]
+    backward = [statistics.median(sweep.backward[node] for sweep in sweeps) for node in order]
+    forward_scale = statistics.median(whole[0] for whole in wholes) / sum(forward)
+    backward_scale = statistics.median(whole[1] for whole in wholes) / max(sum(backward), 1e-12)
+    position = {node: index for index, node in enumerate(order)}
+    owned = _parameter_bytes(traced, order)
+    nodes = tuple(
+        NodeCost(
+            name=node.name,
+            forward=forward[index] * forward_scale,
+            backward=backward[index] * backward_scale,
+            parameter_bytes=owned[node],
+            saved_bytes=counted.saved_bytes[node],
+        )
+        for index, node in enumerate(order)
+    )
+    values = []
+    for node in order:
+        consumers = tuple(sorted({position[user] for user in node.users if user in position}))
+        if consumers:
+            size, gradient = counted.sizes[node]
+            values.append(Value(position[node], consumers, size, gradient))
+    return GraphCosts(nodes, tuple(values), tuple(cut_positions), microbatch_size=len(microbatch))
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Run a function to its end on the device.
+
+    Returns:
+        Seconds and the function's result.
+    """
+    _synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    _synchronize(device)
+    return time.perf_counter() - start, result
+
+
+@dataclass
+class _Sweep:
+    """What one pass over the nodes found."""
+
+    forward: dict[fx.Node, float] = field(default_factory=dict)
+    backward: dict[fx.Node, float] = field(default_factory=dict)
+    saved_bytes: dict[fx.Node, int] = field(default_factory=dict)
+    sizes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+
+
+def _sweep(
+    traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor, count: bool = False
+) -> _Sweep:
+    """Run the nodes forward, then backward; with ``count`` note the saved bytes, which costs time."""
+    found = _Sweep()
+    interpreter = fx.Interpreter(traced)
+    environment: dict[fx.Node, Any] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            environment[node] = microbatch
+        elif node.op == "get_attr":
+            environment[node] = interpreter.fetch_attr(str(node.target))
+    # Storages that stay anyway. Those of the sweep all live to its end, so that an address names one of them.
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*traced.parameters(), *traced.buffers())}
+    outputs: dict[fx.Node, list[Tensor]] = {}
+    for node in order:
+        # A leaf cannot be changed in place; in training it is the producer's output, which can.
+        cut = _cut_with_copy if _is_in_place(traced, node) else _cut
+        inputs = {
+            source: environment[source] if source.op == "get_attr" else tree_map(cut, environment[source])
+            for source in node.all_input_nodes
+        }
+        call = partial(
+            getattr(interpreter, node.op),
+            node.target,
+            fx.node.map_arg(node.args, inputs.__getitem__),
+            fx.node.map_arg(node.kwargs, inputs.__getitem__),
+        )
+        saved: list[int] = []
+        with _counting(known, saved) if count else nullcontext():
+            found.forward[node], result = timed(call, microbatch.device)
+        found.saved_bytes[node] = sum(saved)
+        environment[node] = tree_map(_cut, result)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs[node] = [tensor for tensor in tensors if tensor.requires_grad]
+        found.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
+    for node in reversed(order):
+        roots = outputs.pop(node)
+        backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
+        found.backward[node] = timed(backward, microbatch.device)[0] if roots else 0.0
+    return found
+
+
+def _run_whole(traced: fx.GraphModule, microbatch: Tensor) -> tuple[float, float]:
+    """Seconds of the whole network's forward and of its backward."""
+    forward, result = timed(partial(traced, microbatch), microbatch.device)
+    roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gradients = [torch.ones_like(root) for root in roots]
+    backward, _ = timed(partial(torch.autograd.backward, roots, gradients), microbatch.device)
+    return forward, backward
+
+
+@contextmanager
+def _counting(known: set[int], sizes: list[int]) -> Iterator[None]:
+    """Collect the sizes of the storages that autograd saves and that ``known`` lacks, and add them to it."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            known.add(storage.data_ptr())
+            sizes.append(storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _cut(value: Any) -> Any:
+    """The value as a stage of its own would receive it: a leaf that asks for a gradient."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _cut_with_copy(value: Any) -> Any:
+    cut = _cut(value)
+    return cut.clone() if isinstance(cut, Tensor) else cut
+
+
+def _is_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return (
+        bool(node.kwargs.get("inplace", False))
+        or name in IN_PLACE_OPERATORS
+        or (name.endswith("_") and not name.endswith("__"))
+    )
+
+
+def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Bytes of the parameters of each node; a parameter used by several belongs to the first."""
+    seen: set[nn.Parameter] = set()
+    owned: dict[fx.Node, int] = {}
+    for node in order:
+        parameters: list[Any] = [
+            attrgetter(str(source.target))(traced)
+            for source in node.all_input_nodes
+            if source.op == "get_attr"
+        ]
+        if node.op == "call_module":
+            parameters += traced.get_submodule(str(node.target)).parameters()
+        new = {parameter for parameter in parameters if isinstance(parameter, nn.Parameter)} - seen
+        seen |= new
+        owned[node] = sum(parameter.nbytes for parameter in new)
+    return owned
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
