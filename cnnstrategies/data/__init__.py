@@ -1,0 +1,21 @@
+"""Data modules, one per file."""
+
+from cnnstrategies.data.cifar10 import CIFAR10DataModule
+from cnnstrategies.data.cifar100 import CIFAR100DataModule
+from cnnstrategies.data.digits import DigitsDataModule
+from cnnstrategies.data.fashion_mnist import FashionMNISTDataModule
+from cnnstrategies.data.image_folder import ImageFolderDataModule
+from cnnstrategies.data.mnist import MNISTDataModule
+from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.synthetic import SyntheticDataModule
+
+__all__ = [
+    "CIFAR10DataModule",
+    "CIFAR100DataModule",
+    "DigitsDataModule",
+    "FashionMNISTDataModule",
+    "ImageDataModule",
+    "ImageFolderDataModule",
+    "MNISTDataModule",
+    "SyntheticDataModule",
+]

@@ -1,0 +1,24 @@
+"""Lightning strategies, and the names under which YAML finds them."""
+
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from cnnstrategies.strategies.compressed_ddp import CompressedDDPStrategy
+from cnnstrategies.strategies.local_sgd import LocalSGDStrategy
+
+__all__ = ["CompressedDDPStrategy", "LocalSGDStrategy"]
+
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
+
+
+def _register(name: str, strategy: type[Strategy], description: str, **init_args: object) -> None:
+    """Register a strategy with its `_spawn` and `_fork` variants."""
+    for suffix, start_method in START_METHODS.items():
+        StrategyRegistry.register(
+            name + suffix, strategy, description, override=True, start_method=start_method, **init_args
+        )
+
+
+_register("ddp_fp16", CompressedDDPStrategy, "DDP, gradients sent as fp16", compression="fp16")
+_register("ddp_bf16", CompressedDDPStrategy, "DDP, gradients sent as bf16", compression="bf16")
+_register("ddp_powersgd", CompressedDDPStrategy, "DDP, low-rank gradients", compression="powersgd")
+_register("ddp_local_sgd", LocalSGDStrategy, "Weights averaged every 8 steps after 100 steps of DDP")

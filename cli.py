@@ -1,0 +1,4 @@
+from cnnstrategies.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""The private torch names that this package needs, each with the reason.
+
+`tests/test_torch_private.py` fails when one of them changes.
+"""
+
+from torch.nn.parallel import DistributedDataParallel
+
+
+def measure_every_step(model: DistributedDataParallel) -> None:
+    """Have DDP's reducer time each step; by default it times one in a hundred."""
+    model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]
+
+
+def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]:
+    """How long the last step's gradient all-reduce took, and how much of it backward hid.
+
+    DDP's reducer times the buckets itself, whatever communication hook is registered. There is no public way: a
+    hook of our own would take the only place there is.
+
+    Returns:
+        Seconds from the first bucket's start to the last one's end, and of those the seconds in which backward was
+        still computing.
+    """
+    data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9

@@ -1,0 +1,116 @@
+"""Ctrl-C and SIGTERM end a run at a step boundary, with a checkpoint, on every rank at the same step."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+CHECK_SECONDS = 0.5
+
+
+class GracefulStop(Callback):
+    """On SIGINT or SIGTERM, finishes the step, saves ``last.ckpt`` on all ranks' behalf and ends every process.
+
+    Lightning's own handler runs a broadcast inside the signal handler, while a rank may be in the middle of another
+    collective. Here the handler sets a flag. Rank 0's flag is broadcast about twice a second (at steps that rank 0
+    announces, so that all ranks take part), and all ranks leave after the same step. Whatever does not end within
+    ``grace`` seconds, because a step is long or a peer is gone, is killed; the last checkpoint is whole because it
+    was renamed into place. A second signal kills at once.
+
+    The exit code is 128 + the signal's number.
+
+    Args:
+        grace: Seconds until a run that has not reached a step boundary is killed.
+    """
+
+    def __init__(self, grace: float = 10.0) -> None:
+        self.grace = grace
+        self._trainer: Trainer | None = None
+        self._received: int | None = None
+        self._previous: dict[int, Any] = {}
+        self._next_check = 0
+        self._checked_at = 0.0
+        self._checked_step = 0
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._install(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning installs its handlers after `setup` and `on_fit_start`; this hook comes later.
+        self._install(trainer)
+        self._next_check = trainer.global_step
+        self._checked_step = trainer.global_step
+        self._checked_at = time.monotonic()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        # A checkpoint between two micro-steps of an accumulation would lose the accumulated gradients.
+        if step < self._next_check or step == self._checked_step:
+            return
+        now = time.monotonic()
+        pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
+        self._checked_at, self._checked_step = now, step
+        stop, self._next_check = trainer.strategy.broadcast(
+            (self._received, step + max(1, min(1000, int(CHECK_SECONDS / pace))))
+        )
+        if stop is not None:
+            self._stop(trainer, stop)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous.clear()
+
+    def _install(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            return
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._previous[signum] = signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._received is not None:
+            self._kill()
+        self._received = signum
+        rank_zero_info(
+            f"\n{signal.Signals(signum).name}: stopping after this step, within {self.grace:g} s; "
+            "once more to stop at once"
+        )
+        timer = threading.Timer(self.grace, self._kill)
+        timer.daemon = True
+        timer.start()
+
+    def _stop(self, trainer: Trainer, signum: int) -> None:
+        checkpoint = trainer.checkpoint_callback
+        place = "no checkpoint was asked for"
+        if (
+            isinstance(checkpoint, ModelCheckpoint) and checkpoint.dirpath is not None and not trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
+        ):
+            path = Path(checkpoint.dirpath) / f"{checkpoint.CHECKPOINT_NAME_LAST}{checkpoint.FILE_EXTENSION}"
+            trainer.save_checkpoint(path)
+            place = f"continue with --ckpt_path {path}"
+        rank_zero_info(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {place}")
+        # Rank 0 speaks for the run; a launcher that watches the others would take their codes for failures.
+        sys.exit(128 + signum if trainer.is_global_zero else 0)
+
+    def _kill(self) -> None:
+        assert self._trainer is not None
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None:
+            launcher.kill(signal.SIGKILL)
+        os._exit(128 + (self._received or signal.SIGKILL))

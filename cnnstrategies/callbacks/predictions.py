@@ -1,0 +1,124 @@
+"""Predictions of all ranks in one CSV file, in the order of the dataset."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
+
+GATHER_ROWS = 4096
+
+
+class PredictionWriter(Callback):
+    """Writes what ``predict_step`` returns as CSV: one row per sample, in dataset order, whatever the world size.
+
+    Columns: ``sample`` (the data module's ``sample_name(index)``, else the index), ``class`` (the name of the most
+    probable class, else its number), ``probability``, then one column of probability per class.
+
+    Args:
+        output: The file; ``predictions.csv`` in the log directory when left out.
+
+    Raises:
+        ConfigurationError: ``predict_step`` returned something else than a dict with ``index`` (N,) and
+            ``probabilities`` (N, classes).
+    """
+
+    def __init__(self, output: Path | None = None) -> None:
+        self.output = output
+        self._indices: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
+
+    @override
+    def on_predict_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not isinstance(outputs, dict) or not {"index", "probabilities"} <= outputs.keys():
+            raise ConfigurationError(
+                f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}: predictions.csv needs "
+                "a dict with 'index' (N,) and 'probabilities' (N, classes)"
+            )
+        self._indices.append(outputs["index"].cpu())
+        self._probabilities.append(outputs["probabilities"].float().cpu())
+
+    @override
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        indices, probabilities = gather_rows(trainer, torch.cat(self._indices), torch.cat(self._probabilities))
+        self._indices.clear()
+        self._probabilities.clear()
+        log_dir = trainer.log_dir  # A broadcast: every rank asks.
+        if not trainer.is_global_zero:
+            return
+        path = self.output or Path(log_dir or trainer.default_root_dir) / "predictions.csv"
+        order = indices.argsort()
+        self._write(path, trainer, indices[order].tolist(), probabilities[order])
+        rank_zero_info(f"{len(indices)} predictions: {path}")
+
+    def _write(self, path: Path, trainer: Trainer, indices: list[int], probabilities: Tensor) -> None:
+        datamodule = getattr(trainer, "datamodule", None)
+        sample_name = getattr(datamodule, "sample_name", str)
+        classes = [str(name) for name in getattr(datamodule, "class_names", range(probabilities.shape[1]))]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["sample", "class", "probability", *(f"p({name})" for name in classes)])
+            for index, row in zip(indices, probabilities.tolist(), strict=True):
+                best = max(range(len(row)), key=row.__getitem__)
+                writer.writerow(
+                    [
+                        sample_name(index),
+                        classes[best],
+                        f"{row[best]:.6f}",
+                        *(f"{value:.6f}" for value in row),
+                    ]
+                )
+
+
+def gather_rows(trainer: Trainer, indices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """All ranks' rows, on every rank, through the strategy's own collectives.
+
+    Ranks may hold different numbers of rows; they are sent in slices of at most ``GATHER_ROWS`` rows, so that the
+    extra memory on an accelerator is bounded.
+
+    Args:
+        trainer: Gives the strategy and the world size.
+        indices: This rank's indices (N,).
+        rows: This rank's rows (N, C).
+
+    Returns:
+        The indices (M,) and rows (M, C) of all ranks, on the CPU, ordered by rank.
+    """
+    world = trainer.world_size
+    if world == 1:
+        return indices, rows
+    device = trainer.strategy.root_device
+
+    def gather(values: Tensor) -> Tensor:
+        return trainer.strategy.all_gather(values.to(device)).reshape(world, *values.shape).cpu()
+
+    counts = gather(torch.tensor([len(indices)])).flatten().tolist()
+    parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(world)]
+    for start in range(0, max(counts), GATHER_ROWS):
+        size = min(GATHER_ROWS, max(counts) - start)
+        padded_indices = indices.new_zeros(size)
+        padded_rows = rows.new_zeros(size, rows.shape[1])
+        mine = indices[start : start + size]
+        padded_indices[: len(mine)] = mine
+        padded_rows[: len(mine)] = rows[start : start + size]
+        all_indices, all_rows = gather(padded_indices), gather(padded_rows)
+        for rank, count in enumerate(counts):
+            real = max(0, min(size, count - start))
+            parts[rank].append((all_indices[rank, :real], all_rows[rank, :real]))
+    ordered = [part for rank_parts in parts for part in rank_parts]
+    return torch.cat([part[0] for part in ordered]), torch.cat([part[1] for part in ordered])

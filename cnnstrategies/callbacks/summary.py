@@ -1,0 +1,69 @@
+"""A short summary and the curves of loss and accuracy at the end of fit."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from cnnstrategies.callbacks.curves import draw_curves
+from cnnstrategies.callbacks.throughput import SamplesPerSecond
+
+
+class TrainingSummary(Callback):
+    """Keeps every epoch's metrics; when fit ends, rank 0 prints a summary and draws ``curves.png``.
+
+    The figure lies in the log directory; without a logger none is drawn. The history is part of the checkpoint, so
+    that the curves of a resumed run start at its first epoch.
+    """
+
+    def __init__(self) -> None:
+        self.history: dict[int, dict[str, float]] = {}
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Reading the metrics may reduce them over the ranks, so every rank reads.
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.history[trainer.current_epoch] = metrics
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        log_dir = trainer.log_dir if trainer.loggers else None  # A broadcast: every rank asks.
+        debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
+        if not trainer.is_global_zero or debugging or not self.history:
+            return
+        table = Table(title="Training summary", show_header=False, title_justify="left")
+        for name, text in self._rows(trainer):
+            table.add_row(name, text)
+        if log_dir is not None:
+            path = Path(log_dir) / "curves.png"
+            draw_curves(self.history, path)
+            table.add_row("curves", str(path))
+        Console(soft_wrap=True).print(table)
+
+    def _rows(self, trainer: Trainer) -> list[tuple[str, str]]:
+        rows = []
+        for name, best in (("val_acc", max), ("val_loss", min)):
+            values = {epoch: metrics[name] for epoch, metrics in self.history.items() if name in metrics}
+            if values:
+                epoch = best(values, key=lambda epoch: values[epoch])
+                last = values[max(values)]
+                rows.append((name, f"{last:.4f} at the end, best {values[epoch]:.4f} in epoch {epoch}"))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
+            if isinstance(callback, SamplesPerSecond) and callback.mean is not None:
+                rows.append(("samples/s", f"{callback.mean:,.0f} over {trainer.world_size} processes"))
+        checkpoint = trainer.checkpoint_callback
+        if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
+            rows.append(("checkpoint", checkpoint.best_model_path))
+        return rows
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = state_dict["history"]

@@ -1,0 +1,62 @@
+"""Training speed in samples per second, over all ranks."""
+
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+
+class SamplesPerSecond(Callback):
+    """Logs ``samples_per_s`` at the end of each training epoch: samples of all ranks over the epoch's time.
+
+    Validation, checkpoints and the first step of the run (which builds caches and connections) are left out of the
+    time. Lightning's ThroughputMonitor needs a function that reads the batch size and reports steps, not epochs.
+
+    Attributes:
+        mean: Samples per second over all epochs of this run, or None before the first has ended.
+    """
+
+    def __init__(self) -> None:
+        self.mean: float | None = None
+        self._samples = 0
+        self._seconds = 0.0
+        self._epoch_samples = 0
+        self._epoch_seconds = 0.0
+        self._mark: float | None = None
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch_samples, self._epoch_seconds = 0, 0.0
+        # In the run's first epoch the clock starts after the first step.
+        self._mark = time.monotonic() if self._samples else None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.strategy.root_device.type == "cuda" and trainer.is_last_batch:
+            torch.cuda.synchronize()  # Once an epoch: steps are queued faster than they run.
+        now = time.monotonic()
+        if self._mark is not None:
+            self._epoch_seconds += now - self._mark
+            self._epoch_samples += len(batch[0])
+        self._mark = now
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Validation inside an epoch: its time is not the training's.
+        if self._mark is not None:
+            self._mark = time.monotonic()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        counted = torch.tensor(float(self._epoch_samples), device=trainer.strategy.root_device)
+        samples = float(trainer.strategy.reduce(counted, reduce_op="sum"))
+        if self._epoch_seconds == 0:
+            return
+        self._samples += int(samples)
+        self._seconds += self._epoch_seconds
+        self.mean = self._samples / self._seconds
+        pl_module.log("samples_per_s", samples / self._epoch_seconds, prog_bar=True, sync_dist=True)

@@ -1,0 +1,196 @@
+"""The command line: LightningCLI with the package's defaults, and errors of one line."""
+
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins import CheckpointIO
+from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import override
+
+import cnnstrategies
+import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
+from cnnstrategies.callbacks import GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
+from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.cli_errors import (
+    check_checkpoint,
+    check_trainer_names,
+    explain_build_error,
+    explain_parse_error,
+    fail,
+)
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.processes import end_with_parent
+from cnnstrategies.trainer import Trainer
+
+# With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
+set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+
+
+# What Lightning and torch say about themselves, not about the user's run.
+QUIET = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
+    r"torch.distributed.nn.functional.all_gather is deprecated",
+    r"Grad strides do not match bucket view strides",
+)
+
+
+class ArgumentParser(LightningArgumentParser):
+    """Says what is wrong with a configuration in one line and exits with code 2."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        if "JSONARGPARSE_DEBUG" in os.environ and ex is not None:
+            raise ex
+        fail(explain_parse_error(message, sys.argv[1:]))
+
+
+class CLI(LightningCLI):
+    """``fit``, ``validate``, ``test`` and ``predict`` from YAML.
+
+    Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, samples/s, a summary
+    with curves, and predictions as CSV. A callback in ``trainer.callbacks`` replaces the default of its class.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            parser_class=ArgumentParser,
+            save_config_kwargs={"overwrite": True},
+            trainer_class=Trainer,
+            seed_everything_default=1,
+        )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {**LightningCLI.subcommands(), "quantize": {"model", "datamodule"}}
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        # With allow_abbrev, argparse takes --trainer.max_epoch for --trainer.max_epochs.
+        return super().init_parser(**{**kwargs, "parser_mode": "omegaconf+", "allow_abbrev": False})
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_class_arguments(ModelCheckpoint, "checkpoint")
+        parser.set_defaults(
+            {
+                "checkpoint.monitor": "val_acc",
+                "checkpoint.mode": "max",
+                "checkpoint.filename": "best",
+                "checkpoint.enable_version_counter": False,
+            }
+        )
+        parser.add_class_arguments(PredictionWriter, "predictions")
+        parser.add_class_arguments(GracefulStop, "stop")
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
+        check_checkpoint(config.ckpt_path)
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            if "JSONARGPARSE_DEBUG" in os.environ:
+                raise
+            fail(explain_build_error(error))
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
+        config = self.config_init[self.subcommand]
+        plugins = _as_list(config.trainer.plugins)
+        if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+            plugins.append(AtomicCheckpointIO())
+        callbacks = _as_list(config.trainer.callbacks)
+        defaults: list[Callback] = [SamplesPerSecond(), TrainingSummary(), config.predictions, config.stop]
+        if config.trainer.logger is not False and not config.trainer.fast_dev_run:
+            defaults.append(LearningRateMonitor())
+        if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):
+            # Lightning's `save_last` writes last.ckpt only together with a new best; this one after each epoch.
+            last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
+            defaults += [config.checkpoint, last]
+        callbacks += [new for new in defaults if not _has(callbacks, type(new))]
+        return super().instantiate_trainer(callbacks=callbacks, plugins=plugins, **kwargs)
+
+    def fit(self, **kwargs: Any) -> None:
+        """Train."""
+        self._run(self.trainer.fit, **kwargs)
+
+    def validate(self, **kwargs: Any) -> None:
+        """Evaluate on the validation data."""
+        self._run(self.trainer.validate, **kwargs)
+
+    def test(self, **kwargs: Any) -> None:
+        """Evaluate on the test data."""
+        self._run(self.trainer.test, **kwargs)
+
+    def predict(self, **kwargs: Any) -> None:
+        """Predict; the rows go to a file, and not into memory as well."""
+        self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
+
+    def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
+        """Run a trainer's function; when it fails here, end the processes that it started."""
+        if os.environ.get("LOCAL_RANK", "0") == "0" and self.datamodule is not None:
+            # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
+            self.datamodule.prepare_data()
+        try:
+            function(**kwargs)
+        except BaseException:
+            launcher = self.trainer.strategy.launcher
+            if launcher is not None:
+                launcher.kill(signal.SIGKILL)
+            raise
+
+
+def main() -> None:
+    """Entry point of ``cnnstrategies`` and ``cli.py``.
+
+    Exits with 2 and one line for a mistake in the configuration, with 128 + the signal's number after a signal.
+    """
+    for message in QUIET:
+        warnings.filterwarnings("ignore", message=message)
+    # As an exception it passes through `CLI._run`, which ends the other processes. In training GracefulStop takes over.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        end_with_parent()
+    try:
+        CLI()
+    except (ConfigurationError, OmegaConfBaseException) as error:
+        if "JSONARGPARSE_DEBUG" in os.environ:
+            raise
+        fail(explain_build_error(error))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
+def _has(callbacks: list[Callback], kind: type) -> bool:
+    return any(type(callback) is kind for callback in callbacks)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list) else [value]

@@ -1,0 +1,28 @@
+"""CIFAR-100."""
+
+from torchvision import datasets
+
+from cnnstrategies.data.torchvision_sets import TorchvisionDataModule
+
+
+class CIFAR100DataModule(TorchvisionDataModule):
+    """60 000 colour images of 32 x 32 pixels in 100 classes (Krizhevsky 2009).
+
+    Args:
+        root: Directory of the data set.
+        download: Download it when it is not there.
+        batch_size: Samples per batch and process.
+        val_split: Share of the training images that is held out for validation.
+        augment: Mirror training images and shift them by up to 4 pixels.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        seed: Seed of the split, the shuffling and the augmentation.
+        drop_last: Leave out a last, partial training batch.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+    """
+
+    dataset_class = datasets.CIFAR100
+    num_classes = 100
+    image_shape = (3, 32, 32)
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    flip, shift = True, 4

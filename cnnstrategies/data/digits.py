@@ -1,0 +1,61 @@
+"""Scikit-learn's handwritten digits: real images, nothing to download."""
+
+import torch
+from sklearn.datasets import load_digits
+from torchvision.transforms import v2
+from typing_extensions import override
+
+from cnnstrategies.data.augment import RandomShift
+from cnnstrategies.data.loading import TensorSource
+from cnnstrategies.data.module import ImageDataModule, split, split_source
+
+# The test set is the same whatever the seed of the training.
+TEST_SHARE, TEST_SEED = 0.2, 0
+
+
+class DigitsDataModule(ImageDataModule):
+    """1797 grey images of 8 x 8 pixels in 10 classes, which scikit-learn brings along.
+
+    From the Optical Recognition of Handwritten Digits data (Alpaydin and Kaynak, UCI 1998). A fixed fifth is the
+    test set, which predict uses too; ``val_split`` of the rest is for validation.
+
+    Args:
+        batch_size: Samples per batch and process.
+        val_split: Share of the training images that is held out for validation.
+        augment: Shift training images by up to one pixel.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        seed: Seed of the split, the shuffling and the augmentation.
+        drop_last: Leave out a last, partial training batch.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+    """
+
+    num_classes = 10
+    image_shape = (1, 8, 8)
+
+    def __init__(
+        self,
+        batch_size: int = 64,
+        val_split: float = 0.2,
+        augment: bool = True,
+        num_workers: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+        persistent_workers: bool = True,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory)
+        self.val_split = val_split
+        self.class_names = [str(digit) for digit in range(10)]
+        to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=[0.3], std=[0.38])]
+        self.train_transform = v2.Compose([RandomShift(1), *to_float] if augment else to_float)
+        self.eval_transform = v2.Compose(to_float)
+
+    @override
+    def setup(self, stage: str) -> None:
+        digits = load_digits()
+        images = torch.from_numpy(digits.images * (255 / 16)).round().to(torch.uint8).unsqueeze(1)
+        targets = torch.from_numpy(digits.target).long()
+        rest, test = split(len(images), TEST_SHARE, TEST_SEED)
+        self.train_source, self.val_source = split_source(images[rest], targets[rest], self.val_split, self.seed)
+        self.test_source = self.predict_source = TensorSource(images[test], targets[test])

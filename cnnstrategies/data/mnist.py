@@ -1,0 +1,28 @@
+"""MNIST."""
+
+from torchvision import datasets
+
+from cnnstrategies.data.torchvision_sets import TorchvisionDataModule
+
+
+class MNISTDataModule(TorchvisionDataModule):
+    """70 000 grey handwritten digits of 28 x 28 pixels in 10 classes (LeCun et al. 1998).
+
+    Args:
+        root: Directory of the data set.
+        download: Download it when it is not there.
+        batch_size: Samples per batch and process.
+        val_split: Share of the training images that is held out for validation.
+        augment: Shift training images by up to 2 pixels.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        seed: Seed of the split, the shuffling and the augmentation.
+        drop_last: Leave out a last, partial training batch.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+    """
+
+    dataset_class = datasets.MNIST
+    num_classes = 10
+    image_shape = (1, 28, 28)
+    mean, std = (0.1307,), (0.3081,)
+    flip, shift = False, 2

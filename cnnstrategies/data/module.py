@@ -1,0 +1,146 @@
+"""What the data modules share: loaders, sharding and the attributes that the rest of the package reads."""
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.accelerators import CPUAccelerator
+from torch import Tensor
+
+from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, TensorSource, Transform
+from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
+from cnnstrategies.errors import ConfigurationError
+
+
+class ImageDataModule(LightningDataModule):
+    """Base of the data modules.
+
+    A subclass fills ``train_source``, ``val_source``, ``test_source`` and ``predict_source`` in ``setup``, and
+    ``train_transform`` and ``eval_transform``. Each batch is ``(images, targets)``: float32 (N, C, H, W) and int64
+    (N,); for predict the samples' indices take the targets' place.
+
+    Attributes:
+        num_classes: Number of classes.
+        class_names: Name of each class.
+        image_shape: (C, H, W) of one image.
+
+    Args:
+        batch_size: Samples per batch and process.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        seed: Seed of the split, the shuffling and the augmentation.
+        drop_last: Leave out a last, partial training batch.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy batches to pinned memory first, which speeds up the transfer to a GPU; by default where the
+            accelerator is not the CPU.
+
+    Raises:
+        ConfigurationError: A number is out of its range.
+    """
+
+    num_classes: int
+    class_names: list[str]
+    image_shape: tuple[int, int, int]
+    train_source: Source
+    val_source: Source
+    test_source: Source
+    predict_source: Source
+    train_transform: Transform
+    eval_transform: Transform
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_workers: int,
+        seed: int,
+        drop_last: bool,
+        persistent_workers: bool,
+        pin_memory: bool | None,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ConfigurationError(f"batch_size={batch_size}: a batch needs at least 1 sample")
+        if num_workers < 0:
+            raise ConfigurationError(f"num_workers={num_workers} is negative; 0 loads in the training process")
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.seed = seed
+        self.drop_last = drop_last
+        self.persistent_workers = persistent_workers
+        self.pin_memory = pin_memory
+
+    @abstractmethod
+    def setup(self, stage: str) -> None:
+        """Make the sources."""
+
+    def sample_name(self, index: int) -> str:
+        """What a row of the predictions is called."""
+        return str(index)
+
+    def train_dataloader(self) -> BatchLoader:
+        """Shuffled anew in each epoch, over all processes."""
+        replicas, rank = self._sharding()
+        sampler = ShuffledBatches(
+            len(self.train_source), self.batch_size, self.seed, replicas, rank, drop_last=self.drop_last
+        )
+        return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
+
+    def val_dataloader(self) -> BatchLoader:
+        """Every sample once over all processes."""
+        return self._evaluation_loader(self.val_source)
+
+    def test_dataloader(self) -> BatchLoader:
+        """Every sample once over all processes."""
+        return self._evaluation_loader(self.test_source)
+
+    def predict_dataloader(self) -> BatchLoader:
+        """Every sample once over all processes, with its index."""
+        return self._evaluation_loader(self.predict_source, give_indices=True)
+
+    def _sharding(self) -> tuple[int, int]:
+        # The strategy's word, not torch.distributed's: with pipeline stages not every rank is a shard.
+        return sharding(self.trainer.distributed_sampler_kwargs if self.trainer is not None else None)
+
+    def _evaluation_loader(self, source: Source, give_indices: bool = False) -> BatchLoader:
+        replicas, rank = self._sharding()
+        sampler = OrderedBatches(len(source), self.batch_size, replicas, rank)
+        return self._loader(BatchDataset(source, self.eval_transform, give_indices), sampler)
+
+    def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
+        options: dict[str, Any] = {}
+        if self.num_workers:
+            options["persistent_workers"] = self.persistent_workers
+        pin = self.pin_memory
+        if pin is None:
+            pin = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
+        return BatchLoader(dataset, sampler, num_workers=self.num_workers, pin_memory=pin, **options)
+
+
+def split(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Split ``range(size)`` at random.
+
+    Args:
+        size: Number of samples.
+        fraction: Share of the second part, in (0, 1).
+        seed: The same seed gives the same split.
+
+    Returns:
+        The indices of both parts, each in ascending order.
+
+    Raises:
+        ConfigurationError: ``fraction`` is out of its range, or leaves one part empty.
+    """
+    held_out = round(size * fraction)
+    if not 0 < held_out < size:
+        raise ConfigurationError(
+            f"val_split={fraction} of {size} samples leaves {size - held_out} for training and {held_out} for "
+            "validation; 0.1 to 0.2 is usual"
+        )
+    permutation = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    return permutation[held_out:].sort().values, permutation[:held_out].sort().values
+
+
+def split_source(images: Tensor, targets: Tensor, fraction: float, seed: int) -> tuple[TensorSource, TensorSource]:
+    """Split samples in memory at random into training and validation; see :func:`split`."""
+    training, validation = split(len(images), fraction, seed)
+    return TensorSource(images[training], targets[training]), TensorSource(images[validation], targets[validation])

@@ -1,0 +1,111 @@
+"""Which rank sees which samples, in which batch."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from cnnstrategies.errors import ConfigurationError
+
+
+class BatchRequest(NamedTuple):
+    """One batch for one rank: which samples, and the seed of its random augmentations."""
+
+    indices: list[int]
+    seed: int
+
+
+class ShuffledBatches(DistributedSampler[BatchRequest]):
+    """Training batches: one permutation of the dataset per epoch, the same on every rank, cut into global batches.
+
+    Global batch k holds samples ``k * batch_size * num_replicas`` and following of the permutation, and each rank
+    takes every ``num_replicas``-th of them. So the union over the ranks is the batch that one process with
+    ``batch_size * num_replicas`` would see, and every rank has the same number of batches. A last, partial global
+    batch is shared out evenly; only if it has fewer samples than there are ranks are some of them repeated.
+
+    It subclasses ``DistributedSampler`` so that Lightning leaves it in place and calls :meth:`set_epoch`.
+
+    Args:
+        size: Number of samples in the dataset.
+        batch_size: Samples per batch and rank.
+        seed: The permutation depends on ``(seed, epoch)`` only.
+        num_replicas: Number of ranks that share the dataset.
+        rank: Which of them this is.
+        drop_last: Leave out a last, partial global batch.
+
+    Raises:
+        ConfigurationError: ``drop_last`` leaves nothing.
+    """
+
+    def __init__(self, size: int, batch_size: int, seed: int, num_replicas: int, rank: int, drop_last: bool) -> None:
+        super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+        self.size = size
+        self.global_batch_size = batch_size * num_replicas
+        self.skip = 0
+        if len(self) == 0:
+            raise ConfigurationError(
+                f"{size} training samples do not fill one global batch of {batch_size} x {num_replicas} processes: "
+                "lower batch_size or set drop_last to false"
+            )
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch, the same on every rank."""
+        whole, rest = divmod(self.size, self.global_batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        """The epoch's batches from number ``skip`` on."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        permutation = torch.randperm(self.size, generator=generator).tolist()
+        for batch in range(self.skip, len(self)):
+            shared = permutation[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
+            while len(shared) < self.num_replicas:
+                shared = shared + shared[: self.num_replicas - len(shared)]
+            seed = hash((self.seed, self.epoch, batch, self.rank)) & (2**63 - 1)
+            yield BatchRequest(shared[self.rank :: self.num_replicas], seed)
+
+
+class OrderedBatches(DistributedSampler[BatchRequest]):
+    """Evaluation batches: every sample exactly once over all ranks, and the same number of batches on each.
+
+    Lightning's own sampler repeats samples to make the ranks even, which counts them twice in metrics. Here the
+    sizes of the batches differ by one at most instead. The number of batches is the same because DDP's forward
+    broadcasts buffers, a collective. Rank r takes a contiguous part of the dataset, in order.
+
+    Args:
+        size: Number of samples in the dataset.
+        batch_size: Samples per batch and rank; some batches have one more where the ranks cannot be even otherwise.
+        num_replicas: Number of ranks that share the dataset.
+        rank: Which of them this is.
+
+    Raises:
+        ConfigurationError: There are fewer samples than ranks.
+    """
+
+    def __init__(self, size: int, batch_size: int, num_replicas: int, rank: int) -> None:
+        super().__init__(range(size), num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]
+        if size < num_replicas:
+            raise ConfigurationError(
+                f"{size} samples cannot be evaluated by {num_replicas} processes: each needs at least one; use fewer "
+                "devices or more data"
+            )
+        self.first, last = (size * r // num_replicas for r in (rank, rank + 1))
+        self.count = last - self.first
+        smallest, largest = size // num_replicas, -(-size // num_replicas)
+        self.batches = min(-(-largest // batch_size), smallest)
+
+    def __len__(self) -> int:
+        """Number of batches, the same on every rank."""
+        return self.batches
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        """This rank's batches, in the order of the dataset."""
+        for batch in range(self.batches):
+            start, stop = (self.first + self.count * b // self.batches for b in (batch, batch + 1))
+            yield BatchRequest(list(range(start, stop)), seed=batch)
+
+
+def sharding(kwargs: dict[str, Any] | None) -> tuple[int, int]:
+    """``(num_replicas, rank)`` of ``Trainer.distributed_sampler_kwargs``; ``(1, 0)`` on one device."""
+    return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])

@@ -1,0 +1,103 @@
+"""Images out of nothing, of any size and number, for benchmarks."""
+
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+from typing_extensions import override
+
+from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.errors import ConfigurationError
+
+NOISES = 61  # Distinct noise images; prime, so that classes and noises meet in all combinations.
+
+
+class SyntheticDataModule(ImageDataModule):
+    """Images that cost almost nothing to load: a pattern per class plus noise, the same for the same seed.
+
+    Sample i has class ``i % num_classes``, so that a network can learn the classes and its loss goes down.
+
+    Args:
+        num_samples: Training images; a tenth as many are for validation, for test and for predict.
+        num_classes: Number of classes.
+        image_size: Height and width.
+        channels: Channels.
+        batch_size: Samples per batch and process.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        seed: Seed of the patterns, the noise and the shuffling.
+        drop_last: Leave out a last, partial training batch.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+
+    Raises:
+        ConfigurationError: A number is too small.
+    """
+
+    def __init__(
+        self,
+        num_samples: int = 1280,
+        num_classes: int = 1000,
+        image_size: int = 224,
+        channels: int = 3,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+        persistent_workers: bool = True,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory)
+        for name, value, least in (("num_samples", num_samples, 10), ("num_classes", num_classes, 2)):
+            if value < least:
+                raise ConfigurationError(f"{name}={value}: at least {least} are needed")
+        for name, value in (("image_size", image_size), ("channels", channels)):
+            if value < 1:
+                raise ConfigurationError(f"{name}={value}: at least 1 is needed")
+        self.num_samples = num_samples
+        self.num_classes = num_classes
+        self.class_names = [str(index) for index in range(num_classes)]
+        self.image_shape = (channels, image_size, image_size)
+        self.train_transform = self.eval_transform = v2.Compose(
+            [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * channels, [0.25] * channels)]
+        )
+
+    @override
+    def setup(self, stage: str) -> None:
+        held_out = self.num_samples // 10
+        self.train_source = SyntheticSource(0, self.num_samples, self.num_classes, self.image_shape, self.seed)
+        self.val_source = self.test_source = self.predict_source = SyntheticSource(
+            self.num_samples, held_out, self.num_classes, self.image_shape, self.seed
+        )
+
+
+class SyntheticSource:
+    """Samples ``first`` to ``first + size`` of an endless row of patterns with noise.
+
+    A class's pattern is a coarse grid of grey values; of grids and noise images there are few in memory.
+
+    Args:
+        first: Number of the first sample.
+        size: Number of samples.
+        num_classes: Number of classes.
+        image_shape: (C, H, W).
+        seed: Seed of patterns and noise.
+    """
+
+    def __init__(self, first: int, size: int, num_classes: int, image_shape: tuple[int, int, int], seed: int) -> None:
+        channels, height, width = image_shape
+        generator = torch.Generator().manual_seed(seed)
+        self.first = first
+        self.size = size
+        self.num_classes = num_classes
+        self.rows, self.columns = (torch.arange(n) * min(4, n) // n for n in (height, width))
+        self.grids = torch.randint(64, (num_classes, channels, min(4, height), min(4, width)), generator=generator) * 2
+        self.noise = torch.randint(128, (NOISES, *image_shape), generator=generator, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def fetch(self, indices: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+        """Build the samples at ``indices``: uint8 images and their classes."""
+        numbers = torch.tensor(indices) + self.first
+        targets = numbers % self.num_classes
+        patterns = self.grids[targets].to(torch.uint8)[:, :, self.rows][..., self.columns]
+        return patterns + self.noise[numbers % NOISES], targets, indices

@@ -1,0 +1,94 @@
+"""What the data modules of torchvision's downloaded data sets share."""
+
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torchvision.datasets import VisionDataset
+from torchvision.transforms import v2
+from typing_extensions import override
+
+from cnnstrategies.data.augment import RandomFlip, RandomShift
+from cnnstrategies.data.loading import TensorSource
+from cnnstrategies.data.module import ImageDataModule, split_source
+from cnnstrategies.errors import ConfigurationError
+
+
+class TorchvisionDataModule(ImageDataModule):
+    """Base of the data modules over a data set that torchvision downloads and that fits in memory.
+
+    A subclass names the data set and the statistics of its training images. The official test images are for test
+    and predict; ``val_split`` of the training images is for validation.
+    """
+
+    dataset_class: ClassVar[type[VisionDataset]]
+    mean: ClassVar[tuple[float, ...]]
+    std: ClassVar[tuple[float, ...]]
+    flip: ClassVar[bool]
+    shift: ClassVar[int]
+
+    def __init__(
+        self,
+        root: Path = Path("datasets"),
+        download: bool = True,
+        batch_size: int = 128,
+        val_split: float = 0.1,
+        augment: bool = True,
+        num_workers: int = 2,
+        seed: int = 0,
+        drop_last: bool = False,
+        persistent_workers: bool = True,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory)
+        self.root = root
+        self.download = download
+        self.val_split = val_split
+        to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(self.mean), list(self.std))]
+        random: list[nn.Module] = [RandomShift(self.shift), *([RandomFlip()] if self.flip else [])]
+        self.train_transform = v2.Compose([*random, *to_float] if augment else to_float)
+        self.eval_transform = v2.Compose(to_float)
+
+    @override
+    def prepare_data(self) -> None:
+        """Download the data set if it is not there; Lightning calls this on one process per node.
+
+        Raises:
+            ConfigurationError: It is not there and cannot be downloaded.
+        """
+        for train in (True, False):
+            self._open(train, download=self.download)
+
+    @override
+    def setup(self, stage: str) -> None:
+        training, test = self._open(train=True, download=False), self._open(train=False, download=False)
+        self.class_names = [str(name) for name in training.classes]
+        self.train_source, self.val_source = split_source(*tensors(training), self.val_split, self.seed)
+        self.test_source = self.predict_source = TensorSource(*tensors(test))
+
+    def _open(self, train: bool, download: bool) -> VisionDataset:
+        name = self.dataset_class.__name__
+        try:
+            return self.dataset_class(self.root, train=train, download=download)
+        except (RuntimeError, OSError) as error:
+            reason = f"the download failed ({error})" if download else "it is not there and download is false"
+            raise ConfigurationError(
+                f"no {name} in {self.root.resolve()}: {reason}. Copy the files that torchvision.datasets.{name} "
+                "stores there from a machine with a connection, set data.init_args.root to where they are, or use "
+                "DigitsDataModule, which needs no download"
+            ) from error
+
+
+def tensors(dataset: VisionDataset) -> tuple[Tensor, Tensor]:
+    """All images and targets of a torchvision data set that keeps them in memory.
+
+    Args:
+        dataset: With ``data`` of shape (N, H, W) or (N, H, W, C), uint8, and ``targets`` of length N.
+
+    Returns:
+        Images uint8 (N, C, H, W) and targets int64 (N,).
+    """
+    images = torch.as_tensor(dataset.data)
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    return images, torch.as_tensor(dataset.targets, dtype=torch.int64)

@@ -1,0 +1,68 @@
+"""Data parallel with compressed gradients."""
+
+from typing import Any, Literal
+
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
+
+Compression = Literal["fp16", "bf16", "powersgd"]
+CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    """DDP that sends fewer bytes, through torch's own communication hooks, on every device.
+
+    ``DDPStrategy(ddp_comm_hook=...)`` registers its hook on CUDA devices only and ignores it elsewhere.
+
+    Args:
+        compression: ``fp16`` or ``bf16`` send half the bytes. ``powersgd`` (Vogels et al., "PowerSGD: Practical
+            Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019) sends two thin factors of
+            each gradient matrix and adds what was lost to the next gradient; what is waiting to be added is not
+            part of a checkpoint.
+        powersgd_rank: Columns of the factors: more is more exact and more bytes.
+        powersgd_start: Steps with uncompressed gradients before PowerSGD begins.
+        **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+
+    Raises:
+        ConfigurationError: ``powersgd_rank`` is below 1, ``powersgd_start`` below 2, or a hook was given as well.
+    """
+
+    def __init__(
+        self,
+        compression: Compression = "fp16",
+        powersgd_rank: int = 1,
+        powersgd_start: int = 1000,
+        **kwargs: Any,
+    ) -> None:
+        if powersgd_rank < 1:
+            raise ConfigurationError(f"powersgd_rank={powersgd_rank}: at least one column is needed; 1 to 4 is usual")
+        if powersgd_start < 2:
+            raise ConfigurationError(
+                f"powersgd_start={powersgd_start}: DDP rebuilds its buckets in step 1; use 2 or more"
+            )
+        if compression not in (*CASTS, "powersgd"):
+            raise ConfigurationError(f"compression={compression!r}: accepted are fp16, bf16 and powersgd")
+        if kwargs.get("ddp_comm_hook") is not None:
+            raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
+        super().__init__(**kwargs)
+        self.compression = compression
+        self.powersgd_rank = powersgd_rank
+        self.powersgd_start = powersgd_start
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        if self.compression == "powersgd":
+            state = powerSGD_hook.PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=self.powersgd_rank,
+                start_powerSGD_iter=self.powersgd_start,
+            )
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        else:
+            self.model.register_comm_hook(None, CASTS[self.compression])

@@ -1,0 +1,99 @@
+"""Data parallel that synchronises every k steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
+
+
+class LocalSGDStrategy(DDPStrategy):
+    """Post-local SGD: plain DDP first, then each rank steps alone and the weights are averaged every k steps.
+
+    Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, with torch's hook and averager. After the
+    first ``start`` steps it sends 1 / ``sync_every`` of DDP's bytes. The weights are also averaged before each
+    validation and checkpoint and at the end, so what is measured and saved is the average. Optimizer state
+    (momentum) stays local; a checkpoint holds rank 0's.
+
+    Args:
+        sync_every: Optimizer steps between two averages.
+        start: Optimizer steps with gradients averaged in each step, as DDP does, before the local phase begins.
+        **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy`.
+
+    Raises:
+        ConfigurationError: ``sync_every`` is below 1, ``start`` is negative, or a hook was given as well.
+    """
+
+    def __init__(self, sync_every: int = 8, start: int = 100, **kwargs: Any) -> None:
+        if sync_every < 1:
+            raise ConfigurationError(
+                f"sync_every={sync_every}: average every 1 step (as DDP) or more; 4 to 16 is usual"
+            )
+        if start < 0:
+            raise ConfigurationError(f"start={start} is negative; 0 begins the local phase at once")
+        if kwargs.get("ddp_comm_hook") is not None:
+            raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
+        super().__init__(**kwargs)
+        self.sync_every = sync_every
+        self.start = start
+        self._averager = PeriodicModelAverager(period=sync_every, warmup_steps=start)
+        self._comm_state = PostLocalSGDState(  # type: ignore[no-untyped-call]
+            process_group=None, subgroup=None, start_localSGD_iter=start, post_local_gradient_allreduce=False
+        )
+
+    @override
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert isinstance(self.model, DistributedDataParallel)
+        self.model.register_comm_hook(self._comm_state, post_localSGD_hook)
+
+    @override
+    def on_train_start(self) -> None:
+        # Both count optimizer steps (the hook is not called while gradients accumulate): resume where they were.
+        assert self.lightning_module is not None
+        step = self.lightning_module.trainer.global_step
+        self._averager.step = self._comm_state.iter = step
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._averager.average_parameters(optimizer.param_groups)
+        return output
+
+    @override
+    def on_validation_start(self) -> None:
+        self._average()
+
+    @override
+    def on_train_end(self) -> None:
+        self._average()
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The average of the ranks' weights, which each rank also goes on with; called on every rank."""
+        self._average()
+        return super().lightning_module_state_dict()
+
+    def _average(self) -> None:
+        if isinstance(self.model, DistributedDataParallel) and self._averager.step > self.start:
+            assert torch.distributed.group.WORLD is not None
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            average_parameters(iter(parameters), torch.distributed.group.WORLD)

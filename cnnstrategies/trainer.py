@@ -1,0 +1,48 @@
+"""The Trainer of the command line: Lightning's, with the subcommands that are ours."""
+
+from pathlib import Path
+
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Trainer as LightningTrainer
+from rich.console import Console
+from rich.table import Table
+
+from cnnstrategies.quantize import quantize
+
+
+class Trainer(LightningTrainer):
+    """Lightning's Trainer with ``quantize``."""
+
+    def quantize(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        ckpt_path: Path,
+        output: Path = Path("quantized.pt2"),
+        calibration_batches: int = 16,
+    ) -> None:
+        """Quantise a trained checkpoint to int8 and print accuracy, size and time before and after.
+
+        Args:
+            model: Whose network is quantised.
+            datamodule: Calibrates with training data, measures with validation data.
+            ckpt_path: The checkpoint.
+            output: The file to write; ``cnnstrategies.quantize.load_quantized`` loads it.
+            calibration_batches: Number of training batches that set the ranges of the activations.
+        """
+        checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
+        model.load_state_dict(checkpoint["state_dict"])
+        report = quantize(model, datamodule, output, calibration_batches)
+        table = Table("", "float32", "int8", "ratio", title=f"Quantisation, batches of {report.batch_size} on the CPU")
+        before, after = report.before, report.after
+        table.add_row("val_acc", f"{before.accuracy:.4f}", f"{after.accuracy:.4f}", "")
+        for name, old, new in (
+            ("weights, MB", before.megabytes, after.megabytes),
+            ("time per batch, ms", before.milliseconds, after.milliseconds),
+        ):
+            table.add_row(name, f"{old:.2f}", f"{new:.2f}", f"{new / old:.2f}")
+        console = Console(soft_wrap=True)
+        console.print(table)
+        if not report.lowered:
+            console.print("This processor has no int8 kernels in oneDNN: the time is that of dequantised arithmetic.")
+        console.print(f"Saved: {output}; load it with cnnstrategies.quantize.load_quantized")
