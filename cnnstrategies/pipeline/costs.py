@@ -15,8 +15,8 @@ class NodeCost:
         forward: Forward time in seconds.
         backward: Backward time in seconds, with the addition to the parameters' gradients.
         parameter_bytes: Bytes of the parameters that the node owns.
-        saved_bytes: Bytes that the node keeps from its forward until its backward and that no earlier node
-            keeps already.
+        saved_bytes: Bytes that the node makes and that are kept until the backward, by itself or by the nodes
+            that use them.
     """
 
     name: str
@@ -78,12 +78,14 @@ class GraphCosts:
         values: What passes between the nodes.
         cut_positions: Where a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
         microbatch_size: Samples for which the costs hold.
+        input_bytes: Bytes of one microbatch of input.
     """
 
     nodes: tuple[NodeCost, ...]
     values: tuple[Value, ...]
     cut_positions: tuple[int, ...]
     microbatch_size: int
+    input_bytes: int
 
     @cached_property
     def sent_bytes(self) -> tuple[int, ...]:

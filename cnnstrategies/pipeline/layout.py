@@ -37,15 +37,16 @@ class StageCost:
         forward: Seconds of its forward.
         backward: Seconds of its backward.
         parameter_bytes: Bytes of its parameters.
-        kept_bytes: Bytes that it keeps from the forward of a microbatch until its backward: what autograd
-            saves, and what it received.
+        received_bytes: Bytes of its inputs.
+        saved_bytes: Bytes that it makes and keeps until the backward.
     """
 
     nodes: int
     forward: float
     backward: float
     parameter_bytes: int
-    kept_bytes: int
+    received_bytes: int
+    saved_bytes: int
 
     @property
     def time(self) -> float:
@@ -73,7 +74,7 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
         costs: Costs of the nodes.
         cuts: First node of each stage but the first.
     """
-    received = [0] * (len(cuts) + 1)
+    received = [costs.input_bytes] + [0] * len(cuts)
     for (_, consumer), message in messages(costs, cuts).items():
         received[consumer] += message.bytes
     stages = []
@@ -85,7 +86,8 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
                 forward=sum(node.forward for node in nodes),
                 backward=sum(node.backward for node in nodes),
                 parameter_bytes=sum(node.parameter_bytes for node in nodes),
-                kept_bytes=sum(node.saved_bytes for node in nodes) + received[index],
+                received_bytes=received[index],
+                saved_bytes=sum(node.saved_bytes for node in nodes),
             )
         )
     return stages

@@ -129,9 +129,7 @@ class Programme:
         replicas: Replicas of each stage; any when None.
     """
 
-    def __init__(
-        self, problem: Problem, devices: int, stages: int | None, replicas: Sequence[int] | None
-    ) -> None:
+    def __init__(self, problem: Problem, devices: int, stages: int | None, replicas: Sequence[int] | None) -> None:
         costs = problem.costs
         self.problem = problem
         self.devices = devices
@@ -150,7 +148,8 @@ class Programme:
         self.ordered = _upper(len(self.positions))
         self.time = time[None, :] - time[:, None]
         self.parameters = parameters[None, :] - parameters[:, None]
-        self.kept = saved[None, :] - saved[:, None] + self.sent[:, None]
+        received = self.sent + np.where(self.positions == 0, costs.input_bytes, 0)
+        self.kept = saved[None, :] - saved[:, None] + received[:, None]
         link = problem.link
         self.transfer = np.array(
             [link.time(int(a)) + link.time(int(g)) for a, g in zip(self.sent, self.gradients, strict=True)]
@@ -253,9 +252,7 @@ class Programme:
         return Layout(tuple(cuts), tuple(chosen)), slowest
 
 
-def _descend(
-    start: Layout, positions: Sequence[int], time_of: Callable[[Layout], float], free_replicas: bool
-) -> None:
+def _descend(start: Layout, positions: Sequence[int], time_of: Callable[[Layout], float], free_replicas: bool) -> None:
     """Move to the best neighbour while that is faster; every layout seen is known to ``time_of``."""
     here = start
     while True:

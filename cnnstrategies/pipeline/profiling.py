@@ -27,9 +27,7 @@ def preserved(network: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
     modes = [(module, module.training) for module in network.modules()]
-    devices = {
-        tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"
-    }
+    devices = {tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"}
     device_type = next(iter(devices)).type if devices else "cuda"
     try:
         with torch.random.fork_rng(devices=list(devices), device_type=device_type):
@@ -107,7 +105,7 @@ def profile(
         if consumers:
             size, gradient = counted.sizes[node]
             values.append(Value(position[node], consumers, size, gradient))
-    return GraphCosts(nodes, tuple(values), tuple(cut_positions), microbatch_size=len(microbatch))
+    return GraphCosts(nodes, tuple(values), tuple(cut_positions), len(microbatch), microbatch.nbytes)
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
@@ -133,9 +131,7 @@ class _Sweep:
     sizes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
 
 
-def _sweep(
-    traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor, count: bool = False
-) -> _Sweep:
+def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor, count: bool = False) -> _Sweep:
     """Run the nodes forward, then backward; with ``count`` note the saved bytes, which costs time."""
     found = _Sweep()
     interpreter = fx.Interpreter(traced)
@@ -145,8 +141,11 @@ def _sweep(
             environment[node] = microbatch
         elif node.op == "get_attr":
             environment[node] = interpreter.fetch_attr(str(node.target))
-    # Storages that stay anyway. Those of the sweep all live to its end, so that an address names one of them.
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*traced.parameters(), *traced.buffers())}
+    # Storages, by address; those of the sweep all live to its end. What stays anyway belongs to no node.
+    owner: dict[int, fx.Node | None] = {
+        _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), microbatch)
+    }
+    saved: dict[int, int] = {}
     outputs: dict[fx.Node, list[Tensor]] = {}
     for node in order:
         # A leaf cannot be changed in place; in training it is the producer's output, which can.
@@ -161,14 +160,18 @@ def _sweep(
             fx.node.map_arg(node.args, inputs.__getitem__),
             fx.node.map_arg(node.kwargs, inputs.__getitem__),
         )
-        saved: list[int] = []
-        with _counting(known, saved) if count else nullcontext():
+        with _recording(saved) if count else nullcontext():
             found.forward[node], result = timed(call, microbatch.device)
-        found.saved_bytes[node] = sum(saved)
         environment[node] = tree_map(_cut, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         outputs[node] = [tensor for tensor in tensors if tensor.requires_grad]
+        for address in (*map(_address, tensors), *saved):
+            owner.setdefault(address, node)
         found.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
+    found.saved_bytes = dict.fromkeys(order, 0)
+    for address, size in saved.items():
+        if (by := owner[address]) is not None:
+            found.saved_bytes[by] += size
     for node in reversed(order):
         roots = outputs.pop(node)
         backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
@@ -186,14 +189,11 @@ def _run_whole(traced: fx.GraphModule, microbatch: Tensor) -> tuple[float, float
 
 
 @contextmanager
-def _counting(known: set[int], sizes: list[int]) -> Iterator[None]:
-    """Collect the sizes of the storages that autograd saves and that ``known`` lacks, and add them to it."""
+def _recording(saved: dict[int, int]) -> Iterator[None]:
+    """Note address and size of the storages that autograd saves."""
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            known.add(storage.data_ptr())
-            sizes.append(storage.nbytes())
+        saved[_address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -227,9 +227,7 @@ def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[f
     owned: dict[fx.Node, int] = {}
     for node in order:
         parameters: list[Any] = [
-            attrgetter(str(source.target))(traced)
-            for source in node.all_input_nodes
-            if source.op == "get_attr"
+            attrgetter(str(source.target))(traced) for source in node.all_input_nodes if source.op == "get_attr"
         ]
         if node.op == "call_module":
             parameters += traced.get_submodule(str(node.target)).parameters()
@@ -237,6 +235,10 @@ def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[f
         seen |= new
         owned[node] = sum(parameter.nbytes for parameter in new)
     return owned
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -72,9 +72,7 @@ def draw_timeline(
         bottom = row + 0.3 if thin else row - 0.4
         left, width = (span.start - origin) * 1e3, (span.end - span.start) * 1e3
         colour = COLOURS[span.kind]
-        axes.broken_barh(
-            [(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.6
-        )
+        axes.broken_barh([(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.6)
         # A number needs about 1 % of the width per digit.
         if not thin and span.microbatch is not None and width > 0.01e3 * length * len(str(span.microbatch)):
             axes.text(
@@ -128,8 +126,7 @@ def write_trace(spans: Sequence[Span], path: str | Path, rank_names: Mapping[int
                 "tid": int(span.kind in TRANSFERS),
                 "ts": (span.start - origin) * 1e6,
                 "dur": (span.end - span.start) * 1e6,
-                "args": {"stage": span.stage}
-                | ({} if span.microbatch is None else {"microbatch": span.microbatch}),
+                "args": {"stage": span.stage} | ({} if span.microbatch is None else {"microbatch": span.microbatch}),
             }
         )
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")

@@ -1,6 +1,7 @@
 """Profiling: what is measured, and that nothing of the network is touched."""
 
 import statistics
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ def profile_of(network: nn.Module, microbatch: Tensor, repeats: int = 3) -> Grap
     traced = fx.symbolic_trace(network)
     order = [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     return profile(traced, microbatch, order, range(1, len(order)), warm_up=1, repeats=repeats)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for a busy core would be measured as work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +92,7 @@ def test_sent_bytes_are_those_of_the_live_values(costs: GraphCosts) -> None:
 def test_saved_bytes_sum_to_what_autograd_saves_for_the_whole_network(
     costs: GraphCosts, network: Network, microbatch: Tensor
 ) -> None:
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers())}
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers(), microbatch)}
     sizes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -107,9 +117,7 @@ def test_profiling_leaves_no_trace(microbatch: Tensor) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
     assert [module.training for module in network.modules()] == modes
     assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
-    gradients = {
-        name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None
-    }
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
     assert list(gradients) == ["stem.weight"]
     assert torch.equal(gradients["stem.weight"], torch.full_like(network.stem.weight, 3.0))
 

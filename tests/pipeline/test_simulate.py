@@ -11,7 +11,7 @@ FREE = Link(bandwidth=float("inf"), latency=0.0)
 
 def stage(forward: float, backward: float, parameter_bytes: int = 0) -> StageCost:
     return StageCost(
-        nodes=1, forward=forward, backward=backward, parameter_bytes=parameter_bytes, kept_bytes=0
+        nodes=1, forward=forward, backward=backward, parameter_bytes=parameter_bytes, received_bytes=0, saved_bytes=0
     )
 
 

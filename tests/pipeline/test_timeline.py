@@ -36,11 +36,7 @@ def test_trace_has_every_span_with_microseconds_from_the_start(tmp_path: Path) -
 def test_computations_of_a_row_do_not_overlap_in_the_trace(tmp_path: Path) -> None:
     """Trace viewers drop events that overlap partly within one row."""
     write_trace(SPANS, tmp_path / "trace.json")
-    events = [
-        event
-        for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-        if event["ph"] == "X"
-    ]
+    events = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "X"]
     for row in {(event["pid"], event["tid"]) for event in events}:
         own = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if (e["pid"], e["tid"]) == row)
         assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(own))
