@@ -9,6 +9,7 @@ predicted time falls.
 
 import bisect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ Choices = dict[tuple[int, int], tuple[Integers, Integers]]
 
 POSITIONS = 128  # of a large network, which a dynamic programme looks at: at most 1 % off in balance
 BOUND_STEP = 0.01  # of the bound on the slowest stage, as a share of the step time
+SLACK = 1.2  # a proposal may take so many times the best proposal's time, since the model is not the simulator
 PROPOSALS = 24  # that the simulator ranks
 REFINED = 6  # of the ranked, each with other replicas, that the local search starts from
 MOVES = (-8, -4, -3, -2, -1, 1, 2, 3, 4, 8)  # of cuts in the local search, in places to cut
@@ -63,7 +65,7 @@ def best_layout(
     Args:
         problem: Costs and limits.
         predict: Step time of a layout in seconds, infinite where it does not fit into memory.
-        devices: Devices to use, all of them.
+        devices: Devices to use: all of them, but when neither stages nor replicas are given, as many as pay.
         stages: Number of stages; chosen when left out.
         replicas: Replicas of each stage; chosen when left out.
 
@@ -83,9 +85,13 @@ def best_layout(
     for layout in ranked:
         starts.setdefault(layout.replicas, layout)
     for start in itertools.islice(starts.values(), REFINED):
-        _descend(start, problem.costs.cut_positions, time_of, free_replicas=replicas is None)
-    best = min(times, key=times.__getitem__, default=None)
-    return best if best is not None and times[best] < float("inf") else None
+        _descend(start, problem.costs.cut_positions, time_of, problem.microbatches if replicas is None else 0)
+    shortest = min(times.values(), default=math.inf)
+    if shortest == math.inf:
+        return None
+    # A device that gains less than 2 % is better left out.
+    good = [layout for layout, time in times.items() if time <= 1.02 * shortest]
+    return min(good, key=lambda layout: (layout.devices, times[layout]))
 
 
 def propose(
@@ -110,7 +116,7 @@ def propose(
         low, high = (low, middle) if solved else (middle, high)
     # A layout whose slowest stage exceeds the bound takes at least the compute time and the bound.
     bound = high
-    while compute + bound < min(found.values()):
+    while compute + bound < SLACK * min(found.values()):
         found |= programme.solve(bound)
         bound += BOUND_STEP * (compute + bound)
     return found
@@ -124,7 +130,7 @@ class Programme:
 
     Args:
         problem: Costs and limits.
-        devices: Devices to use, all of them.
+        devices: Devices to use: all of them, but when neither stages nor replicas are given, as many as pay.
         stages: Number of stages; any when None.
         replicas: Replicas of each stage; any when None.
     """
@@ -138,6 +144,7 @@ class Programme:
         self.most_stages = most
         self.counts = {len(replicas)} if replicas else {stages} if stages else set(range(1, most + 1))
         self.replicas = replicas
+        self.idle = stages is None and replicas is None
         time = _prefix([node.forward + node.backward for node in costs.nodes])[self.positions]
         parameters = _prefix([node.parameter_bytes for node in costs.nodes])[self.positions]
         saved = _prefix([node.saved_bytes for node in costs.nodes])[self.positions]
@@ -177,7 +184,7 @@ class Programme:
                 best = np.full(last + 1, np.inf)
                 ends = np.zeros(last + 1, dtype=np.int64)
                 chosen = np.zeros(last + 1, dtype=np.int64)
-                for replicas in self._options(count, used):
+                for replicas in self._options(count, used - count + 1):
                     if (count - 1, used - replicas) not in tails:
                         continue
                     total = self._extend(tails[count - 1, used - replicas], count, replicas, bound)
@@ -191,22 +198,23 @@ class Programme:
                     tails[count, used] = best
                     choices[count, used] = (ends, chosen)
         found = {}
-        for count in self.counts:
-            for replicas in self._options(count, self.devices):
-                rest = self.devices - replicas
-                if (count - 1, rest) in tails:
-                    total = self._extend(tails[count - 1, rest], count, replicas, bound)[0]
+        for (others, rest), tail in tails.items():
+            if others + 1 not in self.counts:
+                continue
+            for replicas in self._options(others + 1, self.devices - rest):
+                if self.idle or rest + replicas == self.devices:
+                    total = self._extend(tail, others + 1, replicas, bound)[0]
                     end = int(total.argmin())
                     if np.isfinite(total[end]):
-                        layout, slowest = self._read(choices, count, end, replicas)
+                        layout, slowest = self._read(choices, (others, rest), end, replicas)
                         found[layout] = float(total[end]) + slowest
         return found
 
-    def _options(self, count: int, used: int) -> Sequence[int]:
+    def _options(self, count: int, most: int) -> Sequence[int]:
         """Replicas that the stage at this place from the end can have."""
         if self.replicas is not None:
             return [self.replicas[-count]]
-        return range(1, used - count + 2)
+        return range(1, min(most, self.problem.microbatches) + 1)
 
     def _extend(self, tail: Floats, count: int, replicas: int, bound: float) -> Floats:
         """Time from each start position to the end and back when the stage ends at each end position."""
@@ -237,11 +245,12 @@ class Programme:
             self.slowest[replicas] = (rounds - 1) * period + np.maximum(0.0, reduce - self.drain[None, :])
         return self.slowest[replicas]
 
-    def _read(self, choices: Choices, count: int, end: int, replicas: int) -> tuple[Layout, float]:
+    def _read(self, choices: Choices, rest: tuple[int, int], end: int, replicas: int) -> tuple[Layout, float]:
         """The layout whose first stage ends here with so many replicas, and what its slowest stage adds."""
         slowest = float(self._slowest_of(replicas)[0, end])
-        cuts, chosen, used = [], [replicas], self.devices - replicas
-        for remaining in range(count - 1, 0, -1):
+        cuts, chosen = [], [replicas]
+        count, used = rest
+        for remaining in range(count, 0, -1):
             position = end
             ends, numbers = choices[remaining, used]
             end, replicas = int(ends[position]), int(numbers[position])
@@ -252,17 +261,17 @@ class Programme:
         return Layout(tuple(cuts), tuple(chosen)), slowest
 
 
-def _descend(start: Layout, positions: Sequence[int], time_of: Callable[[Layout], float], free_replicas: bool) -> None:
+def _descend(start: Layout, positions: Sequence[int], time_of: Callable[[Layout], float], most_replicas: int) -> None:
     """Move to the best neighbour while that is faster; every layout seen is known to ``time_of``."""
     here = start
     while True:
-        best = min(_neighbours(here, positions, free_replicas), key=time_of, default=here)
+        best = min(_neighbours(here, positions, most_replicas), key=time_of, default=here)
         if time_of(best) >= time_of(here):
             return
         here = best
 
 
-def _neighbours(layout: Layout, positions: Sequence[int], free_replicas: bool) -> Iterator[Layout]:
+def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) -> Iterator[Layout]:
     """Layouts with a run of cuts moved by some places, or one replica moved to another stage."""
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     for first, last in itertools.combinations(range(len(places) + 1), 2):
@@ -271,13 +280,12 @@ def _neighbours(layout: Layout, positions: Sequence[int], free_replicas: bool) -
             bounded = [-1, *moved, len(positions)]
             if all(left < right for left, right in itertools.pairwise(bounded)):
                 yield Layout(tuple(positions[place] for place in moved), layout.replicas)
-    if free_replicas:
-        for giver, taker in itertools.permutations(range(len(layout.replicas)), 2):
-            if layout.replicas[giver] > 1:
-                replicas = list(layout.replicas)
-                replicas[giver] -= 1
-                replicas[taker] += 1
-                yield Layout(layout.cuts, tuple(replicas))
+    for giver, taker in itertools.permutations(range(len(layout.replicas)), 2):
+        if layout.replicas[giver] > 1 and layout.replicas[taker] < most_replicas:
+            replicas = list(layout.replicas)
+            replicas[giver] -= 1
+            replicas[taker] += 1
+            yield Layout(layout.cuts, tuple(replicas))
 
 
 def _thin(costs: GraphCosts) -> list[int]:
