@@ -81,6 +81,9 @@ def best_layout(
 
     proposals = sorted(propose(problem, devices, stages, replicas).items(), key=lambda item: item[1])
     ranked = sorted((layout for layout, _ in proposals[:PROPOSALS]), key=time_of)
+    if replicas is None:
+        swapped = {other for layout in ranked[:REFINED] for other in _with_two_stages_swapped(layout)}
+        ranked = sorted({*ranked, *swapped}, key=lambda layout: (time_of(layout), layout.cuts, layout.replicas))
     starts: dict[tuple[int, ...], Layout] = {}
     for layout in ranked:
         starts.setdefault(layout.replicas, layout)
@@ -272,13 +275,16 @@ def _descend(start: Layout, positions: Sequence[int], time_of: Callable[[Layout]
 
 
 def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) -> Iterator[Layout]:
-    """Layouts with a run of cuts moved by some places, or one replica moved to another stage."""
+    """Layouts with a run of cuts moved by some places, pushing others ahead, or with one replica moved."""
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     for first, last in itertools.combinations(range(len(places) + 1), 2):
         for step in MOVES:
             moved = [place + step if first <= number < last else place for number, place in enumerate(places)]
-            bounded = [-1, *moved, len(positions)]
-            if all(left < right for left, right in itertools.pairwise(bounded)):
+            for number in range(last, len(moved)) if step > 0 else ():
+                moved[number] = max(moved[number], moved[number - 1] + 1)
+            for number in range(first - 1, -1, -1) if step < 0 else ():
+                moved[number] = min(moved[number], moved[number + 1] - 1)
+            if moved[0] >= 0 and moved[-1] < len(positions):
                 yield Layout(tuple(positions[place] for place in moved), layout.replicas)
     for giver, taker in itertools.permutations(range(len(layout.replicas)), 2):
         if layout.replicas[giver] > 1 and layout.replicas[taker] < most_replicas:
@@ -286,6 +292,13 @@ def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) ->
             replicas[giver] -= 1
             replicas[taker] += 1
             yield Layout(layout.cuts, tuple(replicas))
+
+
+def _with_two_stages_swapped(layout: Layout) -> Iterator[Layout]:
+    for left, right in itertools.combinations(range(len(layout.replicas)), 2):
+        replicas = list(layout.replicas)
+        replicas[left], replicas[right] = replicas[right], replicas[left]
+        yield Layout(layout.cuts, tuple(replicas))
 
 
 def _thin(costs: GraphCosts) -> list[int]:

@@ -39,10 +39,12 @@ class Predictor:
     def search(self, objective: Callable[[Layout], float], memory_limit: int | None) -> Layout | None:
         """The layout with the least objective that was found."""
         request = self.request
-        problem = Problem(
-            self.costs, self.link, request.microbatches, self.in_flight, request.state_copies, memory_limit
-        )
-        return best_layout(problem, objective, request.devices, request.stages, request.replicas)
+        return best_layout(self.problem(memory_limit), objective, request.devices, request.stages, request.replicas)
+
+    def problem(self, memory_limit: int | None) -> Problem:
+        """The same question for the dynamic programme."""
+        request = self.request
+        return Problem(self.costs, self.link, request.microbatches, self.in_flight, request.state_copies, memory_limit)
 
     def in_flight(self, stages_left: int, replicas: int) -> int:
         """Most microbatches that a replica holds, by place from the end: what the same timetable says."""
