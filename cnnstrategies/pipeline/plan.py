@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.costs import GraphCosts, Link
 from cnnstrategies.pipeline.layout import Layout, StageCost, messages, stage_costs
-from cnnstrategies.pipeline.predict import Predictor, Timetable
+from cnnstrategies.pipeline.predict import Predictor
 from cnnstrategies.pipeline.request import Request, check_request
-from cnnstrategies.pipeline.simulate import Task, simulate
+from cnnstrategies.pipeline.simulate import simulate
 from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timetable import Task
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Plan:
         return self.samples / self.step_time
 
 
-def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost, timetable: Timetable) -> Plan:
+def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost) -> Plan:
     """Find the best layout that the request permits and predict its step.
 
     Args:
@@ -88,14 +89,13 @@ def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost,
         link: The connection between any two devices.
         request: Devices, schedule and what the user has fixed.
         whole: Costs of the whole network for one device's share of the batch, for the comparison.
-        timetable: Each rank's computations from (replicas, microbatches, schedule).
 
     Raises:
         ConfigurationError: The request contradicts itself, has more stages than the network has places to cut, or
             does not fit into memory.
     """
     check_request(costs, request)
-    predictor = Predictor(costs, link, request, timetable)
+    predictor = Predictor(costs, link, request)
     layout = predictor.fixed_layout() or predictor.search(predictor.time, request.memory_limit)
     if layout is None or predictor.time(layout) == float("inf"):
         smallest = predictor.fixed_layout() or predictor.search(predictor.memory, None)

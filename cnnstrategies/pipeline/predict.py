@@ -1,16 +1,15 @@
 """Predict time and memory of a layout."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from cnnstrategies.pipeline.costs import GraphCosts, Link
 from cnnstrategies.pipeline.layout import Layout, StageCost, messages, stage_costs
 from cnnstrategies.pipeline.partition import Problem, best_layout
 from cnnstrategies.pipeline.request import Request, even_replicas
-from cnnstrategies.pipeline.simulate import Simulation, Task, peak_in_flight, simulate
-
-Timetable = Callable[[Sequence[int], int, str], list[list[Task]]]
+from cnnstrategies.pipeline.simulate import Simulation, peak_in_flight, simulate
+from cnnstrategies.pipeline.timetable import timetable
 
 
 class Predictor:
@@ -20,10 +19,9 @@ class Predictor:
         costs: Costs of the nodes for one microbatch.
         link: The connection between any two devices.
         request: Devices, schedule and what the user has fixed.
-        timetable: Each rank's computations from (replicas, microbatches, schedule).
     """
 
-    def __init__(self, costs: GraphCosts, link: Link, request: Request, timetable: Timetable) -> None:
+    def __init__(self, costs: GraphCosts, link: Link, request: Request) -> None:
         self.costs = costs
         self.link = link
         self.request = request

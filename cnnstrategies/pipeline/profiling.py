@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,19 +13,17 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.pipeline.costs import GraphCosts, NodeCost, Value
-
-IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
+from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
 
 
 @contextmanager
 def preserved(network: nn.Module) -> Iterator[None]:
-    """Put a network's buffers, gradients and modes and the random numbers back as they were.
+    """Put a network's buffers and gradients and the random numbers back as they were.
 
     Parameters are expected not to change: nothing here steps an optimizer.
     """
     buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
-    modes = [(module, module.training) for module in network.modules()]
     devices = {tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"}
     device_type = next(iter(devices)).type if devices else "cuda"
     try:
@@ -38,15 +35,11 @@ def preserved(network: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, training in modes:
-            module.training = training
 
 
 def profile(
     traced: fx.GraphModule,
     microbatch: Tensor,
-    order: Sequence[fx.Node],
-    cut_positions: Sequence[int],
     warm_up: int = 2,
     repeats: int = 5,
 ) -> GraphCosts:
@@ -61,16 +54,14 @@ def profile(
     Args:
         traced: The traced network, on the device that it will train on.
         microbatch: One microbatch of input (n, C, H, W) on the same device.
-        order: The nodes in topological order, without placeholders, attributes and the output.
-        cut_positions: Where a cut is possible: indices into ``order``.
         warm_up: Sweeps before the measurement.
         repeats: Sweeps measured; each time is their median.
 
     Returns:
         The costs for this microbatch size.
     """
-    with preserved(traced):
-        traced.train()
+    order = ordered_nodes(traced)
+    with preserved(traced), mode(traced, training=True):
         for parameter in traced.parameters():
             # Zeros, so that a backward adds, as it does from the second microbatch of a step on.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -100,12 +91,17 @@ def profile(
         for index, node in enumerate(order)
     )
     values = []
+    for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
+        # The first node's stage has the images and sends them to the stages that use them once more.
+        later = tuple(sorted(position[user] for user in image.users if position.get(user, 0) > 0))
+        if later:
+            values.append(Value(0, later, microbatch.nbytes, 0))
     for node in order:
         consumers = tuple(sorted({position[user] for user in node.users if user in position}))
         if consumers:
             size, gradient = counted.sizes[node]
             values.append(Value(position[node], consumers, size, gradient))
-    return GraphCosts(nodes, tuple(values), tuple(cut_positions), len(microbatch), microbatch.nbytes)
+    return GraphCosts(nodes, tuple(values), tuple(cut_positions(traced)), len(microbatch), microbatch.nbytes)
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
@@ -149,7 +145,7 @@ def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor,
     outputs: dict[fx.Node, list[Tensor]] = {}
     for node in order:
         # A leaf cannot be changed in place; in training it is the producer's output, which can.
-        cut = _cut_with_copy if _is_in_place(traced, node) else _cut
+        cut = _cut_with_copy if changed_in_place(traced, node) else _cut
         inputs = {
             source: environment[source] if source.op == "get_attr" else tree_map(cut, environment[source])
             for source in node.all_input_nodes
@@ -210,28 +206,13 @@ def _cut_with_copy(value: Any) -> Any:
     return cut.clone() if isinstance(cut, Tensor) else cut
 
 
-def _is_in_place(traced: fx.GraphModule, node: fx.Node) -> bool:
-    if node.op == "call_module":
-        return bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return (
-        bool(node.kwargs.get("inplace", False))
-        or name in IN_PLACE_OPERATORS
-        or (name.endswith("_") and not name.endswith("__"))
-    )
-
-
 def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """Bytes of the parameters of each node; a parameter used by several belongs to the first."""
+    parameters = dict(traced.named_parameters(remove_duplicate=False))
     seen: set[nn.Parameter] = set()
     owned: dict[fx.Node, int] = {}
     for node in order:
-        parameters: list[Any] = [
-            attrgetter(str(source.target))(traced) for source in node.all_input_nodes if source.op == "get_attr"
-        ]
-        if node.op == "call_module":
-            parameters += traced.get_submodule(str(node.target)).parameters()
-        new = {parameter for parameter in parameters if isinstance(parameter, nn.Parameter)} - seen
+        new = {parameters[name] for name in state_names(traced, node) if name in parameters} - seen
         seen |= new
         owned[node] = sum(parameter.nbytes for parameter in new)
     return owned

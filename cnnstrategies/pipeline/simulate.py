@@ -5,27 +5,13 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from cnnstrategies.pipeline.costs import Link
 from cnnstrategies.pipeline.layout import Message, StageCost
 from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timetable import Kind, Task
 
 BUCKET_BYTES = 25 * 2**20
-
-
-class Task(NamedTuple):
-    """A computation of a rank.
-
-    Attributes:
-        kind: "forward" or "backward".
-        stage: The stage that is run.
-        microbatch: The microbatch.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +80,7 @@ class _Run:
         self.rank_of = {task: rank for rank, own in enumerate(tasks) for task in own}
         self.forward_targets: dict[int, list[tuple[int, int]]] = {}
         self.backward_targets: dict[int, list[tuple[int, int]]] = {}
-        self.inputs: Counter[tuple[str, int]] = Counter()
+        self.inputs: Counter[tuple[Kind, int]] = Counter()
         # Sorted, so that the next stage is served before those behind it.
         for (source, target), message in sorted(messages.items(), key=lambda item: item[0]):
             self.forward_targets.setdefault(source, []).append((target, message.bytes))

@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from simple_timetable import tasks_of
 
 from cnnstrategies.pipeline.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.pipeline.layout import Layout
@@ -72,7 +71,7 @@ def test_within_5_percent_of_exhaustive_search_on_random_graphs() -> None:
     worse = []
     for number in range(GRAPHS):
         costs, link, request = random_costs(rng), random_link(rng), random_request(rng)
-        predictor = Predictor(costs, link, request, tasks_of)
+        predictor = Predictor(costs, link, request)
         found = predictor.search(predictor.time, None)
         assert found is not None
         best = min(map(predictor.time, all_layouts(costs, request)))
@@ -87,11 +86,11 @@ def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
     for _ in range(60):
         costs, link = random_costs(rng), random_link(rng)
         request = Request(3, 4, "1f1b", stages=3)
-        free = Predictor(costs, link, request, tasks_of)
+        free = Predictor(costs, link, request)
         memories = sorted(free.memory(layout) for layout in all_layouts(costs, request))
         limit = int(memories[len(memories) // 3]) + 1
         limited = Request(3, 4, "1f1b", stages=3, memory_limit=limit)
-        predictor = Predictor(costs, link, limited, tasks_of)
+        predictor = Predictor(costs, link, limited)
         found = predictor.search(predictor.time, limit)
         assert found is not None
         assert predictor.memory(found) <= limit
@@ -111,7 +110,7 @@ def chain(times: list[float], sent: int = 1, parameters: list[int] | None = None
 
 
 def search(costs: GraphCosts, link: Link, request: Request) -> Layout | None:
-    predictor = Predictor(costs, link, request, tasks_of)
+    predictor = Predictor(costs, link, request)
     return predictor.search(predictor.time, request.memory_limit)
 
 
@@ -174,7 +173,7 @@ def test_proposals_alone_come_near_when_the_model_is_exact() -> None:
     for _ in range(20):
         costs = chain([rng.uniform(0.1, 2.0) for _ in range(9)])
         request = Request(3, 5, "gpipe", stages=3, replicas=(1, 1, 1))
-        predictor = Predictor(costs, FAST, request, tasks_of)
+        predictor = Predictor(costs, FAST, request)
         time: Callable[[Layout], float] = predictor.time
         proposed = min(propose(predictor.problem(None), 3, None, (1, 1, 1)), key=time)
         assert time(proposed) <= 1.05 * min(map(time, all_layouts(costs, request)))

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from cnnstrategies.pipeline.costs import GraphCosts
 from cnnstrategies.pipeline.profiling import preserved, profile
+from cnnstrategies.pipeline.tracing import trace
 
 
 class Network(nn.Module):
@@ -36,9 +37,7 @@ class Network(nn.Module):
 
 
 def profile_of(network: nn.Module, microbatch: Tensor, repeats: int = 3) -> GraphCosts:
-    traced = fx.symbolic_trace(network)
-    order = [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
-    return profile(traced, microbatch, order, range(1, len(order)), warm_up=1, repeats=repeats)
+    return profile(trace(network), microbatch, warm_up=1, repeats=repeats)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,6 +77,8 @@ def test_parameter_bytes_count_each_parameter_once(costs: GraphCosts, network: N
     assert owned["mul"] == network.scale.nbytes
     assert owned["halves"] > 0
     assert owned["halves_1"] == 0
+    shared = [index for index, node in enumerate(costs.nodes) if node.name.startswith("halves")]
+    assert shared[1] not in costs.cut_positions, "uses of the same parameters stay together"
 
 
 def test_sent_bytes_are_those_of_the_live_values(costs: GraphCosts) -> None:
@@ -87,6 +88,19 @@ def test_sent_bytes_are_those_of_the_live_values(costs: GraphCosts) -> None:
     assert costs.sent_bytes[position["mul"]] == 2 * one  # the skip crosses too
     assert costs.sent_gradient_bytes[position["mul"]] == 2 * one
     assert costs.sent_bytes[0] == costs.sent_bytes[len(costs.nodes)] == 0
+
+
+def test_images_that_are_used_again_are_sent_without_gradient(microbatch: Tensor) -> None:
+    class TwoPaths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.one(images) + self.two(images)
+
+    costs = profile_of(TwoPaths(), microbatch)
+    assert costs.sent_bytes[1] - costs.sent_gradient_bytes[1] == microbatch.nbytes
 
 
 def test_saved_bytes_sum_to_what_autograd_saves_for_the_whole_network(

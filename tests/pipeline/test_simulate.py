@@ -4,7 +4,8 @@ import pytest
 
 from cnnstrategies.pipeline.costs import Link
 from cnnstrategies.pipeline.layout import Message, StageCost
-from cnnstrategies.pipeline.simulate import Task, peak_in_flight, simulate
+from cnnstrategies.pipeline.simulate import peak_in_flight, simulate
+from cnnstrategies.pipeline.timetable import Kind, Task, timetable
 
 FREE = Link(bandwidth=float("inf"), latency=0.0)
 
@@ -15,11 +16,11 @@ def stage(forward: float, backward: float, parameter_bytes: int = 0) -> StageCos
     )
 
 
+KINDS: tuple[Kind, Kind] = ("forward", "backward")
+
+
 def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
-    return [
-        [Task(kind, index, m) for kind in ("forward", "backward") for m in range(microbatches)]
-        for index in range(stages)
-    ]
+    return timetable([1] * stages, microbatches, "gpipe")
 
 
 def chain(stages: int, size: int = 1) -> dict[tuple[int, int], Message]:
@@ -59,7 +60,7 @@ def test_two_senders_share_the_receivers_port() -> None:
     tasks = [
         [Task("forward", 0, 0), Task("backward", 0, 0)],
         [Task("forward", 0, 1), Task("backward", 0, 1)],
-        [Task(kind, 1, m) for kind in ("forward", "backward") for m in range(2)],
+        [Task(kind, 1, m) for kind in KINDS for m in range(2)],
     ]
     link = Link(bandwidth=100.0, latency=0.0)
     step = simulate(tasks, [stage(1.0, 0.0), stage(0.0, 0.0)], {(0, 1): Message(200, 0)}, link)
@@ -98,6 +99,23 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
     tasks = [[Task("backward", 0, 0), Task("forward", 0, 0)], [Task("forward", 1, 0), Task("backward", 1, 0)]]
     with pytest.raises(ValueError, match=r"rank 0 waits for ever for the inputs of .*backward"):
         simulate(tasks, [stage(1.0, 1.0)] * 2, chain(2), FREE)
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], [3, 1], [1, 3], [1, 4, 1], [2, 2], [2, 1, 3], [1, 1, 1, 1]])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_every_timetable_can_be_carried_out(replicas: list[int], schedule: str) -> None:
+    stages = len(replicas)
+    for microbatches in (1, 3, 8, 13):
+        step = simulate(timetable(replicas, microbatches, schedule), [stage(1.0, 2.0)] * stages, chain(stages), FREE)
+        assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
+
+
+def test_1f1b_and_gpipe_take_the_same_time_when_stages_are_equal_and_transfers_free() -> None:
+    times = [
+        simulate(timetable([1] * 4, 8, schedule), [stage(1.0, 2.0)] * 4, chain(4), FREE).step_time
+        for schedule in ("gpipe", "1f1b")
+    ]
+    assert times == pytest.approx([3.0 * (4 + 7)] * 2)
 
 
 def test_peak_in_flight_counts_forwards_without_their_backward() -> None:
