@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import dataclass
 
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.choose import find_layout
 from cnnstrategies.pipeline.costs import GraphCosts, Link
 from cnnstrategies.pipeline.layout import Layout, StageCost, messages, stage_costs
 from cnnstrategies.pipeline.predict import Predictor
@@ -96,16 +96,7 @@ def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost)
     """
     check_request(costs, request)
     predictor = Predictor(costs, link, request)
-    layout = predictor.fixed_layout() or predictor.search(predictor.time, request.memory_limit)
-    if layout is None or predictor.time(layout) == float("inf"):
-        smallest = predictor.fixed_layout() or predictor.search(predictor.memory, None)
-        assert smallest is not None, "without a limit some layout exists, since there are enough places to cut"
-        raise ConfigurationError(
-            f"memory_limit={request.memory_limit}: on {request.devices} devices with {request.microbatches} "
-            f"microbatches a device needs {predictor.memory(smallest):.0f} bytes; raise the limit, use more stages "
-            "or microbatches, or set activation_checkpointing='always'"
-        )
-    return _describe(predictor, layout, whole)
+    return _describe(predictor, find_layout(predictor), whole)
 
 
 def _describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
