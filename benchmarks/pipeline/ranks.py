@@ -25,7 +25,8 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
     queue = context.SimpleQueue()
     with TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(rank, world, folder, queue, function, args)) for rank in range(world)
+            context.Process(target=_rank_main, args=(rank, world, folder, queue, function, args))
+            for rank in range(world)
         ]
         for process in processes:
             process.start()

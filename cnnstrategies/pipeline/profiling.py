@@ -42,6 +42,7 @@ def profile(
     microbatch: Tensor,
     warm_up: int = 2,
     repeats: int = 5,
+    budget: float = 20.0,
 ) -> GraphCosts:
     """Measure forward and backward time, activation and parameter bytes of every node.
 
@@ -56,6 +57,7 @@ def profile(
         microbatch: One microbatch of input (n, C, H, W) on the same device.
         warm_up: Sweeps before the measurement.
         repeats: Sweeps measured; each time is their median.
+        budget: Seconds after which a slow network is measured no more, once there is one measured sweep.
 
     Returns:
         The costs for this microbatch size.
@@ -68,10 +70,14 @@ def profile(
         counted = _sweep(traced, order, microbatch, count=True)
         sweeps = []
         wholes = []
+        end = time.monotonic() + budget
         for index in range(warm_up + repeats):
+            if sweeps and time.monotonic() > end:
+                break
+            late = time.monotonic() > end
             sweep = _sweep(traced, order, microbatch)
             whole = _run_whole(traced, microbatch)
-            if index >= warm_up:
+            if index >= warm_up or late:
                 sweeps.append(sweep)
                 wholes.append(whole)
     forward = [statistics.median(sweep.forward[node] for sweep in sweeps) for node in order]
