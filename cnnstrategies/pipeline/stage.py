@@ -68,12 +68,14 @@ class Blueprint:
         training: The division of what the network does in training.
         evaluation: The same for evaluation; the same object unless the network's own code depends on the mode.
         state: For each stage the names of its parameters and buffers, as the network has them.
+        used: Names of those that the network uses in training.
     """
 
     network: nn.Module
     training: Division
     evaluation: Division
     state: tuple[tuple[str, ...], ...]
+    used: frozenset[str]
 
     def division(self, training: bool) -> Division:
         """The division for a mode."""
@@ -140,6 +142,7 @@ def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
         stage_of[node] = sum(cut <= index for cut in cuts)
         owner |= dict.fromkeys(state_names(training, node), stage_of[node])
     first = _divide_graph(training, stage_of, stages)
+    used = frozenset(owner)
     if training.code == evaluation.code:
         second = first
     else:
@@ -149,7 +152,7 @@ def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
     state: list[list[str]] = [[] for _ in range(stages)]
     for name in names:
         state[owner.get(name, 0)].append(name)
-    return Blueprint(network, first, second, tuple(map(tuple, state)))
+    return Blueprint(network, first, second, tuple(map(tuple, state)), used)
 
 
 def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:
