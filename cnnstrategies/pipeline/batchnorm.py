@@ -55,8 +55,8 @@ class RunningStatistics:
     ) -> None:
         self.batch_norm = batch_norm
         self.group = group
-        # Each call of each layer; the same on all replicas, one without a microbatch in this step included.
-        self.calls: list[tuple[nn.Module, int]] = []
+        # Each layer's calls in a forward; the same on all replicas, one without a microbatch in this step included.
+        self.calls: dict[nn.Module, int] = {}
         for name, layer in module.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):
                 raise ConfigurationError(
@@ -64,11 +64,10 @@ class RunningStatistics:
                     "microbatches: use BatchNorm2d with batch_norm: deferred (trainer.sync_batchnorm: false)"
                 )
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
-                count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
-                self.calls += [(layer, call) for call in range(count)]
+                self.calls[layer] = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
                 layer.register_forward_pre_hook(self._before)
                 layer.register_forward_hook(self._after)
-        self._samples: dict[tuple[nn.Module, int], dict[int, _Sample]] = defaultdict(dict)
+        self._samples: dict[nn.Module, dict[tuple[int, int], _Sample]] = defaultdict(dict)
         self._saved: dict[nn.Module, tuple[Any, ...]] = {}
         self._microbatch: int | None = None
         self._made: Counter[nn.Module] = Counter()
@@ -98,36 +97,34 @@ class RunningStatistics:
         Args:
             microbatches: Microbatches of the step over all replicas, empty ones included.
         """
-        moments = [self._moments(layer, call, microbatches) for layer, call in self.calls]
+        moments = [self._moments(layer, microbatches) for layer in self.calls]
         if self.group is not None and moments:
             joined = torch.cat([part.flatten() for part in moments])
             dist.all_reduce(joined, group=self.group)
             pieces = torch.split(joined, [part.numel() for part in moments])
             moments = [piece.view_as(part) for piece, part in zip(pieces, moments, strict=True)]
-        for (layer, _), rows in zip(self.calls, moments, strict=True):
+        for layer, rows in zip(self.calls, moments, strict=True):
             self._update(layer, rows)
         self._samples.clear()
 
-    def _moments(self, layer: nn.Module, call: int, microbatches: int) -> Tensor:
-        """One row per microbatch: count, means, unbiased variances; zeros for those of other replicas."""
+    def _moments(self, layer: nn.Module, microbatches: int) -> Tensor:
+        """For each microbatch and call: count, means, unbiased variances; zeros for those of other replicas."""
         running: Tensor = layer.running_mean  # type: ignore[assignment]
-        rows = torch.zeros(microbatches, 1 + 2 * len(running), dtype=torch.float64, device=running.device)
-        for microbatch, sample in self._samples[layer, call].items():
-            rows[microbatch, 0] = sample.count
-            rows[microbatch, 1:] = torch.cat([sample.mean, sample.unbiased])
-        return rows
+        shape = (microbatches, self.calls[layer], 1 + 2 * len(running))
+        moments = torch.zeros(shape, dtype=torch.float64, device=running.device)
+        for (microbatch, call), sample in self._samples[layer].items():
+            moments[microbatch, call, 0] = sample.count
+            moments[microbatch, call, 1:] = torch.cat([sample.mean, sample.unbiased])
+        return moments
 
     def _update(self, layer: Any, moments: Tensor) -> None:
-        rows = moments[moments[:, 0] > 0]
-        if not len(rows):
+        moments = moments[moments[:, :, 0].amax(dim=1) > 0]  # A layer in evaluation mode has none.
+        if not len(moments):
             return
-        counts, means, unbiased = rows[:, :1], *rows[:, 1:].chunk(2, dim=1)
         if self.batch_norm == "deferred":
-            total = counts.sum()
-            mean = (counts * means).sum(0) / total
-            squares = (unbiased * (counts - 1) + counts * (means - mean) ** 2).sum(0)
-            means, unbiased = mean[None], (squares / (total - 1))[None]
-        for mean, variance in zip(means, unbiased, strict=True):
+            moments = _combine(moments)
+        for row in moments.flatten(0, 1):
+            mean, variance = row[1:].chunk(2)
             layer.num_batches_tracked.add_(1)
             weight = layer.momentum if layer.momentum is not None else 1.0 / float(layer.num_batches_tracked)
             layer.running_mean.lerp_(mean.to(layer.running_mean), weight)
@@ -153,8 +150,18 @@ class RunningStatistics:
         if not self._discard:
             assert self._microbatch is not None
             count = inputs[0].numel() // len(mean)
-            self._samples[layer, call][self._microbatch] = _Sample(mean.double(), variance.double(), count)
+            self._samples[layer][self._microbatch, call] = _Sample(mean.double(), variance.double(), count)
 
     def _restore(self, layer: Any) -> None:
         saved = self._saved.pop(layer)
         layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = saved
+
+
+def _combine(moments: Tensor) -> Tensor:
+    """The moments of the union of the microbatches (1, calls, 1 + 2 C), from those of each (M, calls, 1 + 2 C)."""
+    channels = (moments.shape[2] - 1) // 2
+    counts, means, unbiased = torch.split(moments, [1, channels, channels], dim=2)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total
+    squares = (unbiased * (counts - 1) + counts * (means - mean) ** 2).sum(0)
+    return torch.cat([total, mean, squares / (total - 1)], dim=1)[None]

@@ -64,20 +64,23 @@ class Channels:
         self._leaving: dict[int, list[Pending]] = {}
         self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
 
-    def expect_forward(self, microbatch: int, size: Hashable, headers_known_only: bool) -> None:
-        """Post the receives of a forward's inputs.
+    def expect_forward(self, microbatch: int, size: Hashable, headers_known_only: bool) -> bool:
+        """Post the receives of a forward's inputs; those of one source in the order in which it sends.
 
         Args:
             microbatch: The microbatch.
             size: What its shapes depend on.
             headers_known_only: Do nothing where a header would have to be waited for: its sender may be waiting for
                 what this rank does first.
+
+        Returns:
+            Whether they are posted.
         """
         keys = [(source, self.placement.rank_of(source, microbatch), size) for source in self.sources]
         if ("forward", microbatch) in self._coming:
-            return
+            return True
         if headers_known_only and any(key not in self._received_headers for key in keys):
-            return
+            return False
         coming = []
         for source, key in zip(self.sources, keys, strict=True):
             rank = key[1]
@@ -89,6 +92,7 @@ class Channels:
             pending = [self.transport.receive(buffer, rank, FORWARD, what) for buffer in buffers]
             coming.append((source, header, pending))
         self._coming["forward", microbatch] = coming
+        return True
 
     def receive_forward(self, microbatch: int, size: Hashable) -> tuple[dict[str, Any], dict[int, list[Tensor]]]:
         """The inputs of a forward.

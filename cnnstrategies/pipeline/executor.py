@@ -105,8 +105,7 @@ class Executor:
         self.reducer.begin()
         try:
             for index, task in enumerate(tasks):
-                for following in tasks[index : index + 1 + AHEAD]:
-                    self._expect(channels, following, batch)
+                self._expect(channels, tasks[index : index + 1 + AHEAD], batch)
                 with self._described(task):
                     if task.kind == "forward":
                         again = is_recomputed(self.checkpointing, task.microbatch == last_backward)
@@ -140,8 +139,7 @@ class Executor:
         channels = self.channels[self.module.training]
         outputs = {}
         for index, task in enumerate(tasks):
-            for following in tasks[index : index + 1 + AHEAD]:
-                self._expect(channels, following, batch)
+            self._expect(channels, tasks[index : index + 1 + AHEAD], batch)
             with self._described(task):
                 size = self._size(batch, task.microbatch)
                 values, _ = channels.receive_forward(task.microbatch, size)
@@ -242,12 +240,17 @@ class Executor:
         mean = loss(outputs, batch.rest[0][rows])
         return mean * (scale * len(rows) / batch.split.samples)
 
-    def _expect(self, channels: Channels, task: Task, batch: Batch) -> None:
-        size = self._size(batch, task.microbatch)
-        if task.kind == "forward":
-            channels.expect_forward(task.microbatch, size, headers_known_only=True)
-        elif task.microbatch in self._held:
-            channels.expect_backward(task.microbatch, size)
+    def _expect(self, channels: Channels, tasks: Sequence[Task], batch: Batch) -> None:
+        """Post receives early, up to the first task for which that is not possible: messages come in order."""
+        for task in tasks:
+            size = self._size(batch, task.microbatch)
+            if task.kind == "forward":
+                if not channels.expect_forward(task.microbatch, size, headers_known_only=True):
+                    return
+            elif task.microbatch not in self._held:
+                return
+            else:
+                channels.expect_backward(task.microbatch, size)
 
     def _images(self, batch: Batch, microbatch: int) -> Tensor | None:
         if batch.images is None:
