@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
@@ -119,15 +119,25 @@ class ImageClassifier(LightningModule):
                 loss = loss + self.aux_weight * F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         return loss
 
-    def setup(self, stage: str) -> None:
-        """Check the data against the model and compile the network."""
-        datamodule = getattr(self.trainer, "datamodule", None)
+    def check_data(self, datamodule: LightningDataModule | None) -> None:
+        """Refuse data with another number of classes.
+
+        Args:
+            datamodule: Its ``num_classes`` is compared, if it has one.
+
+        Raises:
+            ConfigurationError: It is not the model's.
+        """
         classes = getattr(datamodule, "num_classes", self.num_classes)
         if classes != self.num_classes:
             raise ConfigurationError(
                 f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has {classes}: "
                 f"set model.init_args.num_classes={classes}"
             )
+
+    def setup(self, stage: str) -> None:
+        """Check the data against the model and compile the network."""
+        self.check_data(getattr(self.trainer, "datamodule", None))
         if self.compile_backend is not None:
             self.network.compile(backend=self.compile_backend)
 

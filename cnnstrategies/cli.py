@@ -17,10 +17,10 @@ from lightning.pytorch.plugins import CheckpointIO
 from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
-import cnnstrategies
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
 from cnnstrategies.callbacks import GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cli_errors import (
     check_checkpoint,
     check_trainer_names,
@@ -100,6 +100,14 @@ class CLI(LightningCLI):
         parser.add_class_arguments(GracefulStop, "stop")
 
     @override
+    def _parse_ckpt_path(self) -> None:
+        """Do nothing: the configuration decides.
+
+        Lightning overrides the model's configuration with the checkpoint's hyperparameters here, silently, also
+        what was given on the command line. The name is private, and `tests/test_lightning_private.py` watches it.
+        """
+
+    @override
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
@@ -113,6 +121,12 @@ class CLI(LightningCLI):
             if "JSONARGPARSE_DEBUG" in os.environ:
                 raise
             fail(explain_build_error(error))
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        # Each rank checks again in `setup`; here no process has been started yet.
+        if isinstance(self.model, ImageClassifier):
+            self.model.check_data(self.datamodule)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:

@@ -2,8 +2,9 @@
 
 import itertools
 import platform
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ def quantize(
 
     Weights and activations become int8 by torchao's PT2E flow: the exported graph is given observers, sees
     training batches to find the range of each activation, and is converted. The file, written by
-    ``torch.export.save``, holds int8 weights and takes any batch size; :func:`load_quantized` brings it back.
+    ``torch.export.save``, holds the int8 weights and not the original ones; :func:`load_quantized` brings it back.
 
     Args:
         model: Its ``network`` is quantised; it is moved to the CPU and to eval mode.
@@ -62,17 +63,25 @@ def quantize(
         calibration_batches: Number of training batches that are shown to the observers.
 
     Returns:
-        Accuracy, size and time before and after.
+        Accuracy, size and time before and after, each measured in what :func:`load_quantized` gives.
 
     Raises:
-        ConfigurationError: torchao is not installed, or the network cannot be exported.
+        ConfigurationError: torchao is not installed, the model has no network, or the network cannot be exported.
     """
     pt2e, quantizer_module = _torchao()
-    network: nn.Module = model.network.cpu().eval()  # type: ignore[union-attr]
+    network = getattr(model, "network", None)
+    if not isinstance(network, nn.Module):
+        raise ConfigurationError(
+            f"quantize: {type(model).__name__} has no `network`, the module to quantise; give it that attribute"
+        )
+    if calibration_batches < 1:
+        raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
+    network.cpu().eval()
     datamodule.prepare_data()
     datamodule.setup("fit")
     calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
-    example = calibration[0]
+    # With one image, export would fix the batch size to one.
+    example = calibration[0] if len(calibration[0]) > 1 else calibration[0].repeat(2, 1, 1, 1)
     with torch.no_grad():
         exported = _export(network, example)
         quantizer = quantizer_module.X86InductorQuantizer()
@@ -81,40 +90,76 @@ def quantize(
         for images in calibration:
             prepared(images)
         converted = pt2e.convert_pt2e(prepared)
+        _remove_unused_tensors(converted)
         output.parent.mkdir(parents=True, exist_ok=True)
         torch.export.save(_export(converted, example), output)
-        before = Figures(
-            accuracy(network, datamodule.val_dataloader()), _megabytes(exported), milliseconds(network, example)
-        )
-        saved = torch.export.load(output)
-        after = Figures(
-            # Any batch size, so in the graph that is not lowered; the int8 arithmetic is the same.
-            accuracy(saved.module(), datamodule.val_dataloader()),
-            _megabytes(saved),
-            milliseconds(load_quantized(output, example), example),
-        )
+    quantized = load_quantized(output)
+    times = milliseconds([network, quantized], example)
+    before = Figures(accuracy(network, datamodule.val_dataloader()), _megabytes(exported), times[0])
+    after = Figures(accuracy(quantized, datamodule.val_dataloader()), _megabytes(torch.export.load(output)), times[1])
     return Report(before, after, len(example), lowered=_has_int8_kernels())
 
 
-def load_quantized(path: Path, example: Tensor) -> "GraphModule":
+def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module:
     """Load what :func:`quantize` saved, lowered to oneDNN's int8 kernels where the processor is x86.
 
     Args:
         path: The ``.pt2`` file.
-        example: Images (N, C, H, W) of the batch size that the lowered network will get. ``torch.export.load``
-            alone gives a network for any batch size, which computes with dequantised weights and is slower.
+        batch_size: Number of images that the kernels compute at once, in which they are fixed: a smaller batch is
+            padded to it and a larger one split. That of the calibration when left out. Elsewhere than on x86 it has
+            no meaning; the network then computes with dequantised weights, which is slower.
 
     Returns:
-        A module that maps images to logits.
-    """
-    module: GraphModule = torch.export.load(path).module()
-    if not _has_int8_kernels():
-        return module
-    from torchao.quantization.pt2e.lowering import lower_pt2e_quantized_to_x86
+        A module that maps images (N, C, H, W), of the size that it was trained on, to logits (N, num_classes).
 
-    with torch.no_grad():
-        lowered: GraphModule = lower_pt2e_quantized_to_x86(module, (example,))
-    return lowered
+    Raises:
+        ConfigurationError: torchao is not installed, or ``batch_size`` is below 1.
+    """
+    _torchao()  # Registers the operators that the file contains.
+    if batch_size is not None and batch_size < 1:
+        raise ConfigurationError(f"batch_size={batch_size}: at least 1 image is needed")
+    program = torch.export.load(path)
+    assert program.example_inputs is not None
+    example: Tensor = program.example_inputs[0][0]
+    return QuantizedNetwork(program.module(), example.shape[1:], batch_size or len(example))
+
+
+class QuantizedNetwork(nn.Module):
+    """A quantised graph as a network for batches of any size.
+
+    Args:
+        graph: Maps images to logits with quantise and dequantise operators.
+        image_shape: (C, H, W).
+        batch_size: Number of images that int8 kernels compute at once.
+    """
+
+    def __init__(self, graph: "GraphModule", image_shape: torch.Size, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        self.lowered = _has_int8_kernels()
+        if self.lowered:
+            from torchao.quantization.pt2e.lowering import lower_pt2e_quantized_to_x86
+
+            with torch.no_grad():
+                graph = lower_pt2e_quantized_to_x86(graph, (torch.zeros(batch_size, *image_shape),))
+            # The int8 kernels store channels last, where a view that was traced in the usual order may not exist.
+            for node in graph.graph.nodes:
+                if node.target is torch.ops.aten.view.default:
+                    node.target = torch.ops.aten.reshape.default
+            graph.recompile()
+        self.graph = graph
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (N, C, H, W) to logits (N, num_classes), without gradients."""
+        with torch.no_grad():
+            if not self.lowered:
+                return main_logits(self.graph(images))
+            logits = []
+            for part in torch.split(images, self.batch_size):
+                padding = part.new_zeros(self.batch_size - len(part), *part.shape[1:])
+                full = torch.cat([part, padding]) if len(padding) else part
+                logits.append(main_logits(self.graph(full))[: len(part)])
+            return torch.cat(logits) if len(logits) > 1 else logits[0]
 
 
 def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -132,31 +177,43 @@ def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     return right / total
 
 
-def milliseconds(network: Network, images: Tensor, repeats: int = 20) -> float:
-    """Median time of ``network(images)``, after three calls that are not counted.
+def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20) -> list[float]:
+    """Median time of each network's ``network(images)``, after three calls that are not counted.
+
+    The networks take turns, so that whatever else the machine does slows all of them.
 
     Args:
-        network: What is timed.
+        networks: What is timed.
         images: One batch.
-        repeats: Calls that are counted.
+        repeats: Calls of each network that are counted.
     """
-    times = []
+    times: list[list[float]] = [[] for _ in networks]
     with torch.no_grad():
         for _ in range(3 + repeats):
-            start = time.perf_counter()
-            network(images)
-            times.append(time.perf_counter() - start)
-    return 1000 * sorted(times[3:])[repeats // 2]
+            for network, own in zip(networks, times, strict=True):
+                start = time.perf_counter()
+                network(images)
+                own.append(time.perf_counter() - start)
+    return [1000 * statistics.median(own[3:]) for own in times]
 
 
 def _export(network: nn.Module, example: Tensor) -> "torch.export.ExportedProgram":
     try:
-        return torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        # Strict: otherwise the quantizer takes the calls of a module that is used twice, as ResNet's ReLU, for one.
+        return torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=True)
     except Exception as error:
         raise ConfigurationError(
             f"torch.export cannot export {type(network).__name__}, so it cannot be quantised: "
             f"{str(error).strip().splitlines()[0]}"
         ) from error
+
+
+def _remove_unused_tensors(graph: "GraphModule") -> None:
+    """Remove the float weights, of which torchao leaves a copy beside the int8 ones."""
+    used = {node.target for node in graph.graph.nodes if node.op == "get_attr"}
+    for name in [name for name, _ in (*graph.named_parameters(), *graph.named_buffers()) if name not in used]:
+        owner, _, attribute = name.rpartition(".")
+        delattr(graph.get_submodule(owner), attribute)
 
 
 def _has_int8_kernels() -> bool:

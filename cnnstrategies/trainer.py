@@ -45,4 +45,4 @@ class Trainer(LightningTrainer):
         console.print(table)
         if not report.lowered:
             console.print("This processor has no int8 kernels in oneDNN: the time is that of dequantised arithmetic.")
-        console.print(f"Saved: {output}; load it with cnnstrategies.quantize.load_quantized")
+        console.print(f"Saved: {output}; load it with cnnstrategies.quantize.load_quantized({str(output)!r})")

@@ -5,14 +5,17 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from rich.console import Console
 from torch import nn
+from torch.nn.utils import prune
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 
 PRUNED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
 class Pruning(ModelPruning):
@@ -20,9 +23,9 @@ class Pruning(ModelPruning):
 
     Global magnitude pruning (Han et al., "Learning both Weights and Connections for Efficient Neural Networks",
     NeurIPS 2015) of the weights of convolutions and linear layers, with Lightning's callback; biases and
-    normalisation stay. Checkpoints hold plain weights with real zeros under the network's own names. Every rank has
-    the same weights after a step, so every rank prunes the same ones. When fit ends, the accuracy of the dense and
-    of the pruned network is printed.
+    normalisation stay. Checkpoints hold plain weights with real zeros under the network's own names, and a run that
+    is resumed from one keeps the zeros. Every rank takes rank 0's choice, so it is the same one even where the
+    ranks' weights differ. When fit ends, the accuracy of the dense and of the pruned network is printed.
 
     Args:
         amount: Share of the weights that is set to zero, in (0, 1).
@@ -30,23 +33,26 @@ class Pruning(ModelPruning):
         monitor: The metric that is printed.
 
     Raises:
-        ConfigurationError: ``amount`` is outside (0, 1), or fit ends before ``epoch``.
+        ConfigurationError: ``amount`` is outside (0, 1), fit ends before ``epoch``, the network has no such weights,
+            or another part of the configuration cannot work with changing parameters: a strategy that shards them,
+            or weight averaging.
     """
 
     def __init__(self, amount: float = 0.8, epoch: int = 9, monitor: str = "val_acc") -> None:
         if not 0 < amount < 1:
             raise ConfigurationError(f"amount={amount} is outside (0, 1); 0.5 to 0.9 is usual")
+        if epoch < 0:
+            raise ConfigurationError(f"epoch={epoch} is negative; 0 prunes after the first epoch")
         super().__init__(
             "l1_unstructured",
             parameter_names=["weight"],
             use_global_unstructured=True,
             amount=amount,
-            apply_pruning=lambda current: current == epoch,
             use_lottery_ticket_hypothesis=False,
         )
-        self.amount = amount
         self.epoch = epoch
         self.monitor = monitor
+        self.pruned = False
         self.before: float | None = None
 
     @staticmethod
@@ -57,11 +63,38 @@ class Pruning(ModelPruning):
         parameter_names: Sequence[str] | None = None,
     ) -> Sequence[tuple[nn.Module, str]]:
         """The weights of the convolutions and linear layers; Lightning would take normalisation as well."""
-        return [(module, "weight") for module in pl_module.modules() if isinstance(module, PRUNED)]
+        return [(module, "weight") for module in _layers(pl_module)]
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if not _layers(pl_module):
+            raise ConfigurationError(
+                f"Pruning: {type(pl_module).__name__} has no convolution or linear layer with a weight to prune; "
+                "remove the callback"
+            )
+        if isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy):
+            raise ConfigurationError(
+                f"Pruning needs whole weights on every rank, and {type(trainer.strategy).__name__} shards them: use "
+                "trainer.strategy=ddp"
+            )
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set by the callback connector
+        averaging = next((c for c in callbacks if isinstance(c, AVERAGING)), None)
+        if averaging is not None:
+            raise ConfigurationError(
+                f"Pruning re-registers the weights, which {type(averaging).__name__} cannot follow: remove one of "
+                "the two callbacks"
+            )
+        super().setup(trainer, pl_module, stage)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.max_epochs is not None and 0 <= trainer.max_epochs <= self.epoch + 1:
+        if self.pruned:
+            # The checkpoint holds plain weights; what was pruned is what is zero.
+            for layer in _layers(pl_module):
+                prune.custom_from_mask(layer, "weight", layer.weight != 0)  # type: ignore[no-untyped-call]
+            return
+        debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
+        if not debugging and trainer.max_epochs is not None and 0 <= trainer.max_epochs <= self.epoch + 1:
             raise ConfigurationError(
                 f"Pruning(epoch={self.epoch}) comes after the last of {trainer.max_epochs} epochs: raise "
                 "trainer.max_epochs or lower epoch, so that the pruned network is trained too"
@@ -69,19 +102,41 @@ class Pruning(ModelPruning):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == self.epoch and self.monitor in trainer.callback_metrics:
+        if self.pruned or trainer.current_epoch < self.epoch:
+            return
+        if self.monitor in trainer.callback_metrics:
             self.before = float(trainer.callback_metrics[self.monitor])
         super().on_train_epoch_end(trainer, pl_module)
+        for layer in _layers(pl_module):
+            mask = layer.get_buffer("weight_mask")
+            # Under local SGD the ranks' weights, and so their choices, may differ; not every strategy sends buffers.
+            mask.copy_(trainer.strategy.broadcast(mask.bool()))
+        self.pruned = True
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
-        weights = [module.weight for module in pl_module.modules() if isinstance(module, PRUNED)]
+        after = float(trainer.callback_metrics.get(self.monitor, torch.nan))
+        if not (self.pruned and trainer.is_global_zero):
+            return
+        weights = [layer.get_parameter("weight") for layer in _layers(pl_module)]
         zeros = sum(int((weight == 0).sum()) for weight in weights)
         total = sum(weight.numel() for weight in weights)
-        after = trainer.callback_metrics.get(self.monitor, torch.nan)
-        before: Any = "unknown" if self.before is None else f"{self.before:.4f}"
-        rank_zero_info(
+        before = "unknown" if self.before is None else f"{self.before:.4f}"
+        Console(soft_wrap=True, highlight=False).print(
             f"Pruned {zeros:,} of {total:,} weights ({zeros / total:.1%}); {self.monitor}: {before} before, "
-            f"{float(after):.4f} after"
+            f"{after:.4f} after"
         )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"pruned": self.pruned, "before": self.before}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.pruned = state_dict["pruned"]
+        self.before = state_dict["before"]
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    return [layer for layer in module.modules() if isinstance(layer, PRUNED)]

@@ -1,6 +1,5 @@
 """Where a training step's time goes."""
 
-import time
 from typing import Any
 
 import torch
@@ -10,121 +9,212 @@ from rich.table import Table
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from cnnstrategies._torch_private import communication_seconds, measure_every_step
+from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
+from cnnstrategies.callbacks.part_clock import ActionTap, PartClock
 from cnnstrategies.errors import ConfigurationError
 
-PARTS = ("data", "forward", "backward", "communication", "optimizer", "step")
+# The actions that Lightning announces to its profiler, by the end of their names. The closure of `optimizer_step`
+# contains `training_step` and `backward`; the clock counts each moment for the innermost.
+ACTIONS = {
+    "train_dataloader_next": "data",
+    "batch_to_device": "transfer",
+    "training_step": "forward",
+    "backward": "backward",
+    "optimizer_step": "optimizer",
+}
 EXPLAINED = {
-    "data": "loader, copy to device",
-    "forward": "network, loss",
+    "data": "waiting for the loader",
+    "transfer": "copy, batch hooks",
+    "forward": "network, loss, metrics",
     "backward": "gradients",
     "communication": "all-reduce in the open",
     "optimizer": "clipping, update",
+    "other": "callbacks, logging",
     "step": "end to end",
 }
+PARTS = tuple(EXPLAINED)
 
 
 class StepProfile(Callback):
     """Times the parts of some training steps and prints a table when fit ends.
 
-    For each part: the mean over the profiled steps of the mean over the ranks, the least and the greatest rank's
-    mean, and the share of the step. The means are logged as ``profile/<part>_ms`` too. Communication is measured
-    under DDP and its variants; under other strategies it is part of backward. With gradient accumulation a step is
-    one batch. On a GPU the profiled steps are synchronised at each boundary, so that kernels are counted where
-    they run; they are slower for it.
+    For each part: the mean over the profiled steps and the ranks, the least and the greatest mean of a rank, and the
+    share of the step. The means are logged as ``profile/<part>_ms`` too. A step is one batch, from the end of the
+    batch before to its own end; with gradient accumulation several batches share one optimizer update. Validation,
+    checkpoints and what else happens between epochs are left out.
+
+    Communication is the part of the gradients' all-reduce that backward does not hide, measured by DDP itself under
+    any communication hook; it contains the wait for slower ranks, so the rank with the *least* communication is the
+    slowest one. How much was hidden stands below the table. DDP's broadcast of buffers, such as those of batch
+    normalisation, is part of forward, and Lightning's broadcast of the signal to stop part of other. Under FSDP all
+    communication is part of forward and backward. Time that ``training_step`` spends on gradients or updates itself
+    counts for the parts that Lightning announces within it.
+
+    On an accelerator the profiled steps are synchronised at each boundary, so that kernels are counted where they
+    run; steps are slower for it, because the CPU no longer queues work ahead. Outside the profiled steps nothing is
+    timed.
 
     Args:
         skip_first: Steps that are not profiled: caches, connections and workers warm up.
-        steps: Steps that are profiled.
+        steps: Steps that are profiled; all that follow when left out.
+
+    Attributes:
+        milliseconds: After fit: mean over the ranks of each part's time per step, and ``communication_total``,
+            hidden or not, where it is measured. Empty when fit ended before ``skip_first``.
 
     Raises:
         ConfigurationError: A number is out of its range.
     """
 
-    def __init__(self, skip_first: int = 10, steps: int = 50) -> None:
+    def __init__(self, skip_first: int = 10, steps: int | None = 50) -> None:
         if skip_first < 1:
             raise ConfigurationError(f"skip_first={skip_first}: at least 1 step starts the clock; 10 is usual")
-        if steps < 1:
+        if steps is not None and steps < 1:
             raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
         self.skip_first = skip_first
         self.steps = steps
-        self.totals = dict.fromkeys(PARTS, 0.0)
-        self.measured = 0
+        self.milliseconds: dict[str, float] = {}
         self._seen = 0
-        self._mark = 0.0
-        self._began = 0.0
+        self._measured = 0
+        self._clock: PartClock | None = None
+        self._tap: ActionTap | None = None
         self._ddp: DistributedDataParallel | None = None
+        self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
+        self._synchronised = 0  # Profiled steps that end with an all-reduce.
+        self._opening = False  # Between the start of an epoch and its first batch.
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._clock = PartClock(trainer.strategy.root_device)
+        inner = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
+        self._tap = ActionTap(inner, ACTIONS, self._action_starts, self._action_ends)
+        trainer.profiler = self._tap  # type: ignore[attr-defined]
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._ddp = trainer.strategy.model
-            measure_every_step(self._ddp)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._clock is not None and self._profiling():
+            # Before an epoch's first batch the loader starts its workers.
+            self._clock.start()
+            self._clock.begin("data")
+            self._opening = True
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._end_of("data", trainer)
-
-    @override
-    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        self._end_of("forward", trainer)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_of("backward", trainer)
+        if self._clock is not None and self._opening:
+            self._clock.end()
+            self._opening = False
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._end_of("optimizer", trainer)
-        if self._profiling():
-            self.totals["step"] += self._mark - self._began
-            self.measured += 1
-            if self._ddp is not None:
-                # The reducer publishes a step's times when the next one begins, so these are the last step's.
-                total, hidden = communication_seconds(self._ddp)
-                self.totals["communication"] += max(0.0, total - hidden)
+        if self._clock is None:
+            return
+        if self._clock.running:
+            self._clock.read()
+            self._measured += 1
         self._seen += 1
-        self._mark = self._began = self._now(trainer)
+        if self._seen == self.skip_first and self._ddp is not None:
+            measure_every_step(self._ddp)
+        if not self._profiling():
+            self._clock.stop()
+            if self._seen > self.skip_first:
+                self._remove_tap(trainer)
+        elif not self._clock.running:
+            self._clock.start()
 
     @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Validation is not part of the next step.
-        self._mark = self._began = self._now(trainer)
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The clock starts again when the next training batch is asked for.
+        if self._clock is not None:
+            self._clock.stop()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._clock is not None:
+            self._clock.stop()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.measured == 0:
-            return
-        mine = torch.tensor([1000 * self.totals[part] / self.measured for part in PARTS])
-        mine[PARTS.index("backward")] -= mine[PARTS.index("communication")]
-        gathered = trainer.strategy.all_gather(mine.to(trainer.strategy.root_device)).reshape(-1, len(PARTS)).cpu()
-        if not trainer.is_global_zero:
+        self._remove_tap(trainer)
+        assert self._clock is not None
+        steps = max(1, self._measured)
+        times = {part: seconds / steps for part, seconds in self._clock.seconds.items()}
+        times["step"] = sum(times.values())
+        times["communication"], total = self._communication(steps)
+        times["backward"] = times.get("backward", 0.0) - times["communication"]
+        mine = [1000 * seconds for seconds in (*(times.get(part, 0.0) for part in PARTS), total)]
+        everyone = trainer.strategy.all_gather(torch.tensor(mine, device=trainer.strategy.root_device))
+        gathered = everyone.reshape(-1, len(mine)).cpu()
+        if self._measured == 0:
+            if trainer.is_global_zero:
+                print(f"StepProfile: fit ended after {self._seen} steps; skip_first={self.skip_first} left none")
             return
         mean, least, most = gathered.mean(0).tolist(), gathered.amin(0).tolist(), gathered.amax(0).tolist()
-        table = Table("part", "ms", "min", "max", "share", "what", title=f"Where {self.measured} training steps spent")
+        self.milliseconds = dict(zip((*PARTS, "communication_total"), mean, strict=True))
+        if not self._all_reduces:
+            del self.milliseconds["communication"], self.milliseconds["communication_total"]
+        if trainer.is_global_zero:
+            Console(soft_wrap=True).print(self._table(least, most))
+        for logger in trainer.loggers:
+            figures = {f"profile/{part}_ms": value for part, value in self.milliseconds.items()}
+            logger.log_metrics(figures, trainer.global_step)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._remove_tap(trainer)
+
+    def _communication(self, steps: int) -> tuple[float, float]:
+        """Seconds of all-reduce per step: in the open, and in total."""
+        if not self._all_reduces:
+            return 0.0, 0.0
+        in_the_open, total = (sum(seconds) / len(seconds) for seconds in zip(*self._all_reduces, strict=True))
+        share = self._synchronised / steps
+        return share * in_the_open, share * total
+
+    def _table(self, least: list[float], most: list[float]) -> Table:
+        means = self.milliseconds
+        table = Table("part", "ms", "min", "max", "share", "what", title=f"Where {self._measured} training steps spent")
         for column in table.columns[1:5]:
             column.justify = "right"
         for index, part in enumerate(PARTS):
-            if part == "communication" and self._ddp is None:
-                continue
-            figures = (f"{values[index]:.2f}" for values in (mean, least, most))
-            table.add_row(part, *figures, f"{mean[index] / mean[-1]:.0%}", EXPLAINED[part])
-        Console(soft_wrap=True).print(table)
-        for logger in trainer.loggers:
-            logger.log_metrics({f"profile/{part}_ms": mean[i] for i, part in enumerate(PARTS)}, trainer.global_step)
+            if part in means:
+                figures = (f"{value:.2f}" for value in (means[part], least[index], most[index]))
+                table.add_row(part, *figures, f"{means[part] / means['step']:.0%}", EXPLAINED[part])
+        if total := means.get("communication_total"):
+            hidden = 1 - means["communication"] / total
+            table.caption = f"All-reduce took {total:.2f} ms; backward hid {hidden:.0%} of it."
+        return table
 
     def _profiling(self) -> bool:
-        return self.skip_first <= self._seen < self.skip_first + self.steps
+        return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
 
-    def _end_of(self, part: str, trainer: Trainer) -> None:
-        if self._profiling():
-            now = self._now(trainer)
-            self.totals[part] += now - self._mark
-            self._mark = now
+    def _action_starts(self, part: str) -> None:
+        assert self._clock is not None
+        if part == "data" and self._profiling() and not self._clock.running:
+            self._clock.start()
+        self._clock.begin(part)
 
-    def _now(self, trainer: Trainer) -> float:
-        if self._profiling() and trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def _action_ends(self, part: str) -> None:
+        assert self._clock is not None
+        self._clock.end()
+        if (
+            part == "forward"
+            and self._clock.running
+            and self._ddp is not None
+            and self._ddp.require_backward_grad_sync  # Not while gradients accumulate.
+        ):
+            # DDP publishes an all-reduce's times in the forward before the next one.
+            if self._synchronised:
+                total, hidden = communication_seconds(self._ddp)
+                self._all_reduces.append((max(0.0, total - hidden), total))
+            self._synchronised += 1
+
+    def _remove_tap(self, trainer: Trainer) -> None:
+        if self._tap is not None:
+            trainer.profiler = self._tap.inner  # type: ignore[attr-defined]
+            self._tap = None
+            if self._ddp is not None:
+                measure_rarely(self._ddp)

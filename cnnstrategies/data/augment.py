@@ -1,12 +1,24 @@
-"""Random augmentations that draw for each image of a batch.
+"""Transforms of whole batches.
 
-The transforms of torchvision v2 work on batches too, but draw once per call: every image of a batch would be
-shifted alike.
+The random transforms of torchvision v2 work on batches too, but draw once per call: every image of a batch would be
+shifted alike. Those here draw for each image.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
+
+
+def to_normalised(mean: Sequence[float], std: Sequence[float]) -> nn.Module:
+    """Maps uint8 to float32 in [0, 1], minus ``mean``, over ``std``, each per channel.
+
+    In place after the first step: at 32 images of 224 x 224 pixels a second batch in memory costs seven times as much
+    as the arithmetic.
+    """
+    return nn.Sequential(v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(mean), list(std), inplace=True))
 
 
 class RandomShift(nn.Module):
@@ -25,13 +37,11 @@ class RandomShift(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Map (N, C, H, W) to (N, C, H, W)."""
         count, _, height, width = images.shape
-        padded = tvf.pad(images, [self.pixels])
-        top, left = torch.randint(0, 2 * self.pixels + 1, (2, count, 1))
-        rows = top + torch.arange(height)
-        columns = left + torch.arange(width)
-        sample = torch.arange(count)[:, None, None]
-        shifted: Tensor = padded[sample, :, rows[:, :, None], columns[:, None, :]]
-        return shifted.permute(0, 3, 1, 2).contiguous()
+        top, left = torch.randint(0, 2 * self.pixels + 1, (2, count))
+        # (N, C, rows of places, columns of places, H, W), a view: only the chosen places are copied.
+        places = tvf.pad(images, [self.pixels]).unfold(2, height, 1).unfold(3, width, 1)
+        shifted: Tensor = places[torch.arange(count), :, top, left]
+        return shifted
 
 
 class RandomFlip(nn.Module):

@@ -2,10 +2,10 @@
 
 import torch
 from sklearn.datasets import load_digits
-from torchvision.transforms import v2
+from torch import nn
 from typing_extensions import override
 
-from cnnstrategies.data.augment import RandomShift
+from cnnstrategies.data.augment import RandomShift, to_normalised
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule, split, split_source
 
@@ -47,9 +47,8 @@ class DigitsDataModule(ImageDataModule):
         super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory)
         self.val_split = val_split
         self.class_names = [str(digit) for digit in range(10)]
-        to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean=[0.3], std=[0.38])]
-        self.train_transform = v2.Compose([RandomShift(1), *to_float] if augment else to_float)
-        self.eval_transform = v2.Compose(to_float)
+        self.eval_transform = to_normalised(mean=[0.3], std=[0.38])
+        self.train_transform = nn.Sequential(RandomShift(1), self.eval_transform) if augment else self.eval_transform
 
     @override
     def setup(self, stage: str) -> None:

@@ -1,23 +1,29 @@
 """A directory of image files in the layout of ImageNet."""
 
-import warnings
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
-from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torchvision.transforms import v2
 from typing_extensions import override
 
-from cnnstrategies.data.loading import Transform
+from cnnstrategies.data.augment import to_normalised
+from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
+from cnnstrategies.data.verification import broken_images
 from cnnstrategies.errors import ConfigurationError
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
+PARTS = ("train", "val", "test", "predict")
 # The statistics of ImageNet, which pretrained networks expect.
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 OnBroken = Literal["refuse", "skip"]
+Files = tuple[list[str], list[int]]
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -30,16 +36,16 @@ class ImageFolderDataModule(ImageDataModule):
         root/test/<class>/*.jpg      without test/, the validation images
         root/predict/**/*.jpg        without predict/, the test images
 
-    Training images are cropped at random and mirrored; the others are resized and cropped in the centre. A file
-    that cannot be decoded is met when its turn comes, so that start-up does not read the whole data set. Skipped, it
-    is missing from its batch; every other image is still seen once, and every rank has the same number of batches.
+    Training images are cropped at random and mirrored; the others are resized and cropped in the centre. Files and
+    directories whose name begins with a dot are left out.
 
     Args:
         root: Directory of the data set.
         image_size: Height and width of the images that the network gets.
-        resize: Shorter side before the centre crop.
-        on_broken: ``refuse`` stops at a file that cannot be decoded and names it; ``skip`` warns, naming it, and
-            leaves it out.
+        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
+        on_broken: ``refuse`` stops at the first file that cannot be decoded, when its turn comes, and names it.
+            ``skip`` decodes all files before the first run (later only new and changed ones), names the broken ones
+            and leaves them out, so that every rank knows the same data set and has the same number of batches.
         batch_size: Samples per batch and process.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
         augment: Crop training images at random and mirror them.
@@ -50,14 +56,15 @@ class ImageFolderDataModule(ImageDataModule):
         pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
 
     Raises:
-        ConfigurationError: The directory does not exist or has no images, or two parts disagree about the classes.
+        ConfigurationError: The directory does not exist or has no images, two parts disagree about the classes, or
+            ``resize`` is smaller than ``image_size``.
     """
 
     def __init__(
         self,
         root: Path,
         image_size: int = 224,
-        resize: int = 256,
+        resize: int | None = None,
         on_broken: OnBroken = "refuse",
         batch_size: int = 32,
         val_split: float = 0.1,
@@ -72,123 +79,157 @@ class ImageFolderDataModule(ImageDataModule):
         self.root = Path(root)
         self.on_broken = on_broken
         self.val_split = val_split
-        training_root = self.root / "train" if (self.root / "train").is_dir() else self.root
-        if not training_root.is_dir():
+        resize = -(-image_size * 8 // 7) if resize is None else resize
+        if not 0 < image_size <= resize:
+            raise ConfigurationError(f"image_size={image_size} and resize={resize}: 0 < image_size <= resize is needed")
+        self.training_root = self.root / "train" if (self.root / "train").is_dir() else self.root
+        if not self.training_root.is_dir():
             raise ConfigurationError(f"no directory {self.root.resolve()}: set data.init_args.root")
-        parts = ("train", "val", "test", "predict")
-        names = sorted(d.name for d in training_root.iterdir() if d.is_dir() and d.name not in parts)
-        if len(names) < 2:
+        self.class_names = self._directories(self.training_root)
+        if len(self.class_names) < 2:
             raise ConfigurationError(
-                f"{training_root.resolve()} has {len(names)} class directories: one per class is needed, at least 2"
+                f"{self.training_root.resolve()} has {len(self.class_names)} class directories: one per class is "
+                "needed, at least 2"
             )
-        self.training_root = training_root
-        self.class_names = names
-        self.num_classes = len(names)
+        self.num_classes = len(self.class_names)
         self.image_shape = (3, image_size, image_size)
-        centre = v2.Compose([v2.Resize(resize), v2.CenterCrop(image_size)])
+        self.centre = v2.Compose([v2.Resize(resize), v2.CenterCrop(image_size)])
         crop = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
-        self.sample_transforms: tuple[Transform, Transform] = (crop if augment else centre, centre)
+        self.crop = crop if augment else self.centre
         # Decoding and cropping work on one image at a time; this is faster on the batch.
-        self.train_transform = self.eval_transform = v2.Compose(
-            [v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-        )
+        self.train_transform = self.eval_transform = to_normalised(MEAN, STD)
+        self._reported: set[str] = set()
+
+    @override
+    def prepare_data(self) -> None:
+        """Check the files where broken ones are to be skipped; Lightning calls this on one process per node."""
+        if self.on_broken == "skip":
+            broken_images(self.root, [name for names, _ in self._parts().values() for name in names])
 
     @override
     def setup(self, stage: str) -> None:
-        train_crop, centre = self.sample_transforms
-        paths, targets = self._labelled(self.training_root)
-        if (self.root / "val").is_dir():
-            self.train_source = FolderSource(paths, targets, train_crop, self.on_broken)
-            self.val_source = FolderSource(*self._labelled(self.root / "val"), centre, self.on_broken)
-        else:
-            training, held_out = (part.tolist() for part in split(len(paths), self.val_split, self.seed))
-            self.train_source = FolderSource(*_take(paths, targets, training), train_crop, self.on_broken)
-            self.val_source = FolderSource(*_take(paths, targets, held_out), centre, self.on_broken)
-        self.test_source = self.val_source
-        if (self.root / "test").is_dir():
-            self.test_source = FolderSource(*self._labelled(self.root / "test"), centre, self.on_broken)
+        parts = self._parts()
+        if "val" not in parts:
+            # Before broken files are left out: repairing one moves no other from one part to the other.
+            names, targets = parts["train"]
+            for part, chosen in zip(("train", "val"), split(len(names), self.val_split, self.seed), strict=True):
+                indices = chosen.tolist()
+                parts[part] = [names[i] for i in indices], [targets[i] for i in indices]
+        if self.on_broken == "skip":
+            self._leave_out_broken(parts)
+        self.train_source = self._source(parts["train"], self.crop)
+        self.val_source = self.test_source = self._source(parts["val"], self.centre)
+        if "test" in parts:
+            self.test_source = self._source(parts["test"], self.centre)
         self.predict_source = self.test_source
-        if (self.root / "predict").is_dir():
-            unlabelled = _images(self.root / "predict")
-            self.predict_source = FolderSource(unlabelled, [0] * len(unlabelled), centre, self.on_broken)
+        if "predict" in parts:
+            self.predict_source = self._source(parts["predict"], self.centre)
 
     @override
     def sample_name(self, index: int) -> str:
         """The file's path from the root."""
         assert isinstance(self.predict_source, FolderSource)
-        return str(self.predict_source.paths[index].relative_to(self.root))
+        return self.predict_source.name(index)
 
-    def _labelled(self, directory: Path) -> tuple[list[Path], list[int]]:
-        unknown = sorted({d.name for d in directory.iterdir() if d.is_dir()} - set(self.class_names))
-        if directory != self.root and unknown:
+    def _source(self, files: Files, transform: Transform) -> "FolderSource":
+        return FolderSource(self.root, *files, transform, self.on_broken)
+
+    def _leave_out_broken(self, parts: dict[str, Files]) -> None:
+        broken = broken_images(self.root, [name for names, _ in parts.values() for name in names])
+        news = broken.keys() - self._reported
+        if news:
+            self._reported |= news
+            lines = "\n".join(f"  {self.root / name}: {broken[name]}" for name in sorted(news))
+            rank_zero_warn(f"{len(news)} broken image files are left out:\n{lines}")
+        for part, (names, targets) in parts.items():
+            good = [i for i, name in enumerate(names) if name not in broken]
+            if not good:
+                raise ConfigurationError(f"all {len(names)} images for {part} are broken, the first is {names[0]}")
+            parts[part] = [names[i] for i in good], [targets[i] for i in good]
+
+    def _parts(self) -> dict[str, Files]:
+        parts = {"train": self._labelled(self.training_root)}
+        for part in ("val", "test"):
+            if (self.root / part).is_dir():
+                parts[part] = self._labelled(self.root / part)
+        if (self.root / "predict").is_dir():
+            names = self._images(self.root / "predict")
+            parts["predict"] = names, [0] * len(names)
+        for part, (names, _) in parts.items():
+            if not names:
+                raise ConfigurationError(
+                    f"no images for {part} in {self.root.resolve()}: files must end in {', '.join(EXTENSIONS)}"
+                )
+        return parts
+
+    def _labelled(self, directory: Path) -> Files:
+        unknown = sorted(set(self._directories(directory)) - set(self.class_names))
+        if unknown:
             raise ConfigurationError(
                 f"{directory} has classes that {self.training_root} has not: {', '.join(unknown)}; rename them"
             )
-        paths: list[Path] = []
+        names: list[str] = []
         targets: list[int] = []
         for target, name in enumerate(self.class_names):
-            found = _images(directory / name) if (directory / name).is_dir() else []
-            paths += found
+            found = self._images(directory / name)
+            names += found
             targets += [target] * len(found)
-        if not paths:
-            raise ConfigurationError(f"no images in {directory}: files must end in {', '.join(EXTENSIONS)}")
-        return paths, targets
+        return names, targets
+
+    def _directories(self, directory: Path) -> list[str]:
+        reserved = PARTS if directory == self.root else ()
+        with os.scandir(directory) as entries:
+            return sorted(e.name for e in entries if e.is_dir() and e.name[0] != "." and e.name not in reserved)
+
+    def _images(self, directory: Path) -> list[str]:
+        found: list[str] = []
+        for path, directories, files in os.walk(directory):
+            directories[:] = [name for name in directories if name[0] != "."]
+            at = os.path.relpath(path, self.root)
+            found += [os.path.join(at, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
+        return sorted(found)
 
 
 class FolderSource:
     """Images that are decoded from files when they are asked for.
 
     Args:
-        paths: The files.
+        root: Directory of the files.
+        names: Their paths from ``root``.
         targets: Their classes.
         transform: Applied to each decoded image, uint8 (3, H, W); the results must have equal shapes.
-        on_broken: What to do with a file that cannot be decoded.
+        on_broken: What the user chose; it decides which remedy an error names.
     """
 
-    def __init__(self, paths: list[Path], targets: list[int], transform: Transform, on_broken: OnBroken) -> None:
-        self.paths = paths
+    def __init__(
+        self, root: Path, names: Sequence[str], targets: list[int], transform: Transform, on_broken: OnBroken
+    ) -> None:
+        self.root = root
+        # One array: workers are forked, and counting references to a million strings would copy them into each.
+        self.names = np.array([os.fsencode(name) for name in names])
         self.targets = torch.tensor(targets)
         self.transform = transform
         self.on_broken = on_broken
-        self._reported: set[int] = set()
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.names)
 
-    def fetch(self, indices: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+    def name(self, index: int) -> str:
+        """Path from the root of the file at ``index``."""
+        return os.fsdecode(self.names[index])
+
+    def fetch(self, indices: list[int]) -> Batch:
         """Decode and transform the images at ``indices``.
 
         Raises:
-            ConfigurationError: A file is broken and ``on_broken`` is ``refuse``, or all files of the batch are.
+            ConfigurationError: A file is broken.
         """
-        images, good = [], []
-        for index in indices:
-            try:
-                image = decode_image(str(self.paths[index]), ImageReadMode.RGB, apply_exif_orientation=True)
-            except RuntimeError as error:
-                self._report(index, str(error).splitlines()[0])
-                continue
-            images.append(self.transform(image))
-            good.append(index)
-        if not good:
-            raise ConfigurationError(
-                f"no image of this batch can be decoded, the first is {self.paths[indices[0]]}; remove the broken "
-                "files or use a larger batch_size"
-            )
-        return torch.stack(images), self.targets[good], good
+        return torch.stack([self.transform(self._decode(index)) for index in indices]), self.targets[indices]
 
-    def _report(self, index: int, reason: str) -> None:
-        text = f"broken image {self.paths[index]} ({reason})"
-        if self.on_broken == "refuse":
-            raise ConfigurationError(f"{text}: remove it, or set data.init_args.on_broken=skip") from None
-        if index not in self._reported:
-            self._reported.add(index)
-            warnings.warn(f"left out: {text}", stacklevel=2)
-
-
-def _images(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.suffix.lower() in EXTENSIONS)
-
-
-def _take(paths: list[Path], targets: list[int], indices: list[int]) -> tuple[list[Path], list[int]]:
-    return [paths[i] for i in indices], [targets[i] for i in indices]
+    def _decode(self, index: int) -> torch.Tensor:
+        path = self.root / self.name(index)
+        try:
+            return decode(path)
+        except BrokenImageError as error:
+            remedy = ", or set data.init_args.on_broken=skip" if self.on_broken == "refuse" else " and start again"
+            raise ConfigurationError(f"broken image {path} ({error}): repair or remove it{remedy}") from None

@@ -1,13 +1,14 @@
 """Whole batches from a dataset, reproducible and resumable."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from cnnstrategies.data.sampling import BatchRequest, OrderedBatches, ShuffledBatches
+from cnnstrategies.data.sampling import BatchRequest, ShuffledBatches
+from cnnstrategies.errors import ConfigurationError
 
 Batch = tuple[Tensor, Tensor]
 Transform = Callable[[Tensor], Tensor]
@@ -19,12 +20,11 @@ class Source(Protocol):
     def __len__(self) -> int:
         """Number of samples."""
 
-    def fetch(self, indices: list[int]) -> tuple[Tensor, Tensor, list[int]]:
-        """The samples at ``indices``.
+    def fetch(self, indices: list[int]) -> Batch:
+        """The samples at ``indices``: images (n, C, H, W) and targets (n,) int64.
 
-        Returns:
-            Images (n, C, H, W), targets (n,) int64, and the indices that they belong to, which are fewer than
-            asked for where broken files are skipped.
+        Raises:
+            ConfigurationError: A sample cannot be read.
         """
 
 
@@ -43,13 +43,13 @@ class TensorSource:
     def __len__(self) -> int:
         return len(self.images)
 
-    def fetch(self, indices: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+    def fetch(self, indices: list[int]) -> Batch:
         """The samples at ``indices``, by one indexing operation."""
         chosen = torch.tensor(indices)
-        return self.images[chosen], self.targets[chosen], indices
+        return self.images[chosen], self.targets[chosen]
 
 
-class BatchDataset(Dataset[Batch]):
+class BatchDataset(Dataset[Batch | ConfigurationError]):
     """Maps a :class:`BatchRequest` to a finished batch, in the worker process.
 
     Random transforms are seeded by the request, so augmentation depends neither on the number of workers nor on
@@ -69,50 +69,77 @@ class BatchDataset(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, request: BatchRequest) -> Batch:
+    def __getitem__(self, request: BatchRequest) -> Batch | ConfigurationError:
+        """The batch, or the error that kept it from being read; raised here, a worker would add its traceback to it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(request.seed)
-            images, targets, indices = self.source.fetch(request.indices)
+            try:
+                images, targets = self.source.fetch(request.indices)
+            except ConfigurationError as error:
+                return error
             images = self.transform(images)
-        return images, torch.tensor(indices) if self.give_indices else targets
+        return images, torch.tensor(request.indices) if self.give_indices else targets
 
 
-class BatchLoader(DataLoader[Batch]):
+class BatchLoader(DataLoader[Batch | ConfigurationError]):
     """A DataLoader over batch requests that can go on in the middle of an epoch.
 
     Lightning stores :meth:`state_dict` in its checkpoints and hands it back on resume. The batches already served
-    are then skipped in the sampler; nothing is loaded for them.
-
-    Args:
-        dataset: Answers the requests.
-        sampler: Makes them; the whole batch is one request, so there is no collation.
-        **kwargs: Those of ``DataLoader``.
+    are then skipped in the sampler; nothing is loaded for them. Its arguments are ``DataLoader``'s, because Lightning
+    builds it anew for predict; ``sampler`` gives whole batches and ``batch_size`` is None, so there is no collation.
     """
 
-    def __init__(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches, **kwargs: Any) -> None:
-        # A generator of its own: the base seed that each epoch's workers draw leaves the global generator alone.
-        super().__init__(dataset, sampler=sampler, batch_size=None, generator=torch.Generator(), **kwargs)
-        self._served = 0
-        self._epoch = 0
-        self._resume: dict[str, int] | None = None
+    _served = 0
+    _epoch = 0
+    _resume: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        """Serve the epoch's batches, after a resume those that are left."""
+        """Serve the epoch's batches, after a resume those that are left.
+
+        A generator, so that nothing happens before the first batch is asked for: in the first epoch and in a resumed
+        one, Lightning calls ``iter`` before ``set_epoch``.
+
+        Raises:
+            ConfigurationError: A sample cannot be read, or the state is of other batches than these.
+        """
         sampler = self.sampler
         if isinstance(sampler, ShuffledBatches):
-            resume, self._resume = self._resume, None
-            # Saved at the end of an epoch, the state is that epoch's, and this is the next.
-            sampler.skip = resume["served"] if resume is not None and resume["epoch"] == sampler.epoch else 0
+            sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
         # Counted here, not in the sampler, which is ahead of the training loop by what the workers prefetch.
         for batch in super().__iter__():
+            if isinstance(batch, ConfigurationError):
+                # Another exception: this one's traceback would hold the frame that holds it, and an iterator that the
+                # garbage collector finds in such a cycle waits 5 s for each of its workers.
+                raise ConfigurationError(str(batch))
             self._served += 1
             yield batch
 
     def state_dict(self) -> dict[str, int]:
-        """The epoch and the number of its batches that were served."""
-        return {"epoch": self._epoch, "served": self._served}
+        """The epoch, the number of its batches that were served, and what the batches depend on."""
+        if self._resume is not None:
+            return dict(self._resume)
+        identity = self.sampler.identity() if isinstance(self.sampler, ShuffledBatches) else {}
+        return {"epoch": self._epoch, "served": self._served, **identity}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on after the batches that ``state_dict`` counts, if the next epoch iterated is the same."""
         self._resume = dict(state_dict)
+
+    def _already_served(self, sampler: ShuffledBatches) -> int:
+        resume, self._resume = self._resume, None
+        # Saved at the end of an epoch, the state is that epoch's, and this is the next.
+        if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
+            return 0
+        changed = [
+            f"{name} was {resume[name]} and is {value}"
+            for name, value in sampler.identity().items()
+            if resume[name] != value
+        ]
+        if changed:
+            raise ConfigurationError(
+                f"the checkpoint is from within epoch {resume['epoch']}, after {resume['served']} batches, and this "
+                f"run makes other batches ({', '.join(changed)}): restore them (global_batch_size is "
+                "data.init_args.batch_size x processes) or resume from a checkpoint of an epoch's end"
+            )
+        return resume["served"]

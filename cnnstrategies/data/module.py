@@ -78,11 +78,14 @@ class ImageDataModule(LightningDataModule):
         return str(index)
 
     def train_dataloader(self) -> BatchLoader:
-        """Shuffled anew in each epoch, over all processes."""
+        """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""
         replicas, rank = self._sharding()
-        sampler = ShuffledBatches(
-            len(self.train_source), self.batch_size, self.seed, replicas, rank, drop_last=self.drop_last
-        )
+        size = len(self.train_source)
+        sampler: ShuffledBatches | OrderedBatches
+        if getattr(self.trainer, "overfit_batches", 0) > 0:
+            sampler = OrderedBatches(size, self.batch_size, replicas, rank)
+        else:
+            sampler = ShuffledBatches(size, self.batch_size, self.seed, replicas, rank, drop_last=self.drop_last)
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:
@@ -113,7 +116,16 @@ class ImageDataModule(LightningDataModule):
         pin = self.pin_memory
         if pin is None:
             pin = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
-        return BatchLoader(dataset, sampler, num_workers=self.num_workers, pin_memory=pin, **options)
+        return BatchLoader(
+            dataset,
+            sampler=sampler,
+            batch_size=None,
+            num_workers=self.num_workers,
+            pin_memory=pin,
+            # Of its own: the seed that each epoch's workers are given leaves the global generator alone.
+            generator=torch.Generator(),
+            **options,
+        )
 
 
 def split(size: int, fraction: float, seed: int) -> tuple[Tensor, Tensor]:

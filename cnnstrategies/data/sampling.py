@@ -1,10 +1,11 @@
 """Which rank sees which samples, in which batch."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
 
@@ -49,6 +50,10 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
                 "lower batch_size or set drop_last to false"
             )
 
+    def identity(self) -> dict[str, int]:
+        """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
+        return {"samples": self.size, "global_batch_size": self.global_batch_size, "seed": self.seed}
+
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
         whole, rest = divmod(self.size, self.global_batch_size)
@@ -56,22 +61,25 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
 
     def __iter__(self) -> Iterator[BatchRequest]:
         """The epoch's batches from number ``skip`` on."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         permutation = torch.randperm(self.size, generator=generator).tolist()
         for batch in range(self.skip, len(self)):
             shared = permutation[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
             while len(shared) < self.num_replicas:
                 shared = shared + shared[: self.num_replicas - len(shared)]
-            seed = hash((self.seed, self.epoch, batch, self.rank)) & (2**63 - 1)
+            seed = mixed_seed(self.seed, self.epoch, batch, self.rank)
             yield BatchRequest(shared[self.rank :: self.num_replicas], seed)
 
 
-class OrderedBatches(DistributedSampler[BatchRequest]):
+class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
     """Evaluation batches: every sample exactly once over all ranks, and the same number of batches on each.
 
     Lightning's own sampler repeats samples to make the ranks even, which counts them twice in metrics. Here the
     sizes of the batches differ by one at most instead. The number of batches is the same because DDP's forward
     broadcasts buffers, a collective. Rank r takes a contiguous part of the dataset, in order.
+
+    It subclasses ``DistributedSampler`` so that Lightning leaves it in place, and ``SequentialSampler`` so that it
+    does so under ``overfit_batches`` too.
 
     Args:
         size: Number of samples in the dataset.
@@ -99,7 +107,7 @@ class OrderedBatches(DistributedSampler[BatchRequest]):
         """Number of batches, the same on every rank."""
         return self.batches
 
-    def __iter__(self) -> Iterator[BatchRequest]:
+    def __iter__(self) -> Iterator[BatchRequest]:  # type: ignore[override]
         """This rank's batches, in the order of the dataset."""
         for batch in range(self.batches):
             start, stop = (self.first + self.count * b // self.batches for b in (batch, batch + 1))
@@ -109,3 +117,13 @@ class OrderedBatches(DistributedSampler[BatchRequest]):
 def sharding(kwargs: dict[str, Any] | None) -> tuple[int, int]:
     """``(num_replicas, rank)`` of ``Trainer.distributed_sampler_kwargs``; ``(1, 0)`` on one device."""
     return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
+
+
+def mixed_seed(*numbers: int) -> int:
+    """A seed for each tuple of numbers; neighbours such as (0, 1) and (1, 0) have nothing in common.
+
+    Returns:
+        An integer in [0, 2**63).
+    """
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

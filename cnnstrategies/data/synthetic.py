@@ -1,10 +1,10 @@
 """Images out of nothing, of any size and number, for benchmarks."""
 
 import torch
-from torch import Tensor
-from torchvision.transforms import v2
 from typing_extensions import override
 
+from cnnstrategies.data.augment import to_normalised
+from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 
@@ -56,9 +56,7 @@ class SyntheticDataModule(ImageDataModule):
         self.num_classes = num_classes
         self.class_names = [str(index) for index in range(num_classes)]
         self.image_shape = (channels, image_size, image_size)
-        self.train_transform = self.eval_transform = v2.Compose(
-            [v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * channels, [0.25] * channels)]
-        )
+        self.train_transform = self.eval_transform = to_normalised([0.5] * channels, [0.25] * channels)
 
     @override
     def setup(self, stage: str) -> None:
@@ -89,15 +87,17 @@ class SyntheticSource:
         self.size = size
         self.num_classes = num_classes
         self.rows, self.columns = (torch.arange(n) * min(4, n) // n for n in (height, width))
-        self.grids = torch.randint(64, (num_classes, channels, min(4, height), min(4, width)), generator=generator) * 2
+        grid = (num_classes, channels, min(4, height), min(4, width))
+        self.grids = torch.randint(64, grid, generator=generator, dtype=torch.uint8) * 2
         self.noise = torch.randint(128, (NOISES, *image_shape), generator=generator, dtype=torch.uint8)
 
     def __len__(self) -> int:
         return self.size
 
-    def fetch(self, indices: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+    def fetch(self, indices: list[int]) -> Batch:
         """Build the samples at ``indices``: uint8 images and their classes."""
         numbers = torch.tensor(indices) + self.first
         targets = numbers % self.num_classes
-        patterns = self.grids[targets].to(torch.uint8)[:, :, self.rows][..., self.columns]
-        return patterns + self.noise[numbers % NOISES], targets, indices
+        # Columns before rows: then whole rows are copied.
+        patterns = self.grids[targets].index_select(3, self.columns).index_select(2, self.rows)
+        return self.noise[numbers % NOISES].add_(patterns), targets

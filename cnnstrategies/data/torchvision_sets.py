@@ -6,10 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 from torchvision.datasets import VisionDataset
-from torchvision.transforms import v2
 from typing_extensions import override
 
-from cnnstrategies.data.augment import RandomFlip, RandomShift
+from cnnstrategies.data.augment import RandomFlip, RandomShift, to_normalised
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule, split_source
 from cnnstrategies.errors import ConfigurationError
@@ -45,10 +44,9 @@ class TorchvisionDataModule(ImageDataModule):
         self.root = root
         self.download = download
         self.val_split = val_split
-        to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(list(self.mean), list(self.std))]
+        self.eval_transform = to_normalised(self.mean, self.std)
         random: list[nn.Module] = [RandomShift(self.shift), *([RandomFlip()] if self.flip else [])]
-        self.train_transform = v2.Compose([*random, *to_float] if augment else to_float)
-        self.eval_transform = v2.Compose(to_float)
+        self.train_transform = nn.Sequential(*random, self.eval_transform) if augment else self.eval_transform
 
     @override
     def prepare_data(self) -> None:
@@ -72,7 +70,8 @@ class TorchvisionDataModule(ImageDataModule):
         try:
             return self.dataset_class(self.root, train=train, download=download)
         except (RuntimeError, OSError) as error:
-            reason = f"the download failed ({error})" if download else "it is not there and download is false"
+            why = " ".join(str(error).split())
+            reason = f"the download failed ({why})" if download else "it is not there and download is false"
             raise ConfigurationError(
                 f"no {name} in {self.root.resolve()}: {reason}. Copy the files that torchvision.datasets.{name} "
                 "stores there from a machine with a connection, set data.init_args.root to where they are, or use "

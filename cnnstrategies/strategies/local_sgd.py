@@ -48,7 +48,6 @@ class LocalSGDStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self.sync_every = sync_every
         self.start = start
-        self._averager = PeriodicModelAverager(period=sync_every, warmup_steps=start)
         self._comm_state = PostLocalSGDState(  # type: ignore[no-untyped-call]
             process_group=None, subgroup=None, start_localSGD_iter=start, post_local_gradient_allreduce=False
         )
@@ -57,6 +56,8 @@ class LocalSGDStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
+        # Only now is there a process group, which the averager asks for.
+        self._averager = PeriodicModelAverager(period=self.sync_every, warmup_steps=self.start)
         self.model.register_comm_hook(self._comm_state, post_localSGD_hook)
 
     @override
@@ -93,6 +94,7 @@ class LocalSGDStrategy(DDPStrategy):
         return super().lightning_module_state_dict()
 
     def _average(self) -> None:
+        # DDP wraps the model in fit only.
         if isinstance(self.model, DistributedDataParallel) and self._averager.step > self.start:
             assert torch.distributed.group.WORLD is not None
             parameters = [p for p in self.model.parameters() if p.requires_grad]

@@ -1,0 +1,41 @@
+"""Image files to tensors; a damaged file is an error, whatever its damage."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+
+class BrokenImageError(Exception):
+    """A file that is not an image, or a damaged one; the message says why."""
+
+
+def decode(path: Path) -> Tensor:
+    """Decode a JPEG, PNG or WebP file, whatever its extension, and turn it as its EXIF orientation says.
+
+    By Pillow: torchvision 0.29 announces the end of its own decoders, and its PNG decoder ends the process by a
+    segmentation fault where image data is damaged.
+
+    Args:
+        path: The file.
+
+    Returns:
+        uint8 (3, H, W); grey is repeated, transparency is dropped, 16 bits become 8.
+
+    Raises:
+        BrokenImageError: The file cannot be read or decoded.
+    """
+    try:
+        with Image.open(path) as file:
+            image = ImageOps.exif_transpose(file)
+            if image.mode.startswith("I;16"):
+                # Pillow's own conversion clips at 255 instead of scaling: all but the darkest pixels become white.
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            pixels = np.array(image.convert("RGB"))
+    # Pillow's formats raise OSError, ValueError, SyntaxError, struct.error and others for damaged data.
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise BrokenImageError(" ".join((reason or str(error) or type(error).__name__).split())) from error
+    return torch.from_numpy(pixels).permute(2, 0, 1)

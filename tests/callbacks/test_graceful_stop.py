@@ -1,0 +1,125 @@
+"""Signals end every process within seconds, and a resumed run is the uninterrupted one."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+# Dropout, mixup and random shifts are all on: a resumed run must draw what the uninterrupted one draws.
+RUN = [
+    sys.executable,
+    str(ROOT / "cli.py"),
+    "fit",
+    f"--config={ROOT / 'configs/quickstart.yaml'}",
+    "--model.init_args.mixup_alpha=0.2",
+    "--model.init_args.lr_scheduler=null",  # Its length is that of the run.
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--trainer.max_epochs=150",
+]
+
+
+def start(name, *args):
+    log = open(f"{name}.log", "w")  # noqa: SIM115
+    command = [*RUN, f"--trainer.logger.init_args.name={name}", *args]
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def wait_for(name, text, process, seconds=60):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if re.search(text, Path(f"{name}.log").read_text()):
+            return
+        assert process.poll() is None, Path(f"{name}.log").read_text()
+        time.sleep(0.05)
+    pytest.fail(f"no {text!r} in {name}.log:\n" + Path(f"{name}.log").read_text())
+
+
+def assert_group_ends(group, seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    os.killpg(group, signal.SIGKILL)
+    pytest.fail(f"processes were still there after {seconds} s")
+
+
+def train_on(run_cli, quick, name, *args):
+    mixup = ["--model.init_args.mixup_alpha=0.2", "--model.init_args.lr_scheduler=null"]
+    code, output = run_cli("fit", *quick, *mixup, f"--trainer.logger.init_args.name={name}", *args)
+    assert code == 0, output
+    return torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "ctrl-c"])
+def test_a_signal_stops_all_ranks_and_the_run_can_be_resumed_exactly(run_cli, quick, signum):
+    process = start("stopped")
+    # Lightning's notice that the ranks have met; training begins within a second.
+    wait_for("stopped", "All distributed processes registered", process)
+    time.sleep(2.5)
+    if signum == signal.SIGINT:
+        os.killpg(process.pid, signum)  # What a terminal does.
+    else:
+        os.kill(process.pid, signum)  # What a scheduler or `kill` does.
+    began = time.monotonic()
+    code = process.wait(timeout=30)
+    output = Path("stopped.log").read_text()
+    assert code == 128 + signum, output
+    assert time.monotonic() - began < 12
+    assert_group_ends(process.pid, 5)
+    step = int(re.search(r"Stopped by SIG\w+ after step (\d+); continue with --ckpt_path", output)[1])
+    path = Path("runs/stopped/version_0/checkpoints/last.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    assert checkpoint["global_step"] == step
+    assert checkpoint["epoch"] < 149, "the run was over before the signal"
+
+    epochs = f"--trainer.max_epochs={checkpoint['epoch'] + 2}"
+    resumed = train_on(run_cli, quick, "resumed", epochs, f"--ckpt_path={path}")
+    whole = train_on(run_cli, quick, "whole", epochs)
+    assert resumed["global_step"] == whole["global_step"] > step
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value), name
+
+
+def test_a_signal_before_training_ends_every_process():
+    process = start("early")
+    wait_for("early", "GPU available", process)
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=30) == 128 + signal.SIGTERM
+    assert_group_ends(process.pid, 5)
+
+
+def test_a_killed_rank_ends_the_others():
+    process = start("killed")
+    wait_for("killed", "All distributed processes registered", process)
+    time.sleep(1.5)
+    os.kill(process.pid, signal.SIGKILL)  # Rank 0, which started the other.
+    assert process.wait(timeout=10) == -signal.SIGKILL
+    assert_group_ends(process.pid, 15)
+
+
+def test_the_middle_of_an_accumulation_is_no_place_to_stop(run_cli, quick):
+    """Checkpoints of every second step resume exactly too, with gradients accumulated over three batches."""
+    options = ["--trainer.max_epochs=2", "--trainer.accumulate_grad_batches=3"]
+    every = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=4"]
+    files = ["--trainer.callbacks.save_top_k=-1", "--trainer.callbacks.filename={step}"]
+    code, output = run_cli("fit", *quick, *options, *every, *files, "--trainer.logger.init_args.name=whole")
+    assert code == 0, output
+    folder = Path("runs/whole/version_0/checkpoints")
+    resume = [*options, *every, *files, "--trainer.logger.init_args.name=resumed", f"--ckpt_path={folder}/step=4.ckpt"]
+    code, output = run_cli("fit", *quick, *resume)
+    assert code == 0, output
+    whole = torch.load(folder / "step=12.ckpt", weights_only=True)["state_dict"]
+    resumed = torch.load("runs/resumed/version_0/checkpoints/step=12.ckpt", weights_only=True)["state_dict"]
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name

@@ -1,0 +1,129 @@
+"""Pruned checkpoints are plain ones, resume is exact, and every rank prunes the same weights."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import forked
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.callbacks import Pruning
+from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.networks import SmallCNN
+from cnnstrategies.strategies import LocalSGDStrategy
+
+
+def classifier(network=None):
+    seed_everything(1, verbose=False)
+    network = SmallCNN(10, widths=[8]) if network is None else network
+    return ImageClassifier(network, 10, optimizer=lambda params: torch.optim.SGD(params, 0.05, momentum=0.9))
+
+
+def fit(*callbacks, model=None, ckpt_path=None, **options):
+    trainer = Trainer(
+        callbacks=list(callbacks),
+        limit_train_batches=6,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        logger=False,
+        **{"accelerator": "cpu", "devices": 1, "max_epochs": 4, **options},
+    )
+    model = classifier() if model is None else model
+    trainer.fit(model, DigitsDataModule(batch_size=32), ckpt_path=ckpt_path)
+    return model
+
+
+def weights(state_dict):
+    names = ["block1.0.0.weight", "block1.2.0.weight", "classifier.weight"]
+    return torch.cat([state_dict[f"network.{name}"].flatten() for name in names])
+
+
+@forked
+def test_checkpoints_hold_plain_weights_with_zeros_and_a_resumed_run_is_the_uninterrupted_one(capsys):
+    names = set(classifier().state_dict())
+    dense = classifier()
+    fit(ModelCheckpoint("dense", filename="{epoch}", save_top_k=-1), max_epochs=2, model=dense)
+    whole = fit(Pruning(0.8, epoch=1), ModelCheckpoint("pruned", filename="{epoch}", save_top_k=-1))
+    printed = capsys.readouterr().out
+
+    zeros = int((weights(whole.state_dict()) == 0).sum())
+    total = weights(whole.state_dict()).numel()
+    assert zeros == round(0.8 * total)
+    assert f"Pruned {zeros} of {total} weights (79.9%); val_acc: " in printed
+    assert set(whole.state_dict()) == names
+    # What stays is trained on, and biases and normalisation are not pruned.
+    assert all((value != 0).all() for name, value in whole.state_dict().items() if name.endswith(".bias"))
+    # The checkpoint after the epoch of pruning, too, has the network's own names, and tensors only.
+    for epoch in (2, 3):
+        checkpoint = torch.load(f"pruned/epoch={epoch}.ckpt", weights_only=True)
+        assert set(checkpoint["state_dict"]) == names
+        assert int((weights(checkpoint["state_dict"]) == 0).sum()) == zeros
+    # Epoch 0 and 1 were the dense network's.
+    before = torch.load("pruned/epoch=0.ckpt", weights_only=True)["state_dict"]
+    assert torch.equal(weights(before), weights(torch.load("dense/epoch=0.ckpt", weights_only=True)["state_dict"]))
+
+    accuracy = printed[printed.index("val_acc") :]
+    for epoch in (0, 1, 2):
+        resumed = fit(Pruning(0.8, epoch=1), ckpt_path=f"pruned/epoch={epoch}.ckpt")
+        for name, value in whole.state_dict().items():
+            assert torch.equal(resumed.state_dict()[name], value), (epoch, name)
+        # The accuracy before is remembered as well.
+        assert accuracy in capsys.readouterr().out
+
+
+class SameZeros(Callback):
+    """Leaves a file that says whether the ranks' weights differed before pruning, and their zeros after it."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx != 4:
+            return
+        pruned = trainer.current_epoch == 1
+        values = torch.cat([m.weight.flatten() for m in pl_module.modules() if isinstance(m, nn.Conv2d | nn.Linear)])
+        first, second = trainer.strategy.all_gather(values.detach() == 0 if pruned else values.detach())
+        if trainer.is_global_zero:
+            with open("ranks.txt", "a") as file:
+                file.write(f"{trainer.current_epoch} {torch.equal(first, second)} {int((values == 0).sum())}\n")
+
+
+@forked
+def test_every_rank_prunes_what_rank_0_chose():
+    """In the local phase of local SGD the ranks' weights differ, so their own choices would."""
+    # DDP's own broadcast of buffers, masks among them, would hide it.
+    strategy = LocalSGDStrategy(sync_every=1000, start=0, start_method="fork", broadcast_buffers=False)
+    options = {"max_epochs": 2, "limit_val_batches": 0, "enable_checkpointing": False}
+    fit(Pruning(0.8, epoch=0), SameZeros(), strategy=strategy, devices=2, **options)
+    with open("ranks.txt") as file:
+        assert file.read().splitlines() == ["0 False 0", "1 True 582"]
+
+
+@forked
+def test_fast_dev_run_is_not_refused():
+    fit(Pruning(), fast_dev_run=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Pruning(1.0), ["amount=1.0", "0.5 to 0.9"]),
+        (lambda: Pruning(epoch=-1), ["epoch=-1", "0 prunes"]),
+        (lambda: fit(Pruning(epoch=3)), ["epoch=3", "last of 4 epochs", "trainer.max_epochs"]),
+        (lambda: fit(Pruning(), EMAWeightAveraging()), ["EMAWeightAveraging", "remove one"]),
+        (lambda: fit(Pruning(), model=classifier(nn.Flatten())), ["no convolution or linear layer"]),
+        # FSDP itself needs a GPU; the refusal does not.
+        (
+            lambda: Pruning().setup(SimpleNamespace(strategy=FSDPStrategy()), classifier(), "fit"),
+            ["FSDPStrategy", "trainer.strategy=ddp"],
+        ),
+    ],
+    ids=["amount", "negative epoch", "epoch too late", "weight averaging", "nothing to prune", "sharded"],
+)
+@forked
+def test_refusals_name_the_value_and_the_remedy(make, words):
+    with pytest.raises(ValueError, match=words[0]) as refusal:
+        make()
+    for word in words:
+        assert word in str(refusal.value)

@@ -1,0 +1,88 @@
+"""Summary, curves, samples/s, step profile and pruning, together in one run on two processes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.callbacks import Pruning, StepProfile
+from cnnstrategies.callbacks.curves import draw_curves
+
+
+def test_one_run_with_all_of_them(run_cli, quick):
+    code, output = run_cli(
+        "fit",
+        *quick,
+        "--trainer.max_epochs=4",
+        "--trainer.callbacks+=StepProfile",
+        "--trainer.callbacks.skip_first=3",
+        "--trainer.callbacks.steps=20",
+        "--trainer.callbacks+=Pruning",
+        "--trainer.callbacks.amount=0.75",
+        "--trainer.callbacks.epoch=1",
+        "--checkpoint.monitor=null",
+    )
+    assert code == 0, output
+    log_dir = Path("runs/quickstart/version_0")
+
+    # The parts of a step add up to it, but for what lies between them.
+    table = output[output.index("Where 20 training steps spent") :]
+    ms = {}
+    for part in ("data", "forward", "backward", "communication", "optimizer", "step"):
+        mean, least, most = map(float, re.search(rf"{part} +│ +([\d.]+) │ +([\d.]+) │ +([\d.]+)", table).groups())
+        assert 0 <= least <= mean + 0.01 <= most + 0.02
+        ms[part] = mean
+    parts = sum(ms.values()) - ms["step"]
+    assert 0.7 * ms["step"] < parts < 1.05 * ms["step"]
+    assert ms["communication"] > 0
+
+    # Three quarters of the weights are zeros in a checkpoint with the network's own names.
+    stored = torch.load(log_dir / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    weights = [value for value in stored.values() if value.ndim > 1]
+    assert not [name for name in stored if "orig" in name or "mask" in name]
+    zeros = sum(int((value == 0).sum()) for value in weights)
+    total = sum(value.numel() for value in weights)
+    assert zeros == pytest.approx(0.75 * total, abs=1)
+    assert f"Pruned {zeros:,} of {total:,} weights (75.0%)" in output
+    norms = [value for name, value in stored.items() if ".1.weight" in name and value.ndim == 1]
+    assert all((value != 0).all() for value in norms), "normalisation is not pruned"
+
+    events = EventAccumulator(str(log_dir))
+    events.Reload()
+    assert len(events.Scalars("samples_per_s")) == 4
+    assert all(event.value > 0 for event in events.Scalars("samples_per_s"))
+    assert events.Scalars("profile/step_ms")[0].value == pytest.approx(ms["step"], abs=0.01)
+    before, after = map(float, re.search(r"val_acc: ([\d.]+) before, ([\d.]+) after", output).groups())
+    logged = [event.value for event in events.Scalars("val_acc")]
+    assert before == pytest.approx(logged[1], abs=1e-4)
+    assert after == pytest.approx(logged[3], abs=1e-4)
+    assert (log_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_are_drawn_of_what_is_known(tmp_path):
+    history = {0: {"train_loss": 2.0}, 1: {"train_loss": 1.0, "val_loss": 1.5, "val_acc": 0.4}}
+    draw_curves(history, tmp_path / "new" / "curves.png")
+    assert (tmp_path / "new" / "curves.png").stat().st_size > 5000
+
+
+MISTAKES = {
+    "skip": (lambda: StepProfile(skip_first=0), "skip_first=0"),
+    "steps": (lambda: StepProfile(steps=0), "steps=0"),
+    "amount": (lambda: Pruning(amount=1.0), r"amount=1.0 is outside \(0, 1\)"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_refused(build, message):
+    with pytest.raises(ConfigurationError, match=message):
+        build()
+
+
+def test_pruning_after_the_last_epoch_is_refused(run_cli, quick):
+    late = ["--trainer.callbacks+=Pruning", "--trainer.max_epochs=3"]
+    code, output = run_cli("fit", *quick, "--trainer.strategy=auto", "--trainer.devices=1", *late)
+    assert code == 2
+    assert "Pruning(epoch=9) comes after the last of 3 epochs" in output.splitlines()[-1]

@@ -1,0 +1,130 @@
+import functools
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parent.parent
+
+# Forked ranks inherit this: one thread each, and no OpenMP pool that a fork would break.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
+# A job of the machine that runs the tests must not become theirs: with SLURM_NTASKS set every rank would be rank 0.
+for name in list(os.environ):
+    if name.startswith(("SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_")) or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        del os.environ[name]
+
+
+class PlainCNN(nn.Sequential):
+    """A CNN for the digits whose result depends on the global batch only: no normalisation, no dropout."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.Linear(16 * 16, num_classes),
+        )
+
+
+def forked(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test that trains in a process of its own: one that has run backward cannot fork ranks any more."""
+
+    @functools.wraps(test)
+    def run(*args: object, **kwargs: object) -> None:
+        code, output = run_forked(lambda: test(*args, **kwargs), keep_streams=True)
+        assert code == 0, output
+
+    return run
+
+
+def run_forked(function: Callable[[], None], timeout: float = 120, keep_streams: bool = False) -> tuple[int, str]:
+    """Runs a function in a forked process; gives its exit code and output, and fails if it leaves a process behind.
+
+    With `keep_streams`, `sys.stdout` stays what pytest made of it, for tests that use `capsys`.
+    """
+    with tempfile.TemporaryFile("w+b") as log:
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            streams = [os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2)]
+            if not keep_streams:
+                sys.stdout, sys.stderr = streams
+            code = 1
+            try:
+                function()
+                code = 0
+            except SystemExit as stop:
+                code = stop.code if isinstance(stop.code, int) else 1
+            except BaseException:
+                traceback.print_exc(file=streams[1])
+            sys.stdout.flush()
+            os._exit(code)
+        deadline = time.monotonic() + timeout
+        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        left = kill_group(pid)
+        log.seek(0)
+        output = log.read().decode(errors="replace")
+    assert ended[0] == pid, f"no end after {timeout} s:\n{output}"
+    assert not left, f"processes were left behind:\n{output}"
+    return os.waitstatus_to_exitcode(ended[1]), output
+
+
+def kill_group(group: int) -> bool:
+    """Kills what is left of a process group a moment after its leader ended; whether there was anything."""
+    for _ in range(100):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.02)
+    os.killpg(group, signal.SIGKILL)
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run_cli() -> Callable[..., tuple[int, str]]:
+    """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
+
+    Forked, because then Lightning is imported once.
+    """
+    from cnnstrategies.cli import main
+
+    def run(*args: object) -> tuple[int, str]:
+        def command() -> None:
+            sys.argv = ["cnnstrategies", *(str(arg) for arg in args)]
+            main()
+
+        return run_forked(command)
+
+    return run
+
+
+@pytest.fixture
+def quick() -> list[str]:
+    """The quickstart on two forked processes, without what only a person looks at."""
+    return [
+        "--config",
+        str(ROOT / "configs/quickstart.yaml"),
+        "--trainer.strategy=ddp_fork",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+    ]

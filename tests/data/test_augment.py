@@ -1,0 +1,45 @@
+"""Augmentations draw for each image of a batch."""
+
+import torch
+
+from cnnstrategies.data.augment import RandomFlip, RandomShift, to_normalised
+
+
+def test_shift_is_a_crop_of_the_padded_image_drawn_for_each():
+    torch.manual_seed(0)
+    images = torch.randint(1, 255, (64, 3, 6, 5), dtype=torch.uint8)
+    shifted = RandomShift(2)(images)
+    assert shifted.shape == images.shape
+    assert shifted.dtype == torch.uint8
+    padded = torch.nn.functional.pad(images, [2, 2, 2, 2])
+    found = set()
+    for number in range(64):
+        crops = {
+            (y, x)
+            for y in range(5)
+            for x in range(5)
+            if torch.equal(shifted[number], padded[number, :, y : y + 6, x : x + 5])
+        }
+        assert len(crops) == 1
+        found |= crops
+    assert len(found) > 15
+
+
+def test_flip_mirrors_about_half_of_the_images():
+    torch.manual_seed(0)
+    images = torch.rand(200, 1, 4, 4)
+    flipped = RandomFlip()(images)
+    mirrored = sum(torch.equal(flipped[n], images[n].flip(-1)) for n in range(200))
+    kept = sum(torch.equal(flipped[n], images[n]) for n in range(200))
+    assert mirrored + kept == 200
+    assert 70 < mirrored < 130
+
+
+def test_normalising_leaves_its_argument_as_it_was():
+    images = torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
+    before = images.clone()
+    normalised = to_normalised([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])(images)
+    assert torch.equal(images, before)
+    assert normalised.dtype == torch.float32
+    expected = (before[:, 1] / 255 - 0.2) / 0.5
+    assert torch.allclose(normalised[:, 1], expected, atol=1e-6)

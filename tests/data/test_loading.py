@@ -1,0 +1,116 @@
+"""Batches are reproducible, whatever the workers, and resumable in the middle of an epoch."""
+
+import pytest
+import torch
+from torch import nn
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.data.loading import BatchDataset, BatchLoader, TensorSource
+from cnnstrategies.data.sampling import ShuffledBatches
+
+
+class Noise(nn.Module):
+    def forward(self, images):
+        return images + torch.rand(images.shape)
+
+
+def loader(workers=0, give_indices=False):
+    source = TensorSource(torch.arange(50.0).reshape(50, 1, 1, 1), torch.arange(50))
+    sampler = ShuffledBatches(50, 8, seed=3, num_replicas=1, rank=0, drop_last=False)
+    return BatchLoader(
+        BatchDataset(source, Noise(), give_indices),
+        sampler=sampler,
+        batch_size=None,
+        generator=torch.Generator(),
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+
+
+IDENTITY = {"samples": 50, "global_batch_size": 8, "seed": 3}
+
+
+def epoch(batches):
+    return [(images.clone(), targets.clone()) for images, targets in batches]
+
+
+def assert_same(actual, expected):
+    assert len(actual) == len(expected)
+    for (images, targets), (other_images, other_targets) in zip(actual, expected, strict=True):
+        assert torch.equal(images, other_images)
+        assert torch.equal(targets, other_targets)
+
+
+def test_augmentation_depends_on_the_epoch_and_not_on_workers_or_the_global_generator():
+    inside, workers = loader(), loader(workers=2)
+    for number in range(2):
+        for each in (inside, workers):
+            each.sampler.set_epoch(number)
+        torch.manual_seed(number)
+        before = torch.get_rng_state()
+        expected = epoch(inside)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert_same(epoch(workers), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_loader_serves_what_is_left_and_then_whole_epochs(workers):
+    first = loader(workers)
+    first.sampler.set_epoch(4)
+    iterator = iter(first)
+    for _ in range(3):
+        next(iterator)
+    state = first.state_dict()  # Workers have prefetched more than was served.
+    assert state == {"epoch": 4, "served": 3, **IDENTITY}
+    rest = epoch(iterator)
+
+    resumed = loader(workers)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state, "saved again before the first batch"
+    iterator = iter(resumed)  # Lightning calls iter before set_epoch when it resumes.
+    resumed.sampler.set_epoch(4)
+    assert len(resumed) == 7
+    assert_same(epoch(iterator), rest)
+    assert resumed.state_dict() == {"epoch": 4, "served": 7, **IDENTITY}
+    resumed.sampler.set_epoch(5)
+    assert len(epoch(resumed)) == 7
+
+
+def test_a_state_saved_at_the_end_of_an_epoch_skips_nothing_in_the_next():
+    resumed = loader()
+    resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY})
+    resumed.sampler.set_epoch(5)
+    assert len(epoch(resumed)) == 7
+
+
+@pytest.mark.parametrize("name", IDENTITY)
+def test_a_state_within_an_epoch_of_other_batches_is_refused(name):
+    resumed = loader()
+    resumed.load_state_dict({"epoch": 4, "served": 3, **IDENTITY, name: 99})
+    resumed.sampler.set_epoch(4)
+    message = f"within epoch 4, after 3 batches, .*\\({name} was 99 and is {IDENTITY[name]}\\): restore"
+    with pytest.raises(ConfigurationError, match=message):
+        next(iter(resumed))
+    resumed.load_state_dict({"epoch": 4, "served": 7, **IDENTITY, name: 99})
+    resumed.sampler.set_epoch(5)
+    assert len(epoch(resumed)) == 7, "from an epoch's end other batches are no obstacle"
+
+
+class Unreadable(TensorSource):
+    def fetch(self, indices):
+        if 17 in indices:
+            raise ConfigurationError("sample 17 is broken: repair it")
+        return super().fetch(indices)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_sample_is_reported_without_a_workers_traceback(workers):
+    each = loader(workers)
+    each.dataset.source.__class__ = Unreadable
+    with pytest.raises(ConfigurationError, match=r"^sample 17 is broken: repair it$"):
+        epoch(each)
+
+
+def test_predict_gives_indices_in_place_of_targets():
+    for images, indices in loader(give_indices=True):
+        assert torch.equal(images.floor().flatten().long(), indices)

@@ -1,0 +1,218 @@
+"""What Lightning makes of the loaders: sharding, epochs, resume. Samples are known by their targets."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.data.augment import RandomShift
+from cnnstrategies.data.loading import TensorSource
+from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
+
+TRAINING, EVALUATION, BATCH = 53, 23, 4
+
+
+class Counted(TensorSource):
+    def __init__(self, first, size):
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (size, 1, 6, 6), dtype=torch.uint8, generator=generator)
+        super().__init__(images, torch.arange(first, first + size))
+        self.fetched = []
+
+    def fetch(self, indices):
+        self.fetched.append(indices)
+        return super().fetch(indices)
+
+
+class Numbered(ImageDataModule):
+    """Targets 0, 1, ... for training and 100, 101, ... for evaluation."""
+
+    def __init__(self, batch_size=BATCH, num_workers=0, seed=7):
+        super().__init__(
+            batch_size, num_workers, seed, drop_last=False, persistent_workers=num_workers == 2, pin_memory=None
+        )
+        self.train_transform = nn.Sequential(RandomShift(2), ToFloat())
+        self.eval_transform = ToFloat()
+
+    def setup(self, stage):
+        self.train_source = Counted(0, TRAINING)
+        self.val_source = self.test_source = self.predict_source = Counted(100, EVALUATION)
+
+
+class ToFloat(nn.Module):
+    def forward(self, images):
+        return images.float() / 255
+
+
+class Recorder(LightningModule):
+    """Steps its optimizer without a backward: a process that has run one cannot fork ranks any more."""
+
+    def __init__(self, automatic=False):
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.layer = nn.Linear(36, 2)
+        self.seen = {name: [] for name in ("fit", "validate", "test", "predict")}
+
+    def training_step(self, batch, batch_idx):
+        self.seen["fit"].append((self.current_epoch, batch_idx, *(tensor.clone() for tensor in batch)))
+        if not self.automatic_optimization:
+            self.optimizers().step()
+        return self.layer(batch[0].flatten(1)).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.seen["validate"].append(batch[1].tolist())
+
+    def test_step(self, batch, batch_idx):
+        self.seen["test"].append(batch[1].tolist())
+
+    def predict_step(self, batch, batch_idx):
+        self.seen["predict"].append(batch[1].tolist())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(**options):
+    return Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+
+
+class SaveRank(Callback):
+    """Keeps what each forked rank saw and which samplers it had."""
+
+    def teardown(self, trainer, pl_module, stage):
+        stage = trainer.state.fn.value
+        loaders = {
+            "fit": trainer.train_dataloader,
+            "validate": trainer.val_dataloaders,
+            "test": trainer.test_dataloaders,
+            "predict": trainer.predict_dataloaders,
+        }
+        seen = [(one[0], one[1], one[3].tolist()) if isinstance(one, tuple) else one for one in pl_module.seen[stage]]
+        saved = {"sampler": type(loaders[stage].sampler).__name__, "seen": seen}
+        torch.save(saved, f"{stage}-{trainer.global_rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two forked ranks saw in each of Lightning's stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("ranks"))
+        model, data = Recorder(automatic=True), Numbered()
+        for stage in ("fit", "validate", "test", "predict"):
+            one = trainer(strategy="ddp_fork", devices=2, max_epochs=2, callbacks=[SaveRank()])
+            getattr(one, stage)(model, datamodule=data, **({"return_predictions": False} if stage == "predict" else {}))
+        return {
+            stage: [torch.load(f"{stage}-{rank}.pt", weights_only=True) for rank in range(2)] for stage in model.seen
+        }
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_lightning_evaluates_every_sample_once_in_equally_many_batches(ranks, stage):
+    assert [rank["sampler"] for rank in ranks[stage]] == [OrderedBatches.__name__] * 2
+    batches = [rank["seen"] for rank in ranks[stage]]
+    assert len(batches[0]) == len(batches[1]) == 3
+    first = 0 if stage == "predict" else 100  # Predict gives indices, the others targets.
+    assert [index for rank in batches for batch in rank for index in batch] == list(range(first, first + EVALUATION))
+
+
+def test_lightning_leaves_the_training_sampler_in_place_and_sets_its_epoch(ranks):
+    assert [rank["sampler"] for rank in ranks["fit"]] == [ShuffledBatches.__name__] * 2
+    alone = ShuffledBatches(TRAINING, 2 * BATCH, 7, num_replicas=1, rank=0, drop_last=False)
+    expected = []
+    for epoch in range(2):
+        alone.set_epoch(epoch)
+        expected += [(epoch, number, sorted(request.indices)) for number, request in enumerate(alone)]
+    first, second = (rank["seen"] for rank in ranks["fit"])
+    union = [(e, n, sorted(a + b)) for (e, n, a), (_, _, b) in zip(first, second, strict=True)]
+    assert union == expected, "both ranks' batches are those of one process with twice the batch size"
+    assert expected[0][2] != expected[len(alone)][2]
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint in one of Lightning's hooks, once."""
+
+    def __init__(self, hook, epoch, batch, path):
+        self.wanted, self.path = (hook, epoch, batch), path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self._save(trainer, "batch", batch_idx)
+
+    def on_validation_end(self, trainer, pl_module):
+        self._save(trainer, "validation", trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self._save(trainer, "epoch", None)
+
+    def _save(self, trainer, hook, batch):
+        if (hook, trainer.current_epoch, batch) == self.wanted:
+            trainer.save_checkpoint(self.path)
+
+
+# 53 samples in batches of 4: 14 batches, number 0 to 13.
+POINTS = [
+    ("batch", 0, 0),
+    ("batch", 1, 4),
+    ("batch", 1, 12),
+    ("epoch", 0, None),
+    ("epoch", 1, None),
+    ("validation", 1, 6),
+    ("batch", 1, 13),
+    ("validation", 1, 13),
+]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """All batches of three epochs, and checkpoints at each of POINTS, by one run without workers."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    paths = {point: folder / f"{number}.ckpt" for number, point in enumerate(POINTS)}
+    model = Recorder()
+    callbacks = [SaveAt(*point, path) for point, path in paths.items()]
+    trainer(max_epochs=3, val_check_interval=7, callbacks=callbacks).fit(model, datamodule=Numbered())
+    return model.seen["fit"], paths
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])  # 2: they persist from epoch to epoch.
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, point, num_workers):
+    expected, paths = uninterrupted
+    _, epoch, batch = point
+    after = [one for one in expected if one[:2] > (epoch, 99 if batch is None else batch)]
+    model, data = Recorder(), Numbered(num_workers=num_workers)
+    trainer(max_epochs=3, val_check_interval=7).fit(model, datamodule=data, ckpt_path=paths[point], weights_only=True)
+    seen = model.seen["fit"]
+    assert [one[:2] for one in seen] == [one[:2] for one in after]
+    for (*_, images, targets), (*_, other_images, other_targets) in zip(seen, after, strict=True):
+        assert torch.equal(images, other_images)
+        assert torch.equal(targets, other_targets)
+    if num_workers == 0:
+        assert len(data.train_source.fetched) == len(after), "nothing is read for batches that were served before"
+
+
+def test_a_resume_within_an_epoch_with_another_global_batch_is_refused(uninterrupted):
+    path = uninterrupted[1]["batch", 1, 4]
+    with pytest.raises(ConfigurationError, match=r"after 5 batches, .*global_batch_size was 4 and is 8"):
+        trainer(max_epochs=3).fit(Recorder(), datamodule=Numbered(batch_size=8), ckpt_path=path, weights_only=True)
+
+
+def test_overfit_batches_gives_the_same_batches_in_each_epoch():
+    model = Recorder()
+    trainer(max_epochs=2, overfit_batches=2).fit(model, datamodule=Numbered())
+    batches = [(number, targets.tolist()) for _, number, _, targets in model.seen["fit"]]
+    assert batches == [(0, [0, 1, 2]), (1, [3, 4, 5, 6])] * 2
+
+
+def test_pinned_memory_is_not_used_on_the_cpu():
+    data = Numbered()
+    trainer(max_epochs=1, limit_train_batches=1).fit(Recorder(), datamodule=data)
+    assert not data.train_dataloader().pin_memory

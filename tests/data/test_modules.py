@@ -1,0 +1,209 @@
+"""The data modules: shapes, splits, names, and what they say about bad data."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.data import (
+    CIFAR10DataModule,
+    DigitsDataModule,
+    FashionMNISTDataModule,
+    ImageFolderDataModule,
+    MNISTDataModule,
+    SyntheticDataModule,
+)
+
+
+def set_up(module):
+    module.setup("fit")
+    return module
+
+
+def test_digits_are_split_by_seed_and_the_test_set_is_fixed():
+    one, same, other = (set_up(DigitsDataModule(seed=seed)) for seed in (0, 0, 1))
+    assert len(one.train_source) + len(one.val_source) + len(one.test_source) == 1797
+    assert torch.equal(one.val_source.images, same.val_source.images)
+    assert not torch.equal(one.val_source.images, other.val_source.images)
+    assert torch.equal(one.test_source.images, other.test_source.images)
+    images, targets = next(iter(one.train_dataloader()))
+    assert images.shape == (64, *one.image_shape)
+    assert images.dtype == torch.float32
+    assert targets.dtype == torch.int64
+    assert abs(float(torch.cat([x for x, _ in one.val_dataloader()]).mean())) < 0.1
+    assert len(one.class_names) == one.num_classes == 10
+
+
+def test_synthetic_images_are_the_same_for_the_same_seed_and_can_be_learned():
+    one, same, other = (
+        set_up(SyntheticDataModule(num_samples=60, num_classes=7, image_size=33, channels=2, seed=seed))
+        for seed in (0, 0, 1)
+    )
+    images, targets = one.train_source.fetch([0, 7, 14, 59])
+    assert images.shape == (4, 2, 33, 33)
+    assert images.dtype == torch.uint8
+    assert targets.tolist() == [0, 0, 0, 3]
+    assert torch.equal(images, same.train_source.fetch([0, 7, 14, 59])[0])
+    assert not torch.equal(images, other.train_source.fetch([0, 7, 14, 59])[0])
+    assert not torch.equal(images[0], images[1])
+    far = (images[0].float() - images[3].float()).square().mean()
+    near = (images[0].float() - images[1].float()).square().mean()
+    assert near < far
+    assert len(one.val_source) == 6
+
+
+@pytest.mark.parametrize("module", [MNISTDataModule, FashionMNISTDataModule, CIFAR10DataModule])
+def test_a_missing_data_set_is_named_with_the_remedy(module):
+    name = module.__name__.removesuffix("DataModule")
+    with pytest.raises(ConfigurationError, match=f"no {name} in .*datasets: it is not there.*{name} stores there"):
+        module(download=False).prepare_data()
+
+
+def make_folder(root, parts=("train", "val"), count=6):
+    for part in parts:
+        for number, name in enumerate(("cat", "dog", "eel")):
+            folder = Path(root, part, name)
+            folder.mkdir(parents=True)
+            for index in range(count):
+                colour = (80 * number,) * 3
+                if index % 2:
+                    Image.new("L", (30, 20), colour[0]).save(folder / f"{index}.png")  # Grey: becomes colour.
+                else:
+                    Image.new("RGB", (30, 20), colour).save(folder / f"{index}.JPG", "JPEG")
+
+
+def names_of(source):
+    return [source.name(index) for index in range(len(source))]
+
+
+def test_image_folder_reads_the_layout_of_imagenet():
+    make_folder("images", ("train", "val", "test"))
+    make_folder("images/predict", (".",), count=2)
+    module = set_up(ImageFolderDataModule(Path("images"), image_size=16, resize=20, batch_size=4, num_workers=0))
+    assert module.class_names == ["cat", "dog", "eel"]
+    assert module.num_classes == 3
+    images, targets = next(iter(module.val_dataloader()))
+    assert images.shape[1:] == module.image_shape == (3, 16, 16)
+    assert targets.tolist() == [0, 0, 0]  # 18 images in 5 batches of 3 or 4.
+    assert sum(len(t) for _, t in module.train_dataloader()) == 18
+    names = [module.sample_name(int(i)) for _, indices in module.predict_dataloader() for i in indices]
+    assert names == sorted(names)
+    assert names[0] == "predict/cat/0.JPG"
+    assert len(names) == 6
+
+
+def test_image_folder_splits_one_tree_by_seed():
+    make_folder("images", (".",))
+    one, same = (
+        set_up(ImageFolderDataModule(Path("images"), val_split=1 / 3, num_workers=0, seed=seed)) for seed in (4, 4)
+    )
+    assert (len(one.train_source), len(one.val_source)) == (12, 6)
+    assert names_of(one.val_source) == names_of(same.val_source)
+    assert not set(names_of(one.val_source)) & set(names_of(one.train_source))
+
+
+BROKEN = ("cat/2.JPG", "dog/0.JPG", "eel/1.png")
+
+
+def make_broken_folder(root="images", parts=("train", "val")):
+    make_folder(root, parts)
+    damage = (b"", Path(root, parts[0], BROKEN[1]).read_bytes()[:300], b"not an image")
+    for name, data in zip(BROKEN, damage, strict=True):
+        Path(root, parts[0], name).write_bytes(data)
+    return {"image_size": 16, "batch_size": 2, "num_workers": 0}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_broken_image_is_refused_by_its_path_in_one_line(num_workers):
+    options = make_broken_folder() | {"num_workers": num_workers}
+    module = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
+    message = r"^broken image images/train/\w+/\d\.\w+ \(.*\): repair or remove it, or set .*on_broken=skip$"
+    with pytest.raises(ConfigurationError, match=message):
+        list(module.train_dataloader())
+
+
+def test_broken_images_are_skipped_and_each_reported_once():
+    options = make_broken_folder()
+    module = ImageFolderDataModule(Path("images"), on_broken="skip", **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.prepare_data()
+        module.setup("fit")
+        sizes = [len(targets) for _ in range(2) for _, targets in module.train_dataloader()]
+        module.setup("validate")
+    assert sizes == [2] * 7 + [1] + [2] * 7 + [1], "15 good images in full batches"
+    (report,) = (str(w.message) for w in caught)
+    assert report.startswith("3 broken image files are left out")
+    assert all(report.count(f"images/train/{name}:") == 1 for name in BROKEN)
+
+
+def test_a_broken_image_moves_no_other_between_training_and_validation():
+    options = make_broken_folder(parts=(".",)) | {"val_split": 1 / 3}
+    all_files = set_up(ImageFolderDataModule(Path("images"), on_broken="refuse", **options))
+    skipping = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", **options))
+    for part in ("train_source", "val_source"):
+        expected = [name for name in names_of(getattr(all_files, part)) if not name.endswith(BROKEN)]
+        assert names_of(getattr(skipping, part)) == expected
+
+
+def test_an_image_that_breaks_after_it_was_checked_is_named():
+    make_folder("images")
+    module = set_up(ImageFolderDataModule(Path("images"), on_broken="skip", image_size=16, num_workers=0))
+    Path("images/train/dog/0.JPG").unlink()
+    with pytest.raises(ConfigurationError, match=r"images/train/dog/0.JPG \(No such file.*remove it and start again$"):
+        list(module.train_dataloader())
+
+
+def test_where_all_images_are_broken_that_is_said():
+    make_folder("images")
+    for path in Path("images/val").rglob("*.*"):
+        path.write_bytes(b"")
+    with pytest.raises(ConfigurationError, match=r"all 18 images for val are broken, the first is val/cat/0.JPG"):
+        ImageFolderDataModule(Path("images"), on_broken="skip").setup("fit")
+
+
+def test_hidden_files_and_directories_are_left_out():
+    make_folder("images")
+    Path("images/train/.cache").mkdir()
+    Path("images/train/cat/._0.JPG").write_bytes(b"written by another file system")
+    module = set_up(ImageFolderDataModule(Path("images")))
+    assert module.class_names == ["cat", "dog", "eel"]
+    assert len(module.train_source) == 18
+
+
+def folder(*directories, full=False, **options):
+    if full or not directories:
+        make_folder("images")
+    for name in directories:
+        Path("images", name).mkdir(parents=True)
+    return ImageFolderDataModule(Path("images"), **options)
+
+
+MISTAKES = {
+    "no such directory": (lambda: ImageFolderDataModule(Path("nowhere")), "no directory .*nowhere"),
+    "no classes": (lambda: ImageFolderDataModule(Path(".")), "has 0 class directories"),
+    "batch size": (lambda: DigitsDataModule(batch_size=0), "batch_size=0"),
+    "workers": (lambda: DigitsDataModule(num_workers=-1), "num_workers=-1 is negative"),
+    "sizes of images": (lambda: folder(resize=16, image_size=32), "image_size=32 and resize=16"),
+    "empty directory": (lambda: set_up(folder("train/cat", "train/dog")), "no images for train .* must end in .jpg"),
+    "nothing to predict": (lambda: set_up(folder("predict", full=True)), "no images for predict in"),
+    "split": (lambda: set_up(DigitsDataModule(val_split=1.0)), "val_split=1.0 of 1438 samples leaves 0 for training"),
+    "synthetic size": (lambda: SyntheticDataModule(num_samples=5), "num_samples=5: at least 10"),
+    "synthetic channels": (lambda: SyntheticDataModule(channels=0), "channels=0: at least 1"),
+}
+
+
+@pytest.mark.parametrize(("build", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_refused(build, message):
+    with pytest.raises(ConfigurationError, match=message):
+        build()
+
+
+def test_classes_that_training_does_not_have_are_refused():
+    make_folder("images")
+    Path("images/val/fox").mkdir()
+    with pytest.raises(ConfigurationError, match=r"images/val has classes that images/train has not: fox"):
+        ImageFolderDataModule(Path("images")).setup("fit")

@@ -1,0 +1,69 @@
+"""Which rank sees which samples: every one, once, in the same number of batches."""
+
+import itertools
+
+import pytest
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
+
+SIZES = list(itertools.product((1, 2, 3, 7, 16, 63, 64, 65, 1150), (1, 2, 5, 32), (1, 2, 3, 4)))
+
+
+@pytest.mark.parametrize(("size", "batch_size", "world"), SIZES)
+def test_evaluation_sees_every_sample_once_in_equally_many_batches(size, batch_size, world):
+    if size < world:
+        with pytest.raises(ConfigurationError, match=f"{size} samples cannot be evaluated by {world} processes"):
+            OrderedBatches(size, batch_size, world, 0)
+        return
+    samplers = [OrderedBatches(size, batch_size, world, rank) for rank in range(world)]
+    batches = [[request.indices for request in sampler] for sampler in samplers]
+    assert [index for rank in batches for batch in rank for index in batch] == list(range(size))
+    assert len({len(rank) for rank in batches}) == 1
+    assert all(len(sampler) == len(rank) for sampler, rank in zip(samplers, batches, strict=True))
+    lengths = [len(batch) for rank in batches for batch in rank]
+    assert min(lengths) >= 1
+    assert max(lengths) <= batch_size + 1
+
+
+@pytest.mark.parametrize(("size", "batch_size", "world"), SIZES)
+def test_training_cuts_one_permutation_into_global_batches(size, batch_size, world):
+    def epoch(world, batch_size, rank):
+        return [request.indices for request in ShuffledBatches(size, batch_size, 5, world, rank, drop_last=False)]
+
+    ranks = [epoch(world, batch_size, rank) for rank in range(world)]
+    single = epoch(1, batch_size * world, 0)
+    assert {len(rank) for rank in ranks} == {len(single)}
+    for number, whole in enumerate(single):
+        union = [index for rank in ranks for index in rank[number]]
+        if len(whole) >= world:
+            assert sorted(union) == sorted(whole)
+        else:
+            # Fewer samples than ranks: some are repeated, so that no rank is without.
+            assert set(union) == set(whole)
+            assert all(rank[number] for rank in ranks)
+
+
+def test_each_epoch_is_another_permutation_and_each_batch_another_seed():
+    sampler = ShuffledBatches(100, 10, 0, 1, 0, drop_last=False)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert sorted(i for r in second for i in r.indices) == list(range(100))
+    assert [r.indices for r in second] != [r.indices for r in first]
+    assert len({r.seed for r in first + second}) == 20
+    other_rank = ShuffledBatches(100, 10, 0, 2, 1, drop_last=False)
+    assert {r.seed for r in other_rank}.isdisjoint(r.seed for r in first)
+
+
+def test_drop_last_leaves_the_partial_batch_out():
+    assert len(ShuffledBatches(65, 16, 0, 2, 0, drop_last=True)) == 2
+    assert len(ShuffledBatches(65, 16, 0, 2, 0, drop_last=False)) == 3
+    with pytest.raises(ConfigurationError, match="31 training samples do not fill one global batch of 16 x 2"):
+        ShuffledBatches(31, 16, 0, 2, 0, drop_last=True)
+
+
+def test_sharding_is_the_strategys():
+    assert sharding(None) == (1, 0)
+    assert sharding({"num_replicas": 3, "rank": 2}) == (3, 2)

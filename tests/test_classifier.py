@@ -1,0 +1,154 @@
+"""`ImageClassifier`: the contract of the strategies, its loss, metrics, schedulers and checkpoints."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from conftest import PlainCNN, forked
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import ReduceLROnPlateau
+from torch import nn
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.classifier import main_logits
+from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.networks import SmallCNN
+
+SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
+
+
+def trainer(**options):
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def test_loss_is_the_mean_cross_entropy_for_classes_and_for_probabilities():
+    model = ImageClassifier(nn.Identity(), num_classes=4, label_smoothing=0.1)
+    logits, targets = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+    expected = F.cross_entropy(logits, targets, label_smoothing=0.1)
+    torch.testing.assert_close(model.loss(logits, targets), expected)
+    torch.testing.assert_close(model.loss(logits, F.one_hot(targets, 4).float()), expected)
+    halves = (model.loss(logits[:3], targets[:3]) + model.loss(logits[3:], targets[3:])) / 2
+    torch.testing.assert_close(halves, expected)
+
+
+def test_auxiliary_logits_count_with_their_weight():
+    model = ImageClassifier(nn.Identity(), num_classes=4, aux_weight=0.3)
+    main, auxiliary, targets = torch.randn(6, 4), torch.randn(6, 4), torch.arange(6) % 4
+    expected = F.cross_entropy(main, targets) + 0.3 * F.cross_entropy(auxiliary, targets)
+    torch.testing.assert_close(model.loss((main, auxiliary), targets), expected)
+    assert main_logits((main, auxiliary)) is main
+    googlenet = torchvision.models.googlenet(weights=None, num_classes=4, init_weights=False)
+    images = torch.randn(2, 3, 64, 64)
+    outputs = googlenet.train()(images)
+    assert torch.isfinite(model.loss(outputs, targets[:2]))
+    assert main_logits(googlenet.eval()(images)).shape == (2, 4)
+
+
+@forked
+def test_one_fit_with_mixing(tmp_path):
+    torch.manual_seed(0)
+    model = ImageClassifier(SmallCNN(10), 10, SGD, mixup_alpha=0.3, cutmix_alpha=1.0, channels_last=True)
+    seen = []
+    step = model.training_step
+    model.training_step = lambda batch, batch_idx: seen.append(batch) or step(batch, batch_idx)
+    run = trainer(max_epochs=1, limit_train_batches=3)
+    run.fit(model, datamodule=DigitsDataModule(batch_size=32))
+    training_images_are_mixed_and_channels_last(model, seen)
+    metrics_are_those_of_all_validation_samples(model, run)
+    a_checkpoint_made_in_python_loads_with_weights_only(model, run, tmp_path)
+
+
+def training_images_are_mixed_and_channels_last(model, seen):
+    assert len(seen) == 3
+    for images, targets in seen:
+        assert targets.shape == (32, 10)
+        torch.testing.assert_close(targets.sum(1), torch.ones(32))
+        assert ((targets > 0).sum(1) == 2).any()
+        assert images.is_contiguous(memory_format=torch.channels_last)
+    weight = model.network.block2[0][0].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def metrics_are_those_of_all_validation_samples(model, run):
+    data = run.datamodule
+    logits, targets = [], []
+    model.eval()
+    with torch.no_grad():
+        for images, classes in data.val_dataloader():
+            logits.append(model.network(images))
+            targets.append(classes)
+    logits, targets = torch.cat(logits), torch.cat(targets)
+    metrics = run.callback_metrics
+    assert float(metrics["val_loss"]) == pytest.approx(float(F.cross_entropy(logits, targets)), rel=1e-5)
+    assert float(metrics["val_acc"]) == pytest.approx(float((logits.argmax(1) == targets).float().mean()))
+    top5 = (logits.topk(5).indices == targets[:, None]).any(1).float().mean()
+    assert float(metrics["val_acc_top5"]) == pytest.approx(float(top5))
+    assert {"train_loss", "train_acc", "train_loss_step"} <= set(metrics)
+
+
+def a_checkpoint_made_in_python_loads_with_weights_only(model, run, tmp_path):
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    stored = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    assert stored["hyper_parameters"]["mixup_alpha"] == 0.3
+    assert "network" not in stored["hyper_parameters"]
+    again = ImageClassifier.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True, network=SmallCNN(10))
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+    assert all(name.startswith("network.") for name in stored["state_dict"])
+
+
+@pytest.mark.parametrize(("interval", "expected"), [("step", 0.05 * 0.5**4), ("epoch", 0.05 * 0.5**2)])
+@forked
+def test_schedulers_advance_by_step_or_epoch(interval, expected):
+    def halve(optimizer):
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    model = ImageClassifier(PlainCNN(), 10, SGD, halve, interval)
+    run = trainer(max_epochs=2, limit_train_batches=2, limit_val_batches=0)
+    run.fit(model, datamodule=DigitsDataModule())
+    assert run.optimizers[0].param_groups[0]["lr"] == pytest.approx(expected)
+
+
+def test_reduce_on_plateau_watches_its_metric():
+    model = ImageClassifier(PlainCNN(), 10, SGD, lambda optimizer: ReduceLROnPlateau(optimizer, "val_loss"))
+    scheduler = model.configure_optimizers()["lr_scheduler"]
+    assert scheduler["monitor"] == "val_loss"
+
+
+@forked
+def test_the_network_can_be_compiled_and_keeps_its_names():
+    model = ImageClassifier(PlainCNN(), 10, SGD, compile_backend="eager")
+    names = list(model.state_dict())
+    run = trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
+    run.fit(model, datamodule=DigitsDataModule())
+    assert list(model.state_dict()) == names
+    assert model.network._compiled_call_impl is not None
+
+
+MISTAKES = {
+    "one class": ({"num_classes": 1}, "num_classes=1"),
+    "smoothing": ({"label_smoothing": 1.0}, r"label_smoothing=1.0 is outside \[0, 1\)"),
+    "mixup": ({"mixup_alpha": -1.0}, "mixup_alpha=-1.0 is negative; use 0"),
+    "cutmix": ({"cutmix_alpha": -0.5}, "cutmix_alpha=-0.5"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_refused(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ImageClassifier(nn.Identity(), **{"num_classes": 10, **options})
+
+
+@forked
+def test_a_wrong_number_of_classes_names_both():
+    model = ImageClassifier(PlainCNN(7), 7, SGD)
+    with pytest.raises(ConfigurationError, match=r"num_classes=7, but DigitsDataModule has 10: set model"):
+        trainer(max_epochs=1).fit(model, datamodule=DigitsDataModule())

@@ -1,0 +1,162 @@
+"""The command line: subcommands, composition, and errors of one line."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+
+from cnnstrategies import ImageClassifier
+
+CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
+
+
+def test_fit_validate_test_predict_and_quantize(run_cli, quick):
+    """One trained checkpoint serves every other subcommand, on any number of processes."""
+    code, output = run_cli("fit", *quick, "--trainer.max_epochs=4")
+    assert code == 0, output
+    log_dir = CHECKPOINTS.parent
+    assert {"config.yaml", "curves.png"} <= {path.name for path in log_dir.iterdir()}
+    assert "Training summary" in output
+    assert "samples/s" in output
+    assert str(CHECKPOINTS / "best.ckpt") in output
+    last = torch.load(CHECKPOINTS / "last.ckpt", weights_only=True)
+    assert last["epoch"] == 3
+    model = ImageClassifier.load_from_checkpoint(CHECKPOINTS / "best.ckpt", weights_only=True)
+    assert model.network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+    one_process = ["--trainer.strategy=auto", "--trainer.devices=1"]
+    best = f"--ckpt_path={CHECKPOINTS / 'best.ckpt'}"
+    rows = {}
+    for name, options in (("one", one_process), ("two", [])):
+        code, output = run_cli("validate", *quick, *options, best)
+        assert code == 0, output
+        assert "val_acc" in output
+        code, output = run_cli("predict", *quick, *options, best, f"--predictions.output={name}.csv")
+        assert code == 0, output
+        with open(f"{name}.csv", newline="") as file:
+            rows[name] = list(csv.DictReader(file))
+    assert [row["sample"] for row in rows["two"]] == [str(index) for index in range(len(rows["two"]))]
+    assert len(rows["two"]) == 359
+    for one, two in zip(rows["one"], rows["two"], strict=True):
+        assert one["sample"] == two["sample"]
+        for name in one.keys() - {"sample", "class"}:
+            assert float(one[name]) == pytest.approx(float(two[name]), abs=2e-6)
+
+    code, output = run_cli("test", *quick, *one_process, best)
+    assert code == 0, output
+    assert "test_acc" in output
+    accuracy = sum(row["class"] == target for row, target in zip(rows["two"], _test_targets(), strict=True)) / 359
+    assert accuracy > 0.9
+
+    code, output = run_cli("quantize", *quick, best, "--output=int8.pt2")
+    assert code == 0, output
+    assert "int8" in output
+    assert Path("int8.pt2").is_file()
+
+
+def _test_targets() -> list[str]:
+    from cnnstrategies.data import DigitsDataModule
+
+    data = DigitsDataModule()
+    data.setup("test")
+    return [str(int(target)) for target in data.test_source.targets]
+
+
+def test_parts_compose_and_print_config_can_be_read_back(run_cli):
+    parts = [
+        f"--config={ROOT / 'configs' / part}"
+        for part in ("quickstart.yaml", "data/synthetic.yaml", "strategy/single.yaml")
+    ]
+    override = ["--trainer.max_epochs=7", "--model.init_args.num_classes=1000"]
+    code, output = run_cli("fit", *parts, *override, "--print_config")
+    assert code == 0, output
+    config = yaml.safe_load(output)
+    assert config["data"]["class_path"] == "cnnstrategies.data.SyntheticDataModule"
+    assert config["trainer"]["devices"] == 1
+    # Interpolation follows the override, in another file than the value's.
+    assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 7
+    assert config["model"]["init_args"]["network"]["init_args"]["num_classes"] == 1000
+    Path("printed.yaml").write_text(output)
+    code, again = run_cli("fit", "--config=printed.yaml", "--print_config")
+    assert code == 0
+    assert yaml.safe_load(again) == config
+
+
+ERRORS = {
+    "unknown trainer key": (["--trainer.max_epoch=3"], ["trainer.max_epoch", "did you mean 'max_epochs'", "devices"]),
+    "unknown section": (["--modle=3"], ["modle", "did you mean 'model'", "data"]),
+    "wrong type": (["--trainer.max_epochs=many"], ["trainer.max_epochs", "'many'", "int or null"]),
+    "wrong choice": (["--model.init_args.lr_interval=hour"], ["lr_interval", "'hour'", "'epoch' or 'step'"]),
+    "wrong precision": (["--trainer.precision=17"], ["trainer.precision", "'17'", "'bf16-mixed'"]),
+    "unknown argument": (["--model.init_args.netwrk=3"], ["model.init_args.netwrk", "'network'", "label_smoothing"]),
+    "unknown nested argument": (
+        ["--model.init_args.optimizer.init_args.lrr=3"],
+        ["optimizer.init_args.lrr", "did you mean 'lr'", "momentum"],
+    ),
+    "unknown network": (
+        ["--model.init_args.network=torchvision.models.resnet18x"],
+        ["model.init_args.network", "torchvision.models.resnet18x", "did you mean resnet18"],
+    ),
+    "unknown class": (["--data=Nope"], ["data", "'Nope'", "DigitsDataModule", "import path"]),
+    "unknown strategy": (["--trainer.strategy=dpp"], ["trainer.strategy", "'dpp'", "did you mean 'ddp'", "fsdp"]),
+    "unknown accelerator": (["--trainer.accelerator=cpux"], ["trainer.accelerator", "'cpux'", "gpu"]),
+    "strategy option": (
+        ["--trainer.strategy.class_path=CompressedDDPStrategy", "--trainer.strategy.init_args.rank=3"],
+        ["trainer.strategy.init_args.rank", "powersgd_rank", "process_group_backend"],
+    ),
+    "strategy value": (
+        ["--trainer.strategy.class_path=CompressedDDPStrategy", "--trainer.strategy.init_args.powersgd_rank=0"],
+        ["powersgd_rank=0", "at least one column"],
+    ),
+    "no such config": (["--config=nowhere.yaml"], ["nowhere.yaml"]),
+    "no such checkpoint": (["--ckpt_path=nowhere.ckpt"], ["nowhere.ckpt", "best, last or hpc"]),
+    "bad value in a class": (["--model.init_args.label_smoothing=3"], ["label_smoothing=3.0", "[0, 1)"]),
+    "bad value in a network": (["--model.init_args.network.init_args.widths=[]"], ["widths=[]", "[32, 64]"]),
+    "bad interpolation": (["--model.init_args.num_classes=${trainer.nope}"], ["trainer.nope", "not found"]),
+    "wrong class count": (["--model.init_args.num_classes=7"], ["num_classes=7", "DigitsDataModule has 10"]),
+    "missing download": (
+        ["--data=CIFAR10DataModule", "--data.init_args.download=false"],
+        ["CIFAR10", "datasets", "data.init_args.root"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "words"), ERRORS.values(), ids=ERRORS.keys())
+def test_a_mistake_is_one_line_with_exit_code_2(run_cli, quick, args, words):
+    code, output = run_cli("fit", *quick, "--trainer.devices=1", "--trainer.strategy=auto", *args)
+    lines = [line for line in output.splitlines() if "error:" in line]
+    assert code == 2, output
+    assert len(lines) == 1
+    assert output.splitlines()[-1] == lines[0]
+    for word in words:
+        assert word in lines[0]
+
+
+def test_a_mistake_in_a_file_is_named_too(run_cli, quick):
+    Path("bad.yaml").write_text("trainer: {max_epoch: 3}\n")
+    code, output = run_cli("fit", *quick, "--config=bad.yaml")
+    assert code == 2
+    assert "unknown key trainer.max_epoch: Trainer has no 'max_epoch'; did you mean 'max_epochs'?" in output
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_precision_is_the_trainers(run_cli, quick, precision):
+    """On a CPU Lightning turns 16-mixed into bf16-mixed; 64-true is used by the equality tests."""
+    code, output = run_cli("fit", *quick, f"--trainer.precision={precision}", "--trainer.max_epochs=2")
+    assert code == 0, output
+    state = torch.load(CHECKPOINTS / "last.ckpt", weights_only=True)["state_dict"]
+    weights = [value for value in state.values() if value.is_floating_point()]
+    assert all(value.dtype == torch.float32 and value.isfinite().all() for value in weights)
+    assert float(re.search(r"val_acc +│ ([\d.]+) at the end", output)[1]) > 0.5
+
+
+def test_a_callback_of_the_user_replaces_the_default(run_cli, quick):
+    options = ["--trainer.max_epochs=1", "--trainer.devices=1", "--trainer.strategy=auto"]
+    mine = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.filename=mine"]
+    code, output = run_cli("fit", *quick, *options, *mine)
+    assert code == 0, output
+    assert [path.name for path in CHECKPOINTS.iterdir()] == ["mine.ckpt"]

@@ -1,0 +1,27 @@
+"""Fails loudly when a private Lightning name that the package uses changes; see `_lightning_private.py`."""
+
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
+
+from cnnstrategies._lightning_private import built_by_cli
+
+
+def test_built_by_cli_is_true_only_in_lightnings_context():
+    assert not built_by_cli()
+    with _given_hyperparameters_context(hparams={}, instantiator="x"):
+        assert built_by_cli()
+    assert not built_by_cli()
+
+
+def test_the_method_that_overrides_the_configuration_is_still_called_so():
+    assert callable(LightningCLI._parse_ckpt_path)
+
+
+def test_a_resumed_run_keeps_the_configuration_it_was_given(run_cli, quick):
+    one = [*quick, "--trainer.strategy=auto", "--trainer.devices=1", "--trainer.limit_train_batches=1"]
+    assert run_cli("fit", *one, "--trainer.max_epochs=1")[0] == 0
+    resume = ["--trainer.max_epochs=2", "--ckpt_path=runs/quickstart/version_0/checkpoints/last.ckpt"]
+    code, output = run_cli("fit", *one, *resume, "--model.init_args.label_smoothing=0.25")
+    assert code == 0, output
+    with open("runs/quickstart/version_1/config.yaml") as file:
+        assert "label_smoothing: 0.25" in file.read()
