@@ -1,25 +1,14 @@
 """``cnnstrategies plan`` on the configurations that users start from."""
 
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.plan_command import main
 
 QUICKSTART = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
-
-
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def test_prints_the_stages_and_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

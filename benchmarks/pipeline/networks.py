@@ -8,9 +8,9 @@ from cnnstrategies.networks import SmallResNet
 
 
 def vgg_like() -> nn.Sequential:
-    """VGG-11 with batch normalisation for 64 x 64 images and 100 classes."""
+    """VGG-11 with batch normalisation for 32 x 32 images and 100 classes."""
     features = torchvision.models.vgg11_bn().features
-    head = [nn.Flatten(), nn.Linear(512 * 2 * 2, 512), nn.ReLU(), nn.Linear(512, 100)]
+    head = [nn.Flatten(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 100)]
     return nn.Sequential(*features, *head)
 
 
@@ -19,12 +19,9 @@ def resnet_like() -> nn.Sequential:
     return SmallResNet(10)
 
 
-def wide_resnet_like() -> nn.Sequential:
-    """ResNet-18's layers in a row, for 64 x 64 images and 1000 classes."""
-    whole = torchvision.models.resnet18()
-    start = [whole.conv1, whole.bn1, whole.relu, whole.maxpool]
-    blocks = [block for group in (whole.layer1, whole.layer2, whole.layer3, whole.layer4) for block in group]
-    return nn.Sequential(*start, *blocks, whole.avgpool, nn.Flatten(), whole.fc)
+def mobilenet() -> nn.Module:
+    """MobileNetV3-Small for 100 classes; without dropout."""
+    return torchvision.models.mobilenet_v3_small(num_classes=100, dropout=0.0)
 
 
 def alexnet() -> nn.Module:

@@ -1,7 +1,5 @@
 """Choosing the layout of a real network."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -11,15 +9,6 @@ from cnnstrategies.pipeline.choose import choose_layout
 from cnnstrategies.pipeline.costs import Link
 from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.tracing import cut_positions, trace
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for a busy core would be measured as work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def alexnet_like() -> nn.Module:

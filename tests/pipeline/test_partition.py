@@ -12,7 +12,7 @@ from cnnstrategies.pipeline.partition import best_layout, propose
 from cnnstrategies.pipeline.predict import Predictor
 from cnnstrategies.pipeline.request import Request
 
-GRAPHS = 300
+GRAPHS = 200
 
 
 def random_costs(rng: random.Random) -> GraphCosts:
@@ -83,7 +83,7 @@ def test_within_5_percent_of_exhaustive_search_on_random_graphs() -> None:
 def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
     rng = random.Random(2)
     tight = 0
-    for _ in range(60):
+    for _ in range(40):
         costs, link = random_costs(rng), random_link(rng)
         request = Request(3, 4, "1f1b", stages=3)
         free = Predictor(costs, link, request)
@@ -97,7 +97,7 @@ def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
         best = min(map(predictor.time, all_layouts(costs, limited)))
         assert predictor.time(found) <= 1.05 * best
         tight += free.memory(free.search(free.time, None) or found) > limit
-    assert tight > 10, "the limit must have changed the choice in some of the graphs"
+    assert tight > 5, "the limit must have changed the choice in some of the graphs"
 
 
 def chain(times: list[float], sent: int = 1, parameters: list[int] | None = None) -> GraphCosts:

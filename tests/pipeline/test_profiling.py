@@ -1,7 +1,6 @@
 """Profiling: what is measured, and that nothing of the network is touched."""
 
 import statistics
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -40,38 +39,26 @@ def profile_of(network: nn.Module, microbatch: Tensor, repeats: int = 3) -> Grap
     return profile(trace(network), microbatch, warm_up=1, repeats=repeats)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads that wait for a busy core would be measured as work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def microbatch() -> Tensor:
     return torch.randn(4, 3, 16, 16)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def network() -> Network:
     return Network()
 
 
-@pytest.fixture(scope="module")
-def costs(network: Network, microbatch: Tensor) -> GraphCosts:
-    return profile_of(network, microbatch)
-
-
-def test_every_node_costs_time_and_layers_cost_more_than_relu(costs: GraphCosts) -> None:
+def test_every_node_costs_time_and_layers_cost_more_than_relu(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
     times = {node.name: node for node in costs.nodes}
     assert all(node.forward > 0 for node in costs.nodes)
     assert times["body"].forward > times["relu"].forward
     assert times["body"].backward > 0
 
 
-def test_parameter_bytes_count_each_parameter_once(costs: GraphCosts, network: Network) -> None:
+def test_parameter_bytes_count_each_parameter_once(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
     assert costs.parameter_bytes == sum(parameter.nbytes for parameter in network.parameters())
     owned = {node.name: node.parameter_bytes for node in costs.nodes}
     assert owned["mul"] == network.scale.nbytes
@@ -81,7 +68,8 @@ def test_parameter_bytes_count_each_parameter_once(costs: GraphCosts, network: N
     assert shared[1] not in costs.cut_positions, "uses of the same parameters stay together"
 
 
-def test_sent_bytes_are_those_of_the_live_values(costs: GraphCosts) -> None:
+def test_sent_bytes_are_those_of_the_live_values(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
     position = {node.name: index for index, node in enumerate(costs.nodes)}
     one = 4 * 16 * 16 * 16 * 4
     assert costs.sent_bytes[position["norm"]] == one
@@ -103,9 +91,8 @@ def test_images_that_are_used_again_are_sent_without_gradient(microbatch: Tensor
     assert costs.sent_bytes[1] - costs.sent_gradient_bytes[1] == microbatch.nbytes
 
 
-def test_saved_bytes_sum_to_what_autograd_saves_for_the_whole_network(
-    costs: GraphCosts, network: Network, microbatch: Tensor
-) -> None:
+def test_saved_bytes_sum_to_what_autograd_saves_for_the_whole_network(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers(), microbatch)}
     sizes: dict[int, int] = {}
 
