@@ -68,8 +68,8 @@ def profile(
             # Zeros, so that a backward adds, as it does from the second microbatch of a step on.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         counted = _sweep(traced, order, microbatch, count=True)
-        sweeps = []
-        wholes = []
+        sweeps: list[_Sweep] = []
+        wholes: list[tuple[float, float]] = []
         end = time.monotonic() + budget
         for index in range(warm_up + repeats):
             if sweeps and time.monotonic() > end:
