@@ -27,6 +27,7 @@ class Batch:
         image_dtype: Type of the images.
         rest: What the batch holds besides images, over all replicas and in the order of one process: targets (N, ...)
             for training.
+        form: What kind of container it came in.
     """
 
     split: Split
@@ -34,11 +35,13 @@ class Batch:
     image_shape: tuple[int, ...]
     image_dtype: torch.dtype
     rest: tuple[Tensor, ...]
+    form: str
 
 
 def share_batch(
     images: Tensor | None,
     rest: Sequence[Tensor],
+    form: str,
     microbatches: int,
     placement: Placement,
     transport: Transport,
@@ -50,6 +53,7 @@ def share_batch(
         images: This replica's images (n, C, H, W), with n = 0 or None where it has none; ignored after the first
             stage.
         rest: This replica's other tensors, each with n rows.
+        form: What kind of container they came in.
         microbatches: Microbatches of a full step.
         placement: The numbering of the ranks.
         transport: Its control group carries the sizes.
@@ -72,12 +76,12 @@ def share_batch(
                     f"a batch of {len(images)} images comes with {shape}: everything in a batch must be a tensor "
                     "with one row per image"
                 )
-        header = (tuple(images.shape), images.dtype, [(tuple(t.shape), t.dtype) for t in rest])
+        header = (tuple(images.shape), images.dtype, [(tuple(t.shape), t.dtype) for t in rest], form)
     headers = [_broadcast_header(header, source, transport) for source in first]
     rows = tuple(0 if one is None else one[0][0] for one in headers)
     split = Split(rows, microbatches)
     if not split.samples:
-        return Batch(split, None, (), torch.float32, ())
+        return Batch(split, None, (), torch.float32, (), form)
     like = next(one for one in headers if one is not None)
     parts = []
     for index, (shape, dtype) in enumerate(like[2]):
@@ -92,7 +96,7 @@ def share_batch(
             pieces.append(piece)
         parts.append(split.assemble(pieces))
     own = images if rank in first else None
-    return Batch(split, own, like[0][1:], like[1], tuple(parts))
+    return Batch(split, own, like[0][1:], like[1], tuple(parts), like[3])
 
 
 def _broadcast_header(header: Any, source: int, transport: Transport) -> Any:

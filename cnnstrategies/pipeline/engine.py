@@ -34,7 +34,8 @@ class Pipeline:
 
     Args:
         network: The whole network; this rank's stage shares its parameters.
-        cuts: Names of modules after which the network is cut.
+        cuts: Names of modules after which the network is cut, or positions, as in
+            :func:`~cnnstrategies.pipeline.stage.divide`.
         replicas: Replicas of each stage.
         microbatches: Microbatches of a step, over all replicas.
         schedule: ``1f1b`` or ``gpipe``.
@@ -48,6 +49,7 @@ class Pipeline:
 
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
+        shapes: Shape of each of the network's parameters and buffers.
         parameters: The stage's trainable parameters, in the order of the gradients.
 
     Raises:
@@ -57,7 +59,7 @@ class Pipeline:
     def __init__(
         self,
         network: nn.Module,
-        cuts: Sequence[str],
+        cuts: Sequence[str | int],
         replicas: Sequence[int],
         microbatches: int,
         schedule: Schedule = "1f1b",
@@ -76,6 +78,7 @@ class Pipeline:
         self.place = self.placement.place(self.rank)
         self.tasks = timetable(replicas, microbatches, schedule)[self.rank]
         self.last = self.place.stage == self.placement.stages - 1
+        self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
         self.transport = Transport(self.placement, self._pairs(), timeout)
         group = self._stage_group(timeout)
@@ -105,16 +108,54 @@ class Pipeline:
             activation_checkpointing,
             self.device,
         )
+        self._samples = 0
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
 
-    def share(self, images: Tensor | None, *rest: Tensor) -> Batch:
+    def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple") -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
 
         Args:
             images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
+            form: Travels with the batch: what kind of container the caller took it from.
         """
-        return share_batch(images, rest, self.microbatches, self.placement, self.transport, self.device)
+        return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """Each stage's value, from its first replica, on rank 0; a collective.
+
+        Args:
+            value: Nested containers of tensors and plain data; tensors arrive on the CPU.
+
+        Returns:
+            On rank 0 the values in the order of the stages; None on the other ranks.
+        """
+        if self.rank == 0:
+            others = range(1, self.placement.stages)
+            what = "the state of a stage"
+            received = [self.transport.receive_object(self.placement.ranks(stage)[0], what) for stage in others]
+            return [value, *received]
+        if self.place.replica == 0:
+            self.transport.send_object(value, 0, "the state of a stage")
+        return None
+
+    @torch.no_grad()
+    def merge(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the network, on the CPU of every rank; a collective."""
+        own = dict((*self.module.named_parameters(), *self.module.named_buffers()))
+        everything = dict((*self.blueprint.network.named_parameters(), *self.blueprint.network.named_buffers()))
+        merged = {}
+        for stage, names in enumerate(self.blueprint.state):
+            source = self.placement.ranks(stage)[0]
+            for name in names:
+                if stage == self.place.stage:
+                    tensor = own[name].detach().cpu().contiguous()
+                else:
+                    tensor = torch.empty(self.shapes[name], dtype=everything[name].dtype)
+                if self.placement.world_size > 1:
+                    dist.broadcast(tensor, source, group=self.transport.control)
+                merged[name] = tensor
+        return merged
 
     def train(self, batch: Batch, loss: Loss, scale: float = 1.0) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
@@ -129,6 +170,7 @@ class Pipeline:
             For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, the same
             on all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
         """
+        self._samples = batch.split.samples
         return self.executor.train(self.tasks, batch, loss, scale)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
@@ -139,6 +181,13 @@ class Pipeline:
         """
         own = range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
         return self.executor.evaluate(own, batch)
+
+    def mean_loss(self) -> float:
+        """The mean loss over the samples of the last step, as the last stage computed it; a collective."""
+        loss = self.executor.loss_sum.double().cpu()
+        if self.placement.world_size > 1:
+            dist.all_reduce(loss, group=self.transport.control)
+        return float(loss) / self._samples
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.
@@ -191,14 +240,14 @@ class Pipeline:
         return mine
 
 
-def divide_by_names(network: nn.Module, cuts: Sequence[str]) -> Blueprint:
-    """Divide a network after the modules that are named.
+def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
+    """Divide a network after the modules that are named, or at positions.
 
     Raises:
         ConfigurationError: A name is unknown, a cut is impossible, or the cuts are not in the order of the network.
     """
     traced = trace(network)
-    positions = [find_cut(traced, name) for name in cuts]
+    positions = [cut if isinstance(cut, int) else find_cut(traced, cut) for cut in cuts]
     if sorted(set(positions)) != positions:
         raise ConfigurationError(f"cuts={list(cuts)}: name each cut once, in the order in which the network runs")
     return divide(network, positions)

@@ -19,7 +19,7 @@ from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
 
-Loss = Callable[[Any, Tensor], Tensor]
+Loss = Callable[[Any, Any], Tensor]
 AHEAD = 2  # tasks whose receives are posted early: under 1f1b one forward and one backward
 
 
@@ -54,6 +54,7 @@ class Executor:
         device: Where the stage runs.
 
     Attributes:
+        loss_sum: In the last stage the sum of the losses of the last step's samples on this rank.
         peak_held: Most microbatches whose activations were held at once in the last step.
         spans: The measured timeline, while it is a list; on a GPU measuring synchronises at each task.
     """
@@ -79,6 +80,7 @@ class Executor:
         self.device = device
         self.peak_held = 0
         self.spans: list[Span] | None = None
+        self.loss_sum = torch.zeros((), device=device)
         self._held: dict[int, Held] = {}
         self._outputs: dict[int, Any] = {}
 
@@ -101,6 +103,7 @@ class Executor:
         last_backward = max((task.microbatch for task in tasks), default=None)
         channels = self.channels[self.module.training]
         self.peak_held = 0
+        self.loss_sum = torch.zeros((), device=self.device)
         self._held, self._outputs = {}, {}
         self.reducer.begin()
         try:
@@ -237,7 +240,9 @@ class Executor:
     def _weighted_loss(self, outputs: Any, microbatch: int, batch: Batch, loss: Loss, scale: float) -> Tensor:
         """The microbatch's part of the mean over the global batch."""
         rows = batch.split.global_rows(microbatch).to(self.device)
-        mean = loss(outputs, batch.rest[0][rows])
+        targets = tuple(tensor[rows] for tensor in batch.rest)
+        mean = loss(outputs, targets[0] if len(targets) == 1 else targets)
+        self.loss_sum = self.loss_sum + mean.detach() * len(rows)
         return mean * (scale * len(rows) / batch.split.samples)
 
     def _expect(self, channels: Channels, tasks: Sequence[Task], batch: Batch) -> None:

@@ -1,7 +1,7 @@
 """Divide a traced network into stages that keep the network's own parameter names."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,10 @@ class Blueprint:
     def division(self, training: bool) -> Division:
         """The division for a mode."""
         return self.training if training else self.evaluation
+
+    def of(self, network: nn.Module) -> "Blueprint":
+        """The same division of another network of the same structure."""
+        return replace(self, network=network)
 
     def build(self, stage: int) -> "StageModule":
         """The module of one stage; it shares parameters and buffers with the network."""
