@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from cnnstrategies.pipeline.costs import GraphCosts, Link
 from cnnstrategies.pipeline.layout import Layout, StageCost, messages, stage_costs
-from cnnstrategies.pipeline.partition import Problem, best_layout
+from cnnstrategies.pipeline.partition import best_layout
+from cnnstrategies.pipeline.programme import Problem
 from cnnstrategies.pipeline.request import Request, even_replicas
 from cnnstrategies.pipeline.simulate import Simulation, peak_in_flight, simulate
 from cnnstrategies.pipeline.timetable import timetable

@@ -8,8 +8,9 @@ import pytest
 
 from cnnstrategies.pipeline.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.partition import best_layout, propose
+from cnnstrategies.pipeline.partition import best_layout
 from cnnstrategies.pipeline.predict import Predictor
+from cnnstrategies.pipeline.programme import propose
 from cnnstrategies.pipeline.request import Request
 
 GRAPHS = 200
