@@ -48,6 +48,9 @@ def best_layout(
     if replicas is None:
         swapped = {other for layout in ranked[:REFINED] for other in _with_two_stages_swapped(layout)}
         ranked = sorted({*ranked, *swapped}, key=lambda layout: (time_of(layout), layout.cuts, layout.replicas))
+        if stages is None:
+            split = {other for layout in ranked[:REFINED] for other in _with_a_stage_split(layout, problem)}
+            ranked = sorted({*ranked, *split}, key=lambda layout: (time_of(layout), layout.cuts, layout.replicas))
     starts: dict[tuple[int, ...], Layout] = {}
     for layout in ranked:
         starts.setdefault(layout.replicas, layout)
@@ -89,6 +92,17 @@ def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) ->
             replicas[giver] -= 1
             replicas[taker] += 1
             yield Layout(layout.cuts, tuple(replicas))
+
+
+def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
+    """Layouts with a replicated stage cut in two, at up to four places."""
+    bounds = (0, *layout.cuts, len(problem.costs.nodes))
+    for stage, count in enumerate(layout.replicas):
+        places = [cut for cut in problem.costs.cut_positions if bounds[stage] < cut < bounds[stage + 1]]
+        for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:
+            for first in range(1, count):
+                replicas = (*layout.replicas[:stage], first, count - first, *layout.replicas[stage + 1 :])
+                yield Layout(tuple(sorted((*layout.cuts, cut))), replicas)
 
 
 def _with_two_stages_swapped(layout: Layout) -> Iterator[Layout]:

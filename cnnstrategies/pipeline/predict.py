@@ -45,9 +45,9 @@ class Predictor:
         request = self.request
         return Problem(self.costs, self.link, request.microbatches, self.in_flight, request.state_copies, memory_limit)
 
-    def in_flight(self, stages_left: int, replicas: int) -> int:
-        """Most microbatches that a replica holds, by place from the end: what the same timetable says."""
-        return max(peak_in_flight(self.tasks((replicas, *[1] * (stages_left - 1)))[0]).values())
+    def in_flight(self, devices: int, replicas: int) -> int:
+        """Most microbatches that a replica holds with so many devices in its stage and behind it: by the timetable."""
+        return max(peak_in_flight(self.tasks((replicas, *[1] * (devices - replicas)))[0]).values())
 
     def time(self, layout: Layout) -> float:
         """Predicted step time in seconds, infinite where the layout does not fit into memory."""

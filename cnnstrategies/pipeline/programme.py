@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cnnstrategies.pipeline.costs import GraphCosts, Link
+from cnnstrategies.pipeline.gradients import BUCKET_BYTES
 from cnnstrategies.pipeline.layout import Layout
 
 Floats = NDArray[np.float64]
@@ -32,8 +33,8 @@ class Problem:
         costs: Costs of the nodes for one microbatch.
         link: Connection between any two devices.
         microbatches: Microbatches of a step.
-        in_flight: Most microbatches that a replica holds, from (stages from this one to the last, replicas of
-            this stage): 1 for the last stage of 1f1b, all of the replica's microbatches for gpipe.
+        in_flight: Most microbatches that a replica holds, from (devices of this stage and those behind it,
+            replicas of this stage): 1 for the last stage of 1f1b, all of the replica's microbatches for gpipe.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
         memory_limit: Bytes that a device may hold; unlimited when None.
     """
@@ -139,7 +140,7 @@ class Programme:
                 for replicas in self._options(count, used - count + 1):
                     if (count - 1, used - replicas) not in tails:
                         continue
-                    total = self._extend(tails[count - 1, used - replicas], count, replicas, bound)
+                    total = self._extend(tails[count - 1, used - replicas], used, replicas, bound)
                     end = total.argmin(axis=1)
                     value = total[np.arange(last + 1), end]
                     better = value < best
@@ -155,7 +156,7 @@ class Programme:
                 continue
             for replicas in self._options(others + 1, self.devices - rest):
                 if self.idle or rest + replicas == self.devices:
-                    total = self._extend(tail, others + 1, replicas, bound)[0]
+                    total = self._extend(tail, rest + replicas, replicas, bound)[0]
                     end = int(total.argmin())
                     if np.isfinite(total[end]):
                         layout, slowest = self._read(choices, (others, rest), end, replicas)
@@ -168,11 +169,11 @@ class Programme:
             return [self.replicas[-count]]
         return range(1, min(most, self.problem.microbatches) + 1)
 
-    def _extend(self, tail: Floats, count: int, replicas: int, bound: float) -> Floats:
+    def _extend(self, tail: Floats, devices: int, replicas: int, bound: float) -> Floats:
         """Time from each start position to the end and back when the stage ends at each end position."""
         problem = self.problem
         total: Floats = self.time + (self.transfer + tail)[None, :]
-        window = problem.in_flight(count, replicas)
+        window = problem.in_flight(devices, replicas)
         possible = self.ordered & (self._slowest_of(replicas) <= bound)
         rounds = -(-problem.microbatches // replicas)
         if rounds > window:
@@ -192,10 +193,16 @@ class Programme:
             incoming = self.sent[:, None] + self.gradients[None, :]
             outgoing = self.sent[None, :] + self.gradients[:, None]
             period = np.maximum(self.time, np.maximum(incoming, outgoing) / link.bandwidth)
-            reduce = 2 * (replicas - 1) * (link.latency + self.parameters / replicas / link.bandwidth)
-            # Gradients are reduced while this stage's last backward and those of the stages before it run.
-            self.slowest[replicas] = (rounds - 1) * period + np.maximum(0.0, reduce - self.drain[None, :])
+            # Gradients are reduced while this stage's last backward and those of the stages before it run; the last
+            # bucket only while the latter run.
+            reduce = self._reduce_time(self.parameters, replicas) - self.drain[None, :]
+            bucket = self._reduce_time(np.minimum(self.parameters, BUCKET_BYTES), replicas) - self.drain[:, None]
+            self.slowest[replicas] = (rounds - 1) * period + np.maximum(0.0, np.maximum(reduce, bucket))
         return self.slowest[replicas]
+
+    def _reduce_time(self, sizes: Floats, replicas: int) -> Floats:
+        link = self.problem.link
+        return 2 * (replicas - 1) * (link.latency + sizes / replicas / link.bandwidth)
 
     def _read(self, choices: Choices, rest: tuple[int, int], end: int, replicas: int) -> tuple[Layout, float]:
         """The layout whose first stage ends here with so many replicas, and what its slowest stage adds."""

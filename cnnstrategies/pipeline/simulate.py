@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cnnstrategies.pipeline.costs import Link
+from cnnstrategies.pipeline.gradients import BUCKET_BYTES
 from cnnstrategies.pipeline.layout import Message, StageCost
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Kind, Task
-
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
