@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 
 TIMEOUT = 60.0
 
+# The server imports the package of this checkout, wherever it is started.
+os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torchvision", "torch.distributed", "cnnstrategies.pipeline.engine"])
 
@@ -24,23 +27,31 @@ _context.set_forkserver_preload(["torch", "torchvision", "torch.distributed", "c
 def _main(rank: int, world: int, store: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    os.chdir(os.path.dirname(store))
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
-        )
+        if world:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
+            )
         buffer = io.BytesIO()  # Tensors in a pipe would be shared memory of a process that has ended.
         torch.save(function(*args), buffer)
         pipe.send(("ok", buffer.getvalue()))
-        dist.destroy_process_group()
+        if world:
+            dist.destroy_process_group()
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
+
+
+def run_apart(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function(*args)`` returned in a process of its own, without a process group."""
+    return run_ranks(0, function, *args)[0]
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``function(*args)`` returned on each rank of a gloo world; fails if one of them raised or hangs."""
     with tempfile.TemporaryDirectory() as directory:
         pipes, processes = [], []
-        for rank in range(world):
+        for rank in range(max(world, 1)):
             receiver, sender = _context.Pipe(duplex=False)
             arguments = (rank, world, f"{directory}/store", sender, function, args)
             process = _context.Process(target=_main, args=arguments)

@@ -1,6 +1,6 @@
 """Divide a traced network into stages that keep the network's own parameter names."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -198,7 +198,7 @@ def _stage_graph(traced: fx.GraphModule, place: dict[fx.Node, int], routes: list
     if stage == 0:
         inputs = (IMAGES,)
     own = [node for node in place if place[node] == stage and node.op not in ("placeholder", "output")]
-    changed = {_origin(changed_in_place(traced, node)) for node in own}
+    changed = {origin for node in own for origin in _origins(traced, changed_in_place(traced, node))}
     received = {name: graph.placeholder(name) for name in inputs}
     for name, argument in received.items():
         node = by_name[name]
@@ -231,14 +231,14 @@ def _name(node: fx.Node) -> str:
     return IMAGES if node.op == "placeholder" else node.name
 
 
-def _origin(node: fx.Node | None) -> fx.Node | None:
-    """The value that a node may be a view of: that of the first argument, through functions and methods."""
-    while node is not None and node.op in ("call_function", "call_method") and node.args:
-        first = node.args[0]
-        if not isinstance(first, fx.Node) or first.op == "get_attr":
-            break
-        node = first
-    return node
+def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
+    """A node and all that it may be a view of: the first arguments, through all but modules with parameters."""
+    while node is not None:
+        yield node
+        if node.op == "call_module" and any(True for _ in traced.get_submodule(str(node.target)).parameters()):
+            return
+        first = node.args[0] if node.args else None
+        node = first if isinstance(first, fx.Node) else None
 
 
 def _put(root: nn.Module, path: str, module: nn.Module) -> None:
