@@ -196,7 +196,13 @@ def main() -> None:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         end_with_parent()
     try:
-        CLI()
+        if sys.argv[1:2] == ["plan"]:
+            # It needs no trainer, so it has a parser of its own, which builds on this module.
+            from cnnstrategies.plan_command import main as plan
+
+            plan(sys.argv[2:])
+        else:
+            CLI()
     except ProcessRaisedException as error:
         # From a spawned or forked rank, whose exception arrives as text.
         if "JSONARGPARSE_DEBUG" in os.environ or (refusal := refusal_in(str(error))) is None:

@@ -3,9 +3,10 @@
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from cnnstrategies.strategies.compressed_ddp import CompressedDDPStrategy
+from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.local_sgd import LocalSGDStrategy
 
-__all__ = ["CompressedDDPStrategy", "LocalSGDStrategy"]
+__all__ = ["CompressedDDPStrategy", "HybridPipelineStrategy", "LocalSGDStrategy"]
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
@@ -22,3 +23,4 @@ _register("ddp_fp16", CompressedDDPStrategy, "DDP, gradients sent as fp16", comp
 _register("ddp_bf16", CompressedDDPStrategy, "DDP, gradients sent as bf16", compression="bf16")
 _register("ddp_powersgd", CompressedDDPStrategy, "DDP, low-rank gradients", compression="powersgd")
 _register("ddp_local_sgd", LocalSGDStrategy, "Weights averaged every 8 steps after 100 steps of DDP")
+_register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each replicated as often as it needs")

@@ -1,0 +1,88 @@
+"""Hosts on one machine: network namespaces on a bridge, each with a link of limited bandwidth.
+
+Every host has eth0 with the address 10.77.0.<number>, limited by `tc` in both directions. Needs root and iproute2.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ranks import sh
+
+PREFIX = "cnnbench"
+
+
+def missing() -> str | None:
+    """Why hosts cannot be made here, or None when they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    absent = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if absent:
+        return f"iproute2 is not installed: {' and '.join(absent)} not found"
+    probe = subprocess.run(["ip", "netns", "add", f"{PREFIX}-probe"], capture_output=True, text=True)
+    if probe.returncode:
+        return f"network namespaces cannot be made: {probe.stderr.strip()}"
+    sh(f"ip netns del {PREFIX}-probe")
+    return None
+
+
+@contextmanager
+def hosts(count: int, megabits: int) -> Iterator[list[str]]:
+    """Names of that many hosts; they are removed at the end.
+
+    Args:
+        count: Number of hosts.
+        megabits: Bandwidth of each host's link in Mbit/s, in each direction.
+    """
+    names = [f"{PREFIX}{number}" for number in range(count)]
+    switch = f"{PREFIX}-switch"
+    limit = f"root tbf rate {megabits}mbit burst 256kb latency 50ms"
+    try:
+        sh(f"ip netns add {switch}")
+        sh(f"ip -n {switch} link add bridge0 type bridge && ip -n {switch} link set bridge0 up")
+        for number, name in enumerate(names):
+            sh(f"ip netns add {name}")
+            sh(f"ip link add eth0 netns {name} type veth peer name port{number} netns {switch}")
+            sh(f"ip -n {switch} link set port{number} master bridge0 up")
+            sh(f"ip -n {name} addr add 10.77.0.{number + 1}/24 dev eth0")
+            sh(f"ip -n {name} link set eth0 up && ip -n {name} link set lo up")
+            sh(f"ip netns exec {name} tc qdisc add dev eth0 {limit}")
+            sh(f"ip netns exec {switch} tc qdisc add dev port{number} {limit}")
+        yield names
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def run_on(names: Sequence[str], command: Sequence[str], timeout: float) -> str:
+    """Run a command on every host, with RANK, WORLD_SIZE and the address of the first host in the environment.
+
+    Returns:
+        What the first host printed.
+    """
+    processes = []
+    for rank, name in enumerate(names):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(names)),
+            "MASTER_ADDR": "10.77.0.1",
+            "MASTER_PORT": "29511",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+        output = subprocess.PIPE if rank == 0 else None
+        processes.append(
+            subprocess.Popen(["ip", "netns", "exec", name, *command], env=environment, stdout=output, text=True)
+        )
+    try:
+        printed, _ = processes[0].communicate(timeout=timeout)
+        for process in processes:
+            if process.wait(timeout=60):
+                raise SystemExit(f"{' '.join(command)} failed with exit code {process.returncode}")
+    finally:
+        for process in processes:
+            process.kill()
+    return printed

@@ -1,0 +1,139 @@
+"""Measure steps of two stages, and what the planner says of them, in turn on the same two processes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from cutting import best_cut, bound
+from networks import images
+from ranks import run_ranks
+from torch import nn
+
+from cnnstrategies.pipeline.costs import Link
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.layout import Layout, stage_costs
+from cnnstrategies.pipeline.link import measure_local_link
+from cnnstrategies.pipeline.predict import Predictor
+from cnnstrategies.pipeline.profiling import profile
+from cnnstrategies.pipeline.request import Request
+from cnnstrategies.pipeline.timeline import draw_timeline
+from cnnstrategies.pipeline.tracing import trace
+
+STEPS = 5  # between two profiles
+
+
+@dataclass(frozen=True)
+class Result:
+    """Step, prediction and bound of the quietest round, in seconds, and the medians of their ratios.
+
+    Other work on the machine only ever adds time, so the smallest of each is nearest to the machine's own.
+
+    Attributes:
+        cut: The node after which the network is cut.
+        step: Measured step.
+        predicted: The planner's prediction from profiles taken between the steps.
+        bound: sum t_i + (M - 1) max t_i from the same profiles.
+        prediction_ratio: Median over the rounds of predicted / measured.
+        bound_ratio: Median over the rounds of bound / measured.
+    """
+
+    cut: str
+    step: float
+    predicted: float
+    bound: float
+    prediction_ratio: float
+    bound_ratio: float
+
+
+def measure(
+    make: Callable[[], nn.Module],
+    size: int,
+    classes: int,
+    samples: int,
+    microbatches: int,
+    rounds: int,
+    timeline: Path | None = None,
+) -> Result:
+    """Cut the network where the planner says, then profile and step in turn.
+
+    Both processes profile at the same time, so that the profile sees the machine as the steps do: shared.
+    """
+    link = measure_local_link(torch.device("cpu"), "gloo")
+    inputs, _ = images(size, samples // microbatches, classes)
+    _, layout, cut = best_cut(make(), inputs, microbatches, link)
+    arguments = (make, size, classes, samples, microbatches, rounds, cut, layout, link, timeline)
+    results = run_ranks(2, _measure, *arguments)
+    steps = [step for step, _, _ in results[0]]
+    predicted = [median((one[1], other[1])) for one, other in zip(*results, strict=True)]
+    bounds = [median((one[2], other[2])) for one, other in zip(*results, strict=True)]
+    return Result(
+        cut,
+        min(steps),
+        min(predicted),
+        min(bounds),
+        median(a / b for a, b in zip(predicted, steps, strict=True)),
+        median(a / b for a, b in zip(bounds, steps, strict=True)),
+    )
+
+
+def _measure(
+    rank: int,
+    make: Callable[[], nn.Module],
+    size: int,
+    classes: int,
+    samples: int,
+    microbatches: int,
+    rounds: int,
+    cut: str,
+    layout: Layout,
+    link: Link,
+    timeline: Path | None,
+) -> list[tuple[float, float, float]]:
+    torch.manual_seed(1)
+    network = make()
+    pipeline = Pipeline(network, [cut], [1, 1], microbatches, batch_norm="microbatch")
+    inputs, targets = images(size, samples, classes)
+    microbatch = inputs[: samples // microbatches]
+    traced = trace(network)
+
+    def step() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        pipeline.module.zero_grad(set_to_none=True)
+        batch = pipeline.share(inputs, targets)
+        pipeline.train(batch, F.cross_entropy)
+        dist.barrier()
+        return time.perf_counter() - start
+
+    for _ in range(2):
+        step()
+    found = []
+    for _ in range(rounds):
+        dist.barrier()
+        predictor = Predictor(profile(traced, microbatch, warm_up=1), link, Request(2, microbatches))
+        stages = stage_costs(predictor.costs, layout.cuts)
+        found.append((min(step() for _ in range(STEPS)), predictor.time(layout), bound(stages, microbatches)))
+    if timeline is not None:
+        _draw(rank, pipeline, step, predictor, layout, timeline)
+    return found
+
+
+def _draw(
+    rank: int, pipeline: Pipeline, step: Callable[[], float], predictor: Predictor, layout: Layout, path: Path
+) -> None:
+    """Draw one measured step and its prediction."""
+    pipeline.executor.spans = []
+    step()
+    gathered = [None, None]
+    dist.all_gather_object(gathered, pipeline.executor.spans)
+    if rank == 0:
+        spans = [span for own in gathered for span in own or ()]
+        names = {0: "stage 0", 1: "stage 1"}
+        draw_timeline(spans, path.with_name(path.name + "_measured.png"), "Measured step", names)
+        predicted = predictor.simulate(layout).spans
+        draw_timeline(predicted, path.with_name(path.name + "_predicted.png"), "Predicted step", names)

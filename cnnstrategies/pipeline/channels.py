@@ -1,0 +1,222 @@
+"""One stage's traffic with the others: inputs and outputs of its forwards, gradients of its backwards."""
+
+from collections import deque
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.pipeline.stage import IMAGES, Division
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, Pending, Transport
+from cnnstrategies.pipeline.values import Header, pack
+
+GRADIENTS_UNDER_WAY = 2  # sends of gradients to one rank that are not waited for
+EVALUATIONS_UNDER_WAY = 4  # sends of one evaluated microbatch's values that are not waited for
+
+
+class Channels:
+    """Sends and receives for the rank that runs a stage.
+
+    Receives are posted before they are needed, so that data flows while the rank computes. Sends are waited for when
+    the answer shows that they have arrived, so that no rank waits for another to post a receive.
+
+    Args:
+        division: The divided graph.
+        placement: The numbering of the ranks.
+        stage: The rank's stage.
+        transport: Sends and receives tensors.
+        device: Where the tensors live.
+        ask_for_all: Ask for the gradients of all floating-point tensors: a forward without autograd, which runs again
+            later, does not know which it will need.
+    """
+
+    def __init__(
+        self,
+        division: Division,
+        placement: Placement,
+        stage: int,
+        transport: Transport,
+        device: torch.device,
+        ask_for_all: bool,
+    ) -> None:
+        self.division = division
+        self.placement = placement
+        self.stage = stage
+        self.transport = transport
+        self.device = device
+        self.ask_for_all = ask_for_all
+        routes = division.routes
+        self.sources = sorted({route.source for route in routes if stage in route.targets})
+        self.targets = sorted({target for route in routes if route.source == stage for target in route.targets})
+        self.names_from = {
+            source: [route.name for route in routes if route.source == source and stage in route.targets]
+            for source in self.sources
+        }
+        self.names_to = {
+            target: [route.name for route in routes if route.source == stage and target in route.targets]
+            for target in self.targets
+        }
+        self._received_headers: dict[Hashable, Header] = {}
+        self._sent_headers: dict[Hashable, Header] = {}
+        self._coming: dict[tuple[str, int], list[tuple[int, Header, list[Pending]]]] = {}
+        self._leaving: dict[int, list[Pending]] = {}
+        self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
+
+    def expect_forward(self, microbatch: int, size: Hashable, headers_known_only: bool) -> bool:
+        """Post the receives of a forward's inputs; those of one source in the order in which it sends.
+
+        Args:
+            microbatch: The microbatch.
+            size: What its shapes depend on.
+            headers_known_only: Do nothing where a header would have to be waited for: its sender may be waiting for
+                what this rank does first.
+
+        Returns:
+            Whether they are posted.
+        """
+        keys = [(source, self.placement.rank_of(source, microbatch), size) for source in self.sources]
+        if ("forward", microbatch) in self._coming:
+            return True
+        if headers_known_only and any(key not in self._received_headers for key in keys):
+            return False
+        coming = []
+        for source, key in zip(self.sources, keys, strict=True):
+            rank = key[1]
+            what = f"the activations of microbatch {microbatch}"
+            if key not in self._received_headers:
+                self._received_headers[key] = self.transport.receive_object(rank, what)
+            header = self._received_headers[key]
+            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in header.tensors]
+            pending = [self.transport.receive(buffer, rank, FORWARD, what) for buffer in buffers]
+            coming.append((source, header, pending))
+        self._coming["forward", microbatch] = coming
+        return True
+
+    def receive_forward(self, microbatch: int, size: Hashable) -> tuple[dict[str, Any], dict[int, list[Tensor]]]:
+        """The inputs of a forward.
+
+        Returns:
+            The values by name, and for each source the tensors whose gradients it wants, as leaves of autograd.
+        """
+        self.expect_forward(microbatch, size, headers_known_only=False)
+        values: dict[str, Any] = {}
+        leaves: dict[int, list[Tensor]] = {}
+        for source, header, pending in self._coming.pop(("forward", microbatch)):
+            tensors = [one.wait() for one in pending]
+            if torch.is_grad_enabled():
+                for tensor, spec in zip(tensors, header.tensors, strict=True):
+                    tensor.requires_grad_(spec.needs_gradient)
+                leaves[source] = [
+                    tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
+                ]
+            values |= zip(self.names_from[source], header.unpack(tensors), strict=True)
+        return values, leaves
+
+    def send_forward(
+        self, microbatch: int, size: Hashable, values: dict[str, Any], training: bool
+    ) -> dict[int, list[Tensor]]:
+        """Send a forward's outputs.
+
+        Args:
+            microbatch: The microbatch.
+            size: What its shapes depend on.
+            values: The stage's outputs by name.
+            training: Whether gradients will come back.
+
+        Returns:
+            For each target the tensors whose gradients it will send back.
+        """
+        copies: dict[int, Tensor] = {}  # One contiguous copy of a tensor, however many stages use it.
+        roots: dict[int, list[Tensor]] = {}
+        leaving = []
+        for target in self.targets:
+            rank = self.placement.rank_of(target, microbatch)
+            header, tensors = pack(tuple(values[name] for name in self.names_to[target]), self.ask_for_all)
+            what = f"the activations of microbatch {microbatch}"
+            key = (target, rank, size)
+            if key not in self._sent_headers:
+                self._sent_headers[key] = header
+                self.transport.send_object(header, rank, what)
+            assert self._sent_headers[key] == header, "the header of a size does not change"
+            for tensor in tensors:
+                if id(tensor) not in copies:
+                    copies[id(tensor)] = tensor.detach().contiguous()
+                leaving.append(self.transport.send(copies[id(tensor)], rank, FORWARD, what))
+            roots[target] = [
+                tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
+            ]
+        self._leaving[microbatch] = leaving
+        if not training and len(self._leaving) > EVALUATIONS_UNDER_WAY:
+            self._sent(next(iter(self._leaving)))
+        return roots
+
+    def roots(self, values: dict[str, Any]) -> dict[int, list[Tensor]]:
+        """For each target the tensors whose gradients it sends back, of a forward that ran again."""
+        roots = {}
+        for target, names in self.names_to.items():
+            header, tensors = pack(tuple(values[name] for name in names), self.ask_for_all)
+            roots[target] = [
+                tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
+            ]
+        return roots
+
+    def expect_backward(self, microbatch: int, size: Hashable) -> None:
+        """Post the receives of the gradients that a backward starts from."""
+        if ("backward", microbatch) in self._coming:
+            return
+        coming = []
+        for target in self.targets:
+            rank = self.placement.rank_of(target, microbatch)
+            header = self._sent_headers[target, rank, size]
+            wanted = [spec for spec in header.tensors if spec.needs_gradient]
+            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in wanted]
+            what = f"the gradients of microbatch {microbatch}"
+            coming.append((target, header, [self.transport.receive(b, rank, BACKWARD, what) for b in buffers]))
+        self._coming["backward", microbatch] = coming
+
+    def receive_backward(self, microbatch: int, size: Hashable) -> dict[int, list[Tensor]]:
+        """For each target the gradients of what :meth:`send_forward` returned."""
+        self.expect_backward(microbatch, size)
+        coming = self._coming.pop(("backward", microbatch))
+        gradients = {target: [one.wait() for one in pending] for target, _, pending in coming}
+        self._sent(microbatch)  # Who has sent its gradients has had the activations.
+        return gradients
+
+    def send_backward(self, microbatch: int, leaves: dict[int, list[Tensor]]) -> None:
+        """Send the gradients of the inputs back to their sources."""
+        for source, tensors in leaves.items():
+            rank = self.placement.rank_of(source, microbatch)
+            what = f"the gradients of microbatch {microbatch}"
+            sends = []
+            for tensor in tensors:
+                gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                sends.append(self.transport.send(gradient.contiguous(), rank, BACKWARD, what))
+            under_way = self._gradients_leaving.setdefault(rank, deque())
+            under_way.append(sends)
+            while len(under_way) > GRADIENTS_UNDER_WAY:
+                for one in under_way.popleft():
+                    one.wait()
+
+    def finish(self) -> None:
+        """Wait until everything has left."""
+        for microbatch in list(self._leaving):
+            self._sent(microbatch)
+        for under_way in self._gradients_leaving.values():
+            for sends in under_way:
+                for one in sends:
+                    one.wait()
+        self._gradients_leaving.clear()
+        assert not self._coming, "everything that was expected was also received"
+
+    def inputs(self, values: dict[str, Any], images: Tensor | None) -> tuple[Any, ...]:
+        """The stage's arguments in order."""
+        return tuple(
+            images if name == IMAGES and self.stage == 0 else values[name]
+            for name in self.division.stages[self.stage].inputs
+        )
+
+    def _sent(self, microbatch: int) -> None:
+        for one in self._leaving.pop(microbatch, []):
+            one.wait()

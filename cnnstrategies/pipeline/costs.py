@@ -1,0 +1,132 @@
+"""What a network's nodes and the links between devices cost: the planner's only input."""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class NodeCost:
+    """The cost of one node of the traced network for one microbatch.
+
+    Attributes:
+        name: Name of the node, as :mod:`cnnstrategies.pipeline.tracing` gives it.
+        forward: Forward time in seconds.
+        backward: Backward time in seconds, with the addition to the parameters' gradients.
+        parameter_bytes: Bytes of the parameters that the node owns.
+        saved_bytes: Bytes that the node makes and that are kept until the backward, by itself or by the nodes
+            that use them.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor (or a group of tensors) that one node makes and later nodes use.
+
+    Attributes:
+        producer: Index of the node that makes it.
+        consumers: Indices of the nodes that use it, ascending.
+        bytes: Size for one microbatch.
+        gradient_bytes: Size of its gradient; 0 where none flows back.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    bytes: int
+    gradient_bytes: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection between two devices; every device has one port in each direction.
+
+    Attributes:
+        bandwidth: Bytes per second.
+        latency: Seconds from the start of a message to the arrival of its first byte.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def time(self, size: int) -> float:
+        """Seconds in which ``size`` bytes arrive; 0 bytes cost nothing, since nothing is sent."""
+        return self.latency + size / self.bandwidth if size else 0.0
+
+    def all_reduce_time(self, size: int, members: int) -> float:
+        """Seconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) steps of size / n bytes.
+
+        Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
+        """
+        if members < 2 or not size:
+            return 0.0
+        return 2 * (members - 1) * (self.latency + size / members / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class GraphCosts:
+    """The costs of a network in topological order.
+
+    Attributes:
+        nodes: The nodes; a cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
+        values: What passes between the nodes.
+        cut_positions: Where a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
+        microbatch_size: Samples for which the costs hold.
+        input_bytes: Bytes of one microbatch of input.
+    """
+
+    nodes: tuple[NodeCost, ...]
+    values: tuple[Value, ...]
+    cut_positions: tuple[int, ...]
+    microbatch_size: int
+    input_bytes: int
+
+    @cached_property
+    def sent_bytes(self) -> tuple[int, ...]:
+        """For each position the bytes of all values that are made before it and used at or after it."""
+        return self._crossing([value.bytes for value in self.values])
+
+    @cached_property
+    def sent_gradient_bytes(self) -> tuple[int, ...]:
+        """For each position the bytes of the gradients that flow back over it."""
+        return self._crossing([value.gradient_bytes for value in self.values])
+
+    @cached_property
+    def forward_time(self) -> float:
+        """Seconds of the whole network's forward."""
+        return sum(node.forward for node in self.nodes)
+
+    @cached_property
+    def backward_time(self) -> float:
+        """Seconds of the whole network's backward."""
+        return sum(node.backward for node in self.nodes)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of all parameters."""
+        return sum(node.parameter_bytes for node in self.nodes)
+
+    def stage_of(self, cuts: Sequence[int]) -> list[int]:
+        """The stage of every node.
+
+        Args:
+            cuts: First node of each stage but the first, ascending.
+        """
+        return [bisect.bisect_right(cuts, index) for index in range(len(self.nodes))]
+
+    def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        change = [0] * (len(self.nodes) + 1)
+        for value, size in zip(self.values, sizes, strict=True):
+            change[value.producer + 1] += size
+            change[max(value.consumers) + 1] -= size
+        crossing, total = [], 0
+        for step in change:
+            total += step
+            crossing.append(total)
+        return tuple(crossing)

@@ -1,0 +1,278 @@
+"""`Pipeline`: one rank of a network that is cut into replicated stages, for a script with plain torch."""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Batch, share_batch
+from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
+from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.executor import Executor, Loss
+from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
+from cnnstrategies.pipeline.outputs import OutputGatherer
+from cnnstrategies.pipeline.recompute import Checkpointing
+from cnnstrategies.pipeline.stage import Blueprint, divide
+from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
+from cnnstrategies.pipeline.tracing import find_cut, trace
+from cnnstrategies.pipeline.transport import Transport, new_group
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Pipeline:
+    """One rank's stage of a network, and the steps that all ranks run together.
+
+    The default process group must exist, with as many ranks as there are replicas of all stages. Every rank builds
+    the same network with the same weights.
+
+    Args:
+        network: The whole network; this rank's stage shares its parameters.
+        cuts: Names of modules after which the network is cut, or positions, as in
+            :func:`~cnnstrategies.pipeline.stage.divide`.
+        replicas: Replicas of each stage.
+        microbatches: Microbatches of a step, over all replicas.
+        schedule: ``1f1b`` or ``gpipe``.
+        batch_norm: Running statistics as after the microbatches in turn (``microbatch``) or after one full batch
+            (``deferred``).
+        activation_checkpointing: Recompute a microbatch's activations in its backward: for no microbatch, for all but
+            the rank's last, or for all.
+        device: Where the stage runs.
+        timeout: How long to wait for another rank.
+        bucket_bytes: Size of the buckets in which gradients are summed over the replicas.
+
+    Attributes:
+        module: This rank's stage, a module with the network's parameter names.
+        shapes: Shape of each of the network's parameters and buffers.
+        parameters: The stage's trainable parameters, in the order of the gradients.
+
+    Raises:
+        ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        cuts: Sequence[str | int],
+        replicas: Sequence[int],
+        microbatches: int,
+        schedule: Schedule = "1f1b",
+        batch_norm: BatchNormMode = "deferred",
+        activation_checkpointing: Checkpointing = "never",
+        device: torch.device | str = "cpu",
+        timeout: timedelta = TIMEOUT,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        check_layout(len(cuts), replicas, microbatches, dist.get_world_size())
+        self.blueprint = divide_by_names(network, cuts)
+        self.placement = Placement(tuple(replicas))
+        self.microbatches = microbatches
+        self.device = torch.device(device)
+        self.rank = dist.get_rank()
+        self.place = self.placement.place(self.rank)
+        self.tasks = timetable(replicas, microbatches, schedule)[self.rank]
+        self.last = self.place.stage == self.placement.stages - 1
+        self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
+        self.module = self.blueprint.build(self.place.stage).to(self.device)
+        self.transport = Transport(self.placement, self._pairs(), timeout)
+        group = self._stage_group(timeout)
+        graph = self.blueprint.training.stages[self.place.stage].graph
+        calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
+        used = [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
+        self.reducer = GradientReducer(used, group, bucket_bytes)
+        self.parameters = self.reducer.parameters
+        channels = {
+            training: Channels(
+                self.blueprint.division(training),
+                self.placement,
+                self.place.stage,
+                self.transport,
+                self.device,
+                ask_for_all=training and activation_checkpointing != "never",
+            )
+            for training in (True, False)
+        }
+        self.executor = Executor(
+            self.module,
+            self.place,
+            self.last,
+            channels,
+            self.reducer,
+            RunningStatistics(self.module, batch_norm, group, calls),
+            activation_checkpointing,
+            self.device,
+        )
+        self._samples = 0
+        self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
+
+    def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple") -> Batch:
+        """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
+
+        Args:
+            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``; elsewhere ignored.
+            rest: This replica's targets (n, ...), and what else belongs to the samples.
+            form: Travels with the batch: what kind of container the caller took it from.
+        """
+        return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """Each stage's value, from its first replica, on rank 0; a collective.
+
+        Args:
+            value: Nested containers of tensors and plain data; tensors arrive on the CPU.
+
+        Returns:
+            On rank 0 the values in the order of the stages; None on the other ranks.
+        """
+        if self.rank == 0:
+            others = range(1, self.placement.stages)
+            what = "the state of a stage"
+            received = [self.transport.receive_object(self.placement.ranks(stage)[0], what) for stage in others]
+            return [value, *received]
+        if self.place.replica == 0:
+            self.transport.send_object(value, 0, "the state of a stage")
+        return None
+
+    @torch.no_grad()
+    def merge(self) -> dict[str, Tensor]:
+        """All parameters and buffers of the network, on the CPU of every rank; a collective."""
+        own = dict((*self.module.named_parameters(), *self.module.named_buffers()))
+        everything = dict((*self.blueprint.network.named_parameters(), *self.blueprint.network.named_buffers()))
+        merged = {}
+        for stage, names in enumerate(self.blueprint.state):
+            source = self.placement.ranks(stage)[0]
+            for name in names:
+                if stage == self.place.stage:
+                    tensor = own[name].detach().cpu().contiguous()
+                else:
+                    tensor = torch.empty(self.shapes[name], dtype=everything[name].dtype)
+                if self.placement.world_size > 1:
+                    dist.broadcast(tensor, source, group=self.transport.control)
+                merged[name] = tensor
+        return merged
+
+    def train(self, batch: Batch, loss: Loss, scale: float = 1.0) -> tuple[list[Tensor | None], dict[int, Any]]:
+        """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
+
+        Args:
+            batch: What :meth:`share` returned.
+            loss: Mean loss from the network's outputs and the targets (n, ...); called in the last stage for each
+                microbatch.
+            scale: Factor on the loss.
+
+        Returns:
+            For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, the same
+            on all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
+        """
+        self._samples = batch.split.samples
+        return self.executor.train(self.tasks, batch, loss, scale)
+
+    def evaluate(self, batch: Batch) -> dict[int, Any]:
+        """Run the forwards of a batch, in the mode that ``module`` is in.
+
+        Returns:
+            In the last stage the outputs of this rank's microbatches.
+        """
+        own = range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
+        return self.executor.evaluate(own, batch)
+
+    def mean_loss(self) -> float:
+        """The mean loss over the samples of the last step, as the last stage computed it; a collective."""
+        loss = self.executor.loss_sum.double().cpu()
+        if self.placement.world_size > 1:
+            dist.all_reduce(loss, group=self.transport.control)
+        return float(loss) / self._samples
+
+    def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
+        """What the network would have returned for the whole batch, on every rank; a collective.
+
+        Args:
+            batch: The batch.
+            outputs: What :meth:`train` or :meth:`evaluate` returned for it.
+        """
+        kind: Hashable = (self.module.training, batch.image_shape, batch.image_dtype, self._autocast())
+        return self.gatherer.gather(batch.split, outputs, kind)
+
+    def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss) -> Tensor:
+        """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
+
+        Args:
+            images: In the first stage this replica's images (n, C, H, W) on ``device``; elsewhere ignored.
+            targets: Their targets (n, ...).
+            loss: Mean loss from outputs and targets.
+
+        Returns:
+            The mean loss over the global batch, on every rank.
+        """
+        batch = self.share(images, *(() if targets is None else (targets,)))
+        gradients, outputs = self.train(batch, loss)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        with torch.no_grad():
+            return loss(self.gather(batch, outputs), batch.rest[0])
+
+    def _autocast(self) -> Hashable:
+        kind = self.device.type
+        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def _pairs(self) -> set[tuple[int, int]]:
+        """The ranks that exchange activations."""
+        routes = (*self.blueprint.training.routes, *self.blueprint.evaluation.routes)
+        stages = {(route.source, target) for route in routes for target in route.targets}
+        period = math.lcm(*self.placement.replicas)
+        rank_of = self.placement.rank_of
+        return {(rank_of(source, m), rank_of(target, m)) for source, target in stages for m in range(period)}
+
+    def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
+        """The replicas of this rank's stage; every rank takes part in making every group."""
+        mine = None
+        for stage in range(self.placement.stages):
+            ranks = self.placement.ranks(stage)
+            if len(ranks) > 1:
+                mine = new_group(ranks, timeout) or mine
+        return mine
+
+
+def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
+    """Divide a network after the modules that are named, or at positions.
+
+    Raises:
+        ConfigurationError: A name is unknown, a cut is impossible, or the cuts are not in the order of the network.
+    """
+    traced = trace(network)
+    positions = [cut if isinstance(cut, int) else find_cut(traced, cut) for cut in cuts]
+    if sorted(set(positions)) != positions:
+        raise ConfigurationError(f"cuts={list(cuts)}: name each cut once, in the order in which the network runs")
+    return divide(network, positions)
+
+
+def check_layout(cuts: int, replicas: Sequence[int], microbatches: int, ranks: int) -> None:
+    """Refuse a layout that cannot run.
+
+    Raises:
+        ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together.
+    """
+    if not replicas or min(replicas) < 1:
+        raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
+    if len(replicas) != cuts + 1:
+        raise ConfigurationError(
+            f"replicas={list(replicas)} are for {len(replicas)} stages, but {cuts} cuts make {cuts + 1}: give one "
+            "number per stage"
+        )
+    if sum(replicas) != ranks:
+        raise ConfigurationError(
+            f"replicas={list(replicas)} need {sum(replicas)} devices, but there are {ranks}: change replicas or the "
+            "number of devices"
+        )
+    if microbatches < max(replicas):
+        raise ConfigurationError(
+            f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, some of which would "
+            f"have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
+        )

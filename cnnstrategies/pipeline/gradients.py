@@ -1,0 +1,119 @@
+"""Sum the gradients of a stage's replicas in buckets, while the last microbatch's backward still runs."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
+
+
+class Bucket:
+    """Gradients that are reduced together; they lie in one flat tensor.
+
+    Args:
+        parameters: Parameters of one type on one device.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.missing = len(parameters)
+        offset = 0
+        for parameter in parameters:
+            part = self.flat[offset : offset + parameter.numel()]
+            # In the parameter's own memory format, which autograd would choose, too.
+            dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+            strides = parameter.stride() if dense else parameter.contiguous().stride()
+            parameter.grad = part.as_strided(parameter.shape, strides)
+            offset += parameter.numel()
+
+
+class GradientReducer:
+    """Accumulates the gradients of one step and sums them over the replicas.
+
+    :meth:`begin`, then the backwards of all microbatches with :meth:`overlap` before the last, then :meth:`finish`.
+    Buckets are reduced in a fixed order, last parameters first, so that all replicas agree.
+
+    Args:
+        parameters: The stage's parameters, in the order of the forward.
+        group: The stage's replicas; None for one.
+        bucket_bytes: Size of a bucket.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.group = group
+        self.bucket_bytes = bucket_bytes
+        self._buckets: list[Bucket] = []
+        self._works: list[dist.Work] = []
+        self._handles: list[RemovableHandle] = []
+        self._kept: list[Tensor | None] = []
+
+    def begin(self) -> None:
+        """Set the gradients of earlier steps aside and start from none."""
+        self._kept = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        if self.group is not None:
+            self._buckets = [Bucket(parameters) for parameters in self._grouped()]
+
+    def overlap(self) -> None:
+        """Reduce each bucket as soon as the backward that follows has filled it."""
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+
+                def ready(_: Tensor, bucket: Bucket = bucket) -> None:
+                    bucket.missing -= 1
+                    self._launch(all_of_them=False)
+
+                handle = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def finish(self) -> list[Tensor | None]:
+        """Wait for the sums.
+
+        Returns:
+            The gradient of each of ``parameters``, None where there is none; ``grad`` is what it was at
+            :meth:`begin`.
+        """
+        self._launch(all_of_them=True)
+        for work in self._works:
+            work.wait()
+        gradients = [parameter.grad for parameter in self.parameters]
+        self.abandon()
+        return gradients
+
+    def abandon(self) -> None:
+        """Put ``grad`` back as it was at :meth:`begin`."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter, kept in zip(self.parameters, self._kept, strict=True):
+            parameter.grad = kept
+        self._buckets, self._works, self._handles, self._kept = [], [], [], []
+
+    def _launch(self, all_of_them: bool) -> None:
+        while len(self._works) < len(self._buckets):
+            bucket = self._buckets[len(self._works)]
+            if bucket.missing and not all_of_them:
+                return
+            work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
+            assert work is not None
+            self._works.append(work)
+
+    def _grouped(self) -> list[list[nn.Parameter]]:
+        groups: list[list[nn.Parameter]] = []
+        size = 0
+        for parameter in reversed(self.parameters):
+            bytes_ = parameter.nbytes
+            if not groups or size + bytes_ > self.bucket_bytes or groups[-1][0].dtype != parameter.dtype:
+                groups.append([])
+                size = 0
+            groups[-1].append(parameter)
+            size += bytes_
+        return groups

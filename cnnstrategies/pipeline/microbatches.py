@@ -1,0 +1,79 @@
+"""How a global batch is cut into microbatches, and in which order its rows stand."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """The microbatches of one global batch.
+
+    Replica r of the first stage holds ``rows[r]`` samples and cuts them into its microbatches r, r + R, r + 2 R and
+    so on, whose sizes differ by at most one; the last ones are empty when there are too few samples, and are left out
+    of the step.
+
+    The rows of the global batch are ordered as one process would have them: the i-th samples of all replicas, then
+    the next ones, because samplers deal the samples out to the replicas in turn.
+
+    Attributes:
+        rows: Samples of each replica of the first stage.
+        microbatches: Microbatches of a full step, over all replicas.
+    """
+
+    rows: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def samples(self) -> int:
+        """Samples of the global batch."""
+        return sum(self.rows)
+
+    @cached_property
+    def bounds(self) -> tuple[tuple[int, int], ...]:
+        """For each microbatch the first row and the row after the last, counted in its replica's samples."""
+        bounds = []
+        for microbatch in range(self.microbatches):
+            index, replica = divmod(microbatch, len(self.rows))
+            count = len(range(replica, self.microbatches, len(self.rows)))
+            size, extra = divmod(self.rows[replica], count)
+            start = index * size + min(index, extra)
+            bounds.append((start, start + size + (index < extra)))
+        return tuple(bounds)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each microbatch."""
+        return tuple(stop - start for start, stop in self.bounds)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Row in the global batch of each sample, with the samples ordered replica by replica (N,)."""
+        keys = [(index, replica) for replica, rows in enumerate(self.rows) for index in range(rows)]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        positions = torch.empty(len(keys), dtype=torch.int64)
+        positions[order] = torch.arange(len(keys))
+        return positions
+
+    def global_rows(self, microbatch: int) -> Tensor:
+        """Rows of the global batch that a microbatch holds, in its order (n,)."""
+        replica = microbatch % len(self.rows)
+        start, stop = self.bounds[microbatch]
+        offset = sum(self.rows[:replica])
+        return self.positions[offset + start : offset + stop]
+
+    def assemble(self, parts: Sequence[Tensor]) -> Tensor:
+        """The rows of the global batch, from those of each replica.
+
+        Args:
+            parts: For each replica its rows (n, ...).
+        """
+        if len(self.rows) == 1:
+            return parts[0]
+        joined = torch.cat(list(parts))
+        result = torch.empty_like(joined)
+        result[self.positions.to(joined.device)] = joined
+        return result

@@ -1,0 +1,82 @@
+"""The network's outputs for the global batch, on every rank."""
+
+import pickle
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.transport import Transport
+
+
+class OutputGatherer:
+    """Sends the last stage's outputs to every rank, in the order of the global batch.
+
+    Args:
+        placement: The numbering of the ranks.
+        transport: Its control group carries the structure of the outputs.
+        device: Where the tensors live.
+    """
+
+    def __init__(self, placement: Placement, transport: Transport, device: torch.device) -> None:
+        self.placement = placement
+        self.transport = transport
+        self.device = device
+        self._structures: dict[Hashable, Any] = {}
+
+    def gather(self, split: Split, outputs: Mapping[int, Any], kind: Hashable) -> Any:
+        """The outputs for the global batch; a collective.
+
+        Args:
+            split: The microbatches.
+            outputs: In the last stage what the network returned for each of this rank's microbatches: a tensor with
+                one row per sample, or nested containers of such tensors and plain data.
+            kind: What structure and types of the outputs depend on; the same on every rank.
+
+        Returns:
+            What the network would have returned for the whole batch.
+        """
+        last = self.placement.stages - 1
+        if kind not in self._structures:
+            first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
+            self._structures[kind] = self._broadcast_structure(outputs.get(first), self.placement.rank_of(last, first))
+        leaves, tree = self._structures[kind]
+        parts = {microbatch: tree_flatten(result)[0] for microbatch, result in outputs.items()}
+        gathered = []
+        for index, (shape, value) in enumerate(leaves):
+            if shape is None:
+                gathered.append(value)
+                continue
+            whole = torch.empty((split.samples, *shape), dtype=value, device=self.device)
+            for replica, rank in enumerate(self.placement.ranks(last)):
+                own = [m for m in range(replica, split.microbatches, self.placement.replicas[last]) if split.sizes[m]]
+                if not own:
+                    continue
+                rows = torch.cat([split.global_rows(m) for m in own]).to(self.device)
+                if rank == self.transport.rank:
+                    piece = torch.cat([parts[m][index] for m in own])
+                else:
+                    piece = torch.empty((len(rows), *shape), dtype=value, device=self.device)
+                if self.placement.world_size > 1:
+                    dist.broadcast(piece, rank)
+                whole[rows] = piece
+            gathered.append(whole)
+        return tree_unflatten(gathered, tree)
+
+    def _broadcast_structure(self, result: Any, source: int) -> Any:
+        """Shape of a row and type of each tensor, the plain leaves, and how they are nested."""
+        data = b""
+        if self.transport.rank == source:
+            leaves, tree = tree_flatten(result)
+            plain = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
+            data = pickle.dumps((plain, tree))
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, source, group=self.transport.control)
+        payload = torch.frombuffer(bytearray(data or bytes(int(length))), dtype=torch.uint8)
+        dist.broadcast(payload, source, group=self.transport.control)
+        return pickle.loads(payload.numpy().tobytes())

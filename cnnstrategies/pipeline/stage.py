@@ -1,0 +1,266 @@
+"""Divide a traced network into stages that keep the network's own parameter names."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.tracing import changed_in_place, ordered_nodes, state_names, trace
+
+IMAGES = "images"
+
+
+@dataclass(frozen=True)
+class Route:
+    """A value that crosses a cut.
+
+    It is what one node returns: most often a tensor, else a tuple or a number.
+
+    Attributes:
+        name: The node's name; ``images`` for the network's input.
+        source: Stage that makes it; the images are at hand in stage 0.
+        targets: Stages that use it, ascending, each after ``source``. Each gets it straight from the source.
+    """
+
+    name: str
+    source: int
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """One stage's part of the graph.
+
+    Attributes:
+        graph: Takes ``inputs`` and returns a tuple of ``outputs``; in the last stage what the network returns.
+        inputs: Names of the values that it receives; for stage 0 ``images``, where it uses them.
+        outputs: Names of the values that it sends.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """A graph divided into stages.
+
+    Attributes:
+        stages: The stages' graphs.
+        routes: The values that cross a cut, in the order in which they are made.
+    """
+
+    stages: tuple[StageGraph, ...]
+    routes: tuple[Route, ...]
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A network divided into stages, for training and for evaluation.
+
+    Attributes:
+        network: The whole network.
+        training: The division of what the network does in training.
+        evaluation: The same for evaluation; the same object unless the network's own code depends on the mode.
+        state: For each stage the names of its parameters and buffers, as the network has them.
+        used: Names of those that the network uses in training.
+    """
+
+    network: nn.Module
+    training: Division
+    evaluation: Division
+    state: tuple[tuple[str, ...], ...]
+    used: frozenset[str]
+
+    def division(self, training: bool) -> Division:
+        """The division for a mode."""
+        return self.training if training else self.evaluation
+
+    def of(self, network: nn.Module) -> "Blueprint":
+        """The same division of another network of the same structure."""
+        return replace(self, network=network)
+
+    def build(self, stage: int) -> "StageModule":
+        """The module of one stage; it shares parameters and buffers with the network."""
+        return StageModule(self, stage)
+
+
+class StageModule(nn.Module):
+    """One stage of a network: its own parameters and buffers only, under the network's names.
+
+    ``forward`` takes the stage's inputs in order and returns the tuple of its outputs (the last stage: what the
+    network returns), for training or evaluation after its mode.
+
+    Args:
+        blueprint: The divided network.
+        stage: Which stage.
+    """
+
+    def __init__(self, blueprint: Blueprint, stage: int) -> None:
+        super().__init__()
+        network = blueprint.network
+        graphs = [division.stages[stage].graph for division in (blueprint.training, blueprint.evaluation)]
+        for graph in graphs:
+            for node in graph.nodes:
+                if node.op == "call_module":
+                    _put(self, str(node.target), network.get_submodule(str(node.target)))
+        names = set(blueprint.state[stage])
+        for graph in graphs:
+            names |= {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+        present = {name for name, _ in (*self.named_parameters(), *self.named_buffers())}
+        for name in sorted(names - present):
+            _put_attribute(self, network, name)
+        # The generated code reads everything from `self`, so both modes run on this one set of modules.
+        self._run = {
+            mode: type(fx.GraphModule(self, graph)).forward for mode, graph in zip((True, False), graphs, strict=True)
+        }
+        self.train(network.training)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the stage."""
+        return self._run[self.training](self, *inputs)
+
+
+def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
+    """Divide a network.
+
+    Args:
+        network: The whole network.
+        cuts: First node of each stage but the first, ascending: indices into
+            :func:`~cnnstrategies.pipeline.tracing.ordered_nodes` of the graph traced for training, each one of its
+            :func:`~cnnstrategies.pipeline.tracing.cut_positions`.
+
+    Raises:
+        ConfigurationError: The network cannot be traced, or its code for evaluation uses parameters in another order.
+    """
+    stages = len(cuts) + 1
+    training, evaluation = trace(network, True), trace(network, False)
+    stage_of: dict[fx.Node, int] = {}
+    owner: dict[str, int] = {}
+    for index, node in enumerate(ordered_nodes(training)):
+        stage_of[node] = sum(cut <= index for cut in cuts)
+        owner |= dict.fromkeys(state_names(training, node), stage_of[node])
+    first = _divide_graph(training, stage_of, stages)
+    used = frozenset(owner)
+    if training.code == evaluation.code:
+        second = first
+    else:
+        second = _divide_graph(evaluation, _stages_by_state(evaluation, owner), stages)
+    # What no node uses stays with stage 0, so that the union of the stages is the whole network.
+    names = [name for name, _ in (*network.named_parameters(), *network.named_buffers())]
+    state: list[list[str]] = [[] for _ in range(stages)]
+    for name in names:
+        state[owner.get(name, 0)].append(name)
+    return Blueprint(network, first, second, tuple(map(tuple, state)), used)
+
+
+def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:
+    """Each node's stage, from the stages that own the parameters; adds what only this graph uses to ``owner``."""
+    stage_of = {}
+    current = 0
+    for node in ordered_nodes(traced):
+        names = list(state_names(traced, node))
+        owners = {owner[name] for name in names if name in owner}
+        if owners and (len(owners) > 1 or min(owners) < current):
+            raise ConfigurationError(
+                f"in evaluation the network uses {names[0]!r} in another order than in training, across a cut: choose "
+                "other cuts or fewer stages"
+            )
+        current = max(owners, default=current)
+        stage_of[node] = current
+        owner |= dict.fromkeys(names, current)
+    return stage_of
+
+
+def _divide_graph(traced: fx.GraphModule, stage_of: dict[fx.Node, int], stages: int) -> Division:
+    placeholder = next(node for node in traced.graph.nodes if node.op == "placeholder")
+    output = next(node for node in traced.graph.nodes if node.op == "output")
+    place = {**stage_of, placeholder: 0, output: stages - 1}
+    routes = []
+    for node in [placeholder, *stage_of]:
+        targets = {place[user] for user in node.users if user in place} - {place[node]}
+        if targets:
+            routes.append(Route(_name(node), place[node], tuple(sorted(targets))))
+    return Division(tuple(_stage_graph(traced, place, routes, stage) for stage in range(stages)), tuple(routes))
+
+
+def _stage_graph(traced: fx.GraphModule, place: dict[fx.Node, int], routes: list[Route], stage: int) -> StageGraph:
+    last = max(place.values())
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    by_name = {_name(node): node for node in place}
+    inputs = tuple(route.name for route in routes if stage in route.targets)
+    if stage == 0:
+        inputs = (IMAGES,)
+    own = [node for node in place if place[node] == stage and node.op not in ("placeholder", "output")]
+    changed = {origin for node in own for origin in _origins(traced, changed_in_place(traced, node))}
+    received = {name: graph.placeholder(name) for name in inputs}
+    for name, argument in received.items():
+        node = by_name[name]
+        # A received tensor is a leaf of autograd, which cannot be changed in place.
+        copies[node] = graph.call_function(copy_value, (argument,)) if node in changed else argument
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node not in copies and node.op == "get_attr":
+            copies[node] = graph.node_copy(node)
+        return copies[node]
+
+    for node in own:
+        copies[node] = graph.node_copy(node, copied)
+    outputs = tuple(route.name for route in routes if route.source == stage)
+    if stage == last:
+        final = next(node for node in place if node.op == "output")
+        graph.output(fx.node.map_arg(final.args[0], copied))
+    else:
+        graph.output(tuple(copies[by_name[name]] for name in outputs))
+    graph.lint()
+    return StageGraph(graph, inputs, outputs)
+
+
+def copy_value(value: Any) -> Any:
+    """A copy of a value's tensors."""
+    return tree_map(lambda leaf: torch.clone(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _name(node: fx.Node) -> str:
+    return IMAGES if node.op == "placeholder" else node.name
+
+
+def _origins(traced: fx.GraphModule, node: fx.Node | None) -> Iterator[fx.Node]:
+    """A node and all that it may be a view of: the first arguments, through all but modules with parameters."""
+    while node is not None:
+        yield node
+        if node.op == "call_module" and any(True for _ in traced.get_submodule(str(node.target)).parameters()):
+            return
+        first = node.args[0] if node.args else None
+        node = first if isinstance(first, fx.Node) else None
+
+
+def _put(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, name = path.split(".")
+    _holder(root, parents).add_module(name, module)
+
+
+def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
+    """Share a parameter or buffer (or any other attribute) with the network, with its persistence."""
+    *parents, name = path.split(".")
+    owner = network.get_submodule(".".join(parents))
+    holder = _holder(root, parents)
+    value = getattr(owner, name)
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        holder.register_buffer(name, value, persistent=path in network.state_dict(keep_vars=True))
+    else:
+        setattr(holder, name, value)
+
+
+def _holder(root: nn.Module, parents: Sequence[str]) -> nn.Module:
+    for name in parents:
+        if not hasattr(root, name):
+            root.add_module(name, nn.Module())
+        root = getattr(root, name)
+    return root

@@ -1,0 +1,140 @@
+"""Timelines of a pipeline step, predicted or measured: a picture and a file for trace viewers."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+COLOURS = {
+    "forward": "#4C8BF5",
+    "backward": "#F2994A",
+    "update": "#8D6E63",
+    "reduce": "#27AE60",
+    "send": "#8E6CC9",
+    "receive": "#3AA6A6",
+}
+IDLE = "#F1F1F1"
+TRANSFERS = ("send", "receive", "reduce")  # overlap with computation, so they are drawn below it
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that a rank did.
+
+    Attributes:
+        rank: The rank.
+        kind: What it did: forward, backward, reduce, send, receive or update.
+        stage: The stage that it did it for.
+        microbatch: The microbatch, or None where it concerns the whole step.
+        start: Seconds, on a clock that all ranks share.
+        end: Seconds on the same clock.
+    """
+
+    rank: int
+    kind: str
+    stage: int
+    microbatch: int | None
+    start: float
+    end: float
+
+
+def draw_timeline(
+    spans: Sequence[Span], path: str | Path, title: str, rank_names: Mapping[int, str] | None = None
+) -> None:
+    """Draw one row per rank with time in milliseconds, and write it as PNG.
+
+    Args:
+        spans: What the ranks did; time starts with the earliest.
+        path: The file to write.
+        title: Heading of the picture.
+        rank_names: Names of the rows, for example ``{0: "stage 0.0"}``; "rank 0" and so on when left out.
+
+    Raises:
+        ValueError: There is nothing to draw, or a span has an unknown kind.
+    """
+    _check(spans)
+    ranks = sorted({span.rank for span in spans})
+    origin = min(span.start for span in spans)
+    length = max(span.end for span in spans) - origin
+    figure = Figure(figsize=(12, 1.6 + 0.55 * len(ranks)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for row in range(len(ranks)):
+        axes.broken_barh([(0, length * 1e3)], (row - 0.4, 0.8), facecolor=IDLE)
+    for span in spans:
+        row = ranks.index(span.rank)
+        thin = span.kind in TRANSFERS
+        height = 0.22 if thin else 0.8
+        bottom = row + 0.3 if thin else row - 0.4
+        left, width = (span.start - origin) * 1e3, (span.end - span.start) * 1e3
+        colour = COLOURS[span.kind]
+        axes.broken_barh([(left, width)], (bottom, height), facecolor=colour, edgecolor="white", linewidth=0.6)
+        # A number needs about 1 % of the width per digit.
+        if not thin and span.microbatch is not None and width > 0.01e3 * length * len(str(span.microbatch)):
+            axes.text(
+                left + width / 2,
+                row,
+                str(span.microbatch),
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=8,
+            )
+    names = rank_names or {}
+    axes.set_yticks(range(len(ranks)), [names.get(rank, f"rank {rank}") for rank in ranks])
+    axes.set_ylim(len(ranks) - 0.4, -0.6)
+    axes.set_xlim(0, length * 1e3)
+    axes.set_xlabel("time in ms (numbers: microbatches)")
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    kinds = [kind for kind in COLOURS if any(span.kind == kind for span in spans)]
+    handles = [Patch(color=COLOURS[kind], label=kind) for kind in kinds] + [Patch(color=IDLE, label="idle")]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    figure.savefig(str(path))
+
+
+def write_trace(spans: Sequence[Span], path: str | Path, rank_names: Mapping[int, str] | None = None) -> None:
+    """Write the spans in Chrome's trace event format, which Perfetto and chrome://tracing open.
+
+    Args:
+        spans: What the ranks did.
+        path: The JSON file to write.
+        rank_names: Names of the rows; "rank 0" and so on when left out.
+
+    Raises:
+        ValueError: There is nothing to write, or a span has an unknown kind.
+    """
+    _check(spans)
+    names = rank_names or {}
+    origin = min(span.start for span in spans)
+    events: list[dict[str, object]] = [
+        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": names.get(rank, f"rank {rank}")}}
+        for rank in sorted({span.rank for span in spans})
+    ]
+    for span in spans:
+        suffix = "" if span.microbatch is None else f" {span.microbatch}"
+        events.append(
+            {
+                "ph": "X",
+                "name": span.kind + suffix,
+                "cat": span.kind,
+                "pid": span.rank,
+                "tid": int(span.kind in TRANSFERS),
+                "ts": (span.start - origin) * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {"stage": span.stage} | ({} if span.microbatch is None else {"microbatch": span.microbatch}),
+            }
+        )
+    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+
+
+def _check(spans: Sequence[Span]) -> None:
+    if not spans:
+        raise ValueError("a timeline of 0 spans: record at least one step")
+    unknown = sorted({span.kind for span in spans} - set(COLOURS))
+    if unknown:
+        raise ValueError(f"unknown kind of span {unknown[0]!r}: use one of {', '.join(COLOURS)}")

@@ -1,0 +1,133 @@
+"""Which rank computes what in which order: the timetable of a step, and the numbering of the ranks.
+
+Microbatch m runs on replica ``m mod R`` of a stage with R replicas. Ranks are numbered stage by stage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cnnstrategies.errors import ConfigurationError
+
+Kind = Literal["forward", "backward"]
+Schedule = Literal["gpipe", "1f1b"]
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A computation of a rank.
+
+    What it receives and sends follows from it: a forward needs the same microbatch's forward of the stages that
+    make its inputs, a backward the backward of those that use its outputs.
+
+    Attributes:
+        kind: ``forward`` or ``backward``.
+        stage: The stage that is run.
+        microbatch: The microbatch.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands.
+
+    Attributes:
+        stage: Its stage.
+        replica: Which replica of the stage it is.
+    """
+
+    stage: int
+    replica: int
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The numbering of the ranks: those of stage 0 first, replica by replica.
+
+    Attributes:
+        replicas: Replicas of each stage.
+    """
+
+    replicas: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.replicas)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return sum(self.replicas)
+
+    def ranks(self, stage: int) -> range:
+        """The ranks of a stage."""
+        first = sum(self.replicas[:stage])
+        return range(first, first + self.replicas[stage])
+
+    def place(self, rank: int) -> Place:
+        """Stage and replica of a rank."""
+        stage = next(stage for stage in range(self.stages) if rank in self.ranks(stage))
+        return Place(stage, rank - self.ranks(stage)[0])
+
+    def rank_of(self, stage: int, microbatch: int) -> int:
+        """The rank that runs a microbatch in a stage."""
+        return self.ranks(stage)[microbatch % self.replicas[stage]]
+
+    def describe(self, rank: int) -> str:
+        """A rank in words, for messages."""
+        place = self.place(rank)
+        return f"stage {place.stage}, replica {place.replica} (rank {rank})"
+
+
+def in_flight(replicas: Sequence[int], stage: int) -> int:
+    """Most microbatches whose activations a replica of a stage holds at once under 1f1b.
+
+    With equal replication it is ``stages - stage``. In general it is the number of ranks from this stage on over the
+    stage's replicas, rounded up (PipeDream's NOAM, Narayanan et al. 2019, for each stage): fewer would leave ranks
+    behind it idle or, where a stage is wider than the one before it, wait for each other for ever.
+    """
+    return -(-sum(replicas[stage:]) // replicas[stage])
+
+
+def timetable(replicas: Sequence[int], microbatches: int, schedule: str = "1f1b") -> list[list[Task]]:
+    """Each rank's computations in order.
+
+    ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` starts a microbatch's
+    backward as soon as it can, which bounds the activations that are held (Narayanan et al., "PipeDream", 2019, and
+    Fan et al., "DAPPLE", 2021, for the synchronous form).
+
+    Args:
+        replicas: Replicas of each stage.
+        microbatches: Microbatches of a step, over all replicas.
+        schedule: ``gpipe`` or ``1f1b``.
+
+    Returns:
+        For each rank its tasks. A rank that gets no microbatch has none.
+
+    Raises:
+        ConfigurationError: The schedule is unknown, or a number is below 1.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
+    if microbatches < 1:
+        raise ConfigurationError(f"microbatches={microbatches}: a step needs at least 1; 4 per stage is usual")
+    if not replicas or min(replicas) < 1:
+        raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
+    tasks = []
+    for stage, count in enumerate(replicas):
+        for replica in range(count):
+            own = range(replica, microbatches, count)
+            ahead = len(own) if schedule == "gpipe" else min(in_flight(replicas, stage), len(own))
+            order = [Task("forward", stage, microbatch) for microbatch in own[:ahead]]
+            for index, microbatch in enumerate(own):
+                order.append(Task("backward", stage, microbatch))
+                if ahead + index < len(own):
+                    order.append(Task("forward", stage, own[ahead + index]))
+            tasks.append(order)
+    return tasks

@@ -1,0 +1,186 @@
+"""Trace a network into a torch.fx graph, and find where it can be cut."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+
+from torch import Tensor, fx, nn
+
+from cnnstrategies.errors import ConfigurationError
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
+
+
+class LeafTracer(fx.Tracer):
+    """Traces down to the modules of torch.nn and their subclasses.
+
+    A subclass, such as timm's ``BatchNormAct2d``, stays whole too: what it does may depend on ``self.training``,
+    which tracing would fix.
+    """
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module becomes one node."""
+        if isinstance(m, CONTAINERS):
+            return False
+        bases = type(m).__mro__[: type(m).__mro__.index(nn.Module)]
+        return any(base.__module__.startswith(("torch.nn", "torch.ao.nn")) for base in bases)
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        """The module's name; kept for the error message."""
+        self.current: str = super().path_of_module(mod)
+        return self.current
+
+
+def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
+    """Trace a network.
+
+    What the network's own code decides by ``self.training`` is decided as for the mode given; the leaves, such as
+    Dropout and BatchNorm, keep looking at their mode when they run.
+
+    Args:
+        network: Any module that maps one tensor of images to its outputs. Its modes are left as they were.
+        training: Trace what the network does in training.
+
+    Returns:
+        A graph module that shares the network's parameters and buffers, under their names.
+
+    Raises:
+        ConfigurationError: torch.fx cannot trace the network.
+    """
+    tracer = LeafTracer()
+    with mode(network, training):
+        try:
+            graph = tracer.trace(network)
+        except Exception as error:
+            where = getattr(tracer, "current", "")
+            name = f"{type(network).__name__}.{where}" if where else type(network).__name__
+            kind = type(network.get_submodule(where)).__name__
+            raise ConfigurationError(
+                f"torch.fx cannot trace {name} ({kind}): {str(error).splitlines()[0] if str(error) else error!r}. "
+                "A network that is cut into stages must not branch on values of tensors: rewrite that module, or use "
+                "strategy ddp"
+            ) from error
+    _, *extra = [node for node in graph.nodes if node.op == "placeholder"]
+    for argument in extra:
+        if argument.users:
+            raise ConfigurationError(
+                f"{type(network).__name__}.forward uses its argument {argument.target!r} besides the images: a network "
+                "that is cut into stages takes one tensor; wrap it in a module with forward(self, images)"
+            )
+        graph.erase_node(argument)
+    graph.lint()
+    return fx.GraphModule(network, graph, type(network).__name__)
+
+
+def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
+    """The nodes that compute, in topological order: all but placeholders, attributes and the output."""
+    return [node for node in traced.graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def cut_positions(traced: fx.GraphModule) -> list[int]:
+    """Where a cut is possible: index of the first node after it in :func:`ordered_nodes`, ascending.
+
+    Not between two uses of the same parameters or buffers, which belong to one stage, nor between a value and its
+    change in place where the value is used once more afterwards.
+    """
+    nodes = ordered_nodes(traced)
+    position = {node: index for index, node in enumerate(nodes)}
+    spans = list(_uses_of_state(traced, nodes).values())
+    for node in nodes:
+        if (changed := changed_in_place(traced, node)) in position:
+            assert changed is not None
+            if any(position.get(user, len(nodes)) > position[node] for user in changed.users):
+                spans.append([position[changed], position[node]])
+    blocked = {index for span in spans for index in range(min(span) + 1, max(span) + 1)}
+    return [index for index in range(1, len(nodes)) if index not in blocked]
+
+
+def find_cut(traced: fx.GraphModule, name: str) -> int:
+    """The position of the cut after a module's last node.
+
+    Args:
+        traced: The traced network.
+        name: Name of a module, for example ``layer2.0`` or ``features.12``, or of a node of the graph.
+
+    Raises:
+        ConfigurationError: There is no such module or node, or no cut is possible there.
+    """
+    nodes = ordered_nodes(traced)
+    inside = [
+        index
+        for index, node in enumerate(nodes)
+        if node.name == name or any(path == name or path.startswith(name + ".") for path in module_paths(node))
+    ]
+    if not inside:
+        modules = [path for path, _ in traced.named_modules() if path]
+        close = [path for path in modules if path.split(".")[0] == name.split(".")[0]] or modules
+        raise ConfigurationError(
+            f"cuts: the network has no module or node {name!r} that it runs; for example {', '.join(close[:8])}"
+        )
+    cut = inside[-1] + 1
+    possible = cut_positions(traced)
+    if cut not in possible:
+        near = min(possible, key=lambda index: abs(index - cut), default=None)
+        advice = "the network has no place to cut" if near is None else f"the nearest place: {nodes[near - 1].name!r}"
+        raise ConfigurationError(
+            f"cuts: after {name!r} the network cannot be cut (its end, or between two uses of the same parameters); "
+            + advice
+        )
+    return cut
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """Names of the modules that a node belongs to, from the outermost in."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [str(path) for path, _ in stack.values()] + ([str(node.target)] if node.op == "call_module" else [])
+
+
+def changed_in_place(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The node whose value ``node`` overwrites, if so."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, fx.Node):
+        return None
+    if node.op == "call_module":
+        in_place = bool(getattr(traced.get_submodule(str(node.target)), "inplace", False))
+    else:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        in_place = (
+            bool(node.kwargs.get("inplace", False))
+            or name in IN_PLACE_OPERATORS
+            or (name.endswith("_") and not name.endswith("__"))
+        )
+    return first if in_place else None
+
+
+def state_names(traced: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """Names of the parameters and buffers that a node uses, as the network's state dict has them."""
+    if node.op == "call_module":
+        prefix = str(node.target)
+        module = traced.get_submodule(prefix)
+        for name, _ in (*module.named_parameters(), *module.named_buffers()):
+            yield f"{prefix}.{name}"
+    for source in node.all_input_nodes:
+        if source.op == "get_attr" and isinstance(attrgetter(str(source.target))(traced), Tensor):
+            yield str(source.target)
+
+
+@contextmanager
+def mode(network: nn.Module, training: bool) -> Iterator[None]:
+    """Put a network into training or evaluation mode, and each of its modules back afterwards."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.train(training)
+    try:
+        yield
+    finally:
+        for module, was in modes:
+            module.training = was
+
+
+def _uses_of_state(traced: fx.GraphModule, nodes: Sequence[fx.Node]) -> dict[int, list[int]]:
+    """Positions at which each parameter or buffer, by identity, is used."""
+    uses: dict[int, list[int]] = {}
+    for index, node in enumerate(nodes):
+        for name in state_names(traced, node):
+            uses.setdefault(id(attrgetter(name)(traced)), []).append(index)
+    return uses

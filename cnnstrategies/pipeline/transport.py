@@ -1,0 +1,147 @@
+"""Messages between ranks: tensors in the background, objects, and errors that name the silent peer."""
+
+import pickle
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cnnstrategies.pipeline.timetable import Placement
+
+FORWARD, BACKWARD, OBJECT = 1, 2, 3  # tags
+
+
+def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
+    """A group of some ranks; every rank of the world takes part in making it, and None is returned to the others."""
+    group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+class PeerError(RuntimeError):
+    """A rank did not answer, or its connection broke: the message names both sides and what was waited for."""
+
+
+class Pending:
+    """A transfer under way.
+
+    Args:
+        work: torch's handle.
+        tensor: What is sent or received; held until the transfer is done.
+        what: What it is, for the error message.
+    """
+
+    def __init__(self, work: dist.Work, tensor: Tensor, what: str) -> None:
+        self.work = work
+        self.tensor = tensor
+        self.what = what
+
+    def wait(self) -> Tensor:
+        """Wait for the end of the transfer (on a GPU: have the current stream wait).
+
+        Raises:
+            PeerError: The peer is gone, or did not answer within the time-out.
+        """
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise PeerError(f"{self.what}: {str(error).splitlines()[0]}") from error
+        return self.tensor
+
+
+class Transport:
+    """Point-to-point messages of one rank.
+
+    Under gloo, messages of a pair are matched by tag. NCCL has no tags and runs the operations of a communicator in
+    order, so there every ordered pair of ranks gets a communicator of its own; each has its sends on one side and its
+    receives on the other, in the same order, and no two wait for each other. Objects always go over gloo.
+
+    Args:
+        placement: The numbering of the ranks.
+        pairs: Pairs of ranks that exchange activations, the same on every rank.
+        timeout: How long to wait for a peer.
+    """
+
+    def __init__(self, placement: Placement, pairs: Iterable[tuple[int, int]], timeout: timedelta) -> None:
+        self.placement = placement
+        self.rank = dist.get_rank()
+        self.timeout = timeout
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self.has_tags = dist.get_backend() == "gloo"
+        self.control: dist.ProcessGroup | None
+        if self.has_tags:
+            self.control = dist.group.WORLD
+        else:
+            self.control = new_group(range(placement.world_size), timeout, backend="gloo")
+            for first, second in sorted(pairs):
+                for pair in ((first, second), (second, first)):
+                    group = new_group(sorted(pair), timeout)
+                    if group is not None:
+                        self._groups[pair] = group
+
+    def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
+        """Start to send a contiguous tensor."""
+        what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
+        try:
+            work = dist.isend(tensor, target, group=self._group(self.rank, target), tag=tag)
+        except RuntimeError as error:
+            raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
+        assert work is not None
+        return Pending(work, tensor, what)
+
+    def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
+        """Start to receive into a contiguous tensor."""
+        what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
+        try:
+            work = dist.irecv(tensor, source, group=self._group(source, self.rank), tag=tag)
+        except RuntimeError as error:
+            raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
+        assert work is not None
+        return Pending(work, tensor, what)
+
+    def send_object(self, value: Any, target: int, what: str) -> None:
+        """Send nested containers of tensors and plain data, and wait until they have left; tensors go as they are."""
+        leaves, tree = tree_flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
+        data = bytearray(pickle.dumps((plain, tree)))
+        payload = torch.frombuffer(data, dtype=torch.uint8)
+        for tensor in (torch.tensor([len(data)]), payload, *tensors):
+            self._control_send(tensor.detach().cpu().contiguous(), target, what)
+
+    def receive_object(self, source: int, what: str) -> Any:
+        """Receive what :meth:`send_object` sent; tensors arrive on the CPU."""
+        length = self._control_receive(torch.empty(1, dtype=torch.int64), source, what)
+        data = self._control_receive(torch.empty(int(length), dtype=torch.uint8), source, what)
+        plain, tree = pickle.loads(data.numpy().tobytes())
+        leaves = [
+            value if shape is None else self._control_receive(torch.empty(shape, dtype=value), source, what)
+            for shape, value in plain
+        ]
+        return tree_unflatten(leaves, tree)
+
+    @property
+    def me(self) -> str:
+        """This rank in words."""
+        return self.placement.describe(self.rank)
+
+    def _control_send(self, tensor: Tensor, target: int, what: str) -> None:
+        what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
+        if tensor.numel():
+            work = dist.isend(tensor, target, group=self.control, tag=OBJECT)
+            assert work is not None
+            Pending(work, tensor, what).wait()
+
+    def _control_receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
+        what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
+        if tensor.numel():
+            work = dist.irecv(tensor, source, group=self.control, tag=OBJECT)
+            assert work is not None
+            Pending(work, tensor, what).wait()
+        return tensor
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
+        return self._groups[source, target] if self._groups else None

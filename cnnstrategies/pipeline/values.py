@@ -1,0 +1,70 @@
+"""What crosses a cut, taken apart into contiguous tensors and put together again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and type of a tensor on its way.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type.
+        needs_gradient: Whether its gradient is sent back.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    needs_gradient: bool
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message holds; it travels once for each size of a microbatch.
+
+    Attributes:
+        leaves: For each leaf of the values its :class:`TensorSpec`, or the leaf itself where it is no tensor.
+        tree: How the leaves make up the tuple of values.
+    """
+
+    leaves: tuple[Any, ...]
+    tree: TreeSpec
+
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """The tensors of the message, in order."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
+
+    def unpack(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The values, from the tensors of the message."""
+        arrived = iter(tensors)
+        leaves = [next(arrived) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
+        values: tuple[Any, ...] = tree_unflatten(leaves, self.tree)
+        return values
+
+
+def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[Header, list[Tensor]]:
+    """Take values apart.
+
+    Args:
+        values: What the stage sends to one other stage.
+        ask_for_all: Ask for the gradients of all floating-point tensors, not only of those that autograd tracks.
+
+    Returns:
+        The header and the tensors, still part of their autograd graph and in their own memory format.
+    """
+    leaves, tree = tree_flatten(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    specs = tuple(
+        TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad or (ask_for_all and leaf.is_floating_point()))
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    )
+    return Header(specs, tree), tensors

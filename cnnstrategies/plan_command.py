@@ -1,0 +1,235 @@
+"""``cnnstrategies plan``: how a configuration's network divides into stages, and how long a step should take."""
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+from rich.console import Console
+from torch import Tensor, nn
+from typing_extensions import override
+
+from cnnstrategies.cli import CLI, ArgumentParser
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.costs import Link
+from cnnstrategies.pipeline.layout import stage_costs
+from cnnstrategies.pipeline.link import measure_local_link
+from cnnstrategies.pipeline.plan import Plan, make_plan
+from cnnstrategies.pipeline.plan_table import plan_table, summary
+from cnnstrategies.pipeline.profiling import profile
+from cnnstrategies.pipeline.request import Request, even_replicas
+from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.tracing import find_cut, trace
+from cnnstrategies.trainer import Trainer
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+
+
+@dataclass
+class PlanOptions:
+    """What a plan needs beyond the configuration.
+
+    Attributes:
+        search: Choose stages and replicas too, for the configuration's devices. Done anyway where the strategy is not
+            a hybrid pipeline or says neither stages, replicas nor cuts.
+        batch_size: Samples of a step over all devices; the data's batch_size for each replica of the first stage
+            when left out.
+        bandwidth: Of the connection between two devices, in Mbit/s; measured between two processes of this machine
+            when left out.
+        latency: Of that connection, in ms.
+        optimizer_states: Copies of the parameters that the optimizer holds: 2 for Adam, 1 for SGD with momentum.
+        plot: Draw the predicted timetable into this PNG file.
+        trace: Write the predicted timetable into this JSON file, for Perfetto or chrome://tracing.
+    """
+
+    search: bool = False
+    batch_size: int | None = None
+    bandwidth: float | None = None
+    latency: float = 0.05
+    optimizer_states: int = 2
+    plot: Path | None = None
+    trace: Path | None = None
+
+
+class PlanCLI(CLI):
+    """Parses what ``fit`` parses, and builds model and data but no trainer."""
+
+    def __init__(self) -> None:
+        LightningCLI.__init__(
+            self,
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            parser_class=ArgumentParser,
+            save_config_callback=None,
+            trainer_class=Trainer,
+            seed_everything_default=1,
+            run=False,
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--ckpt_path", type=Any, default=None, help="Not used: accepted since fit accepts it.")
+        parser.add_class_arguments(PlanOptions, None)
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        """Nothing to check: no trainer is built."""
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return None
+
+
+def main(args: Sequence[str]) -> None:
+    """Print the plan for a configuration.
+
+    Args:
+        args: The command line after ``plan``.
+
+    Raises:
+        ConfigurationError: The configuration cannot be planned for; the message says why.
+    """
+    # What LightningCLI reads, and what errors are explained by.
+    sys.argv = ["cnnstrategies plan", *args]
+    cli = PlanCLI()
+    config = cli.config
+    options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__dataclass_fields__})
+    plan = plan_for(cli.model, cli.datamodule, config.trainer, options)
+    Console().print(plan_table(plan))
+    names = {
+        rank: f"stage {place.stage}, replica {place.replica}"
+        for rank in range(plan.layout.devices)
+        for place in [Placement(plan.layout.replicas).place(rank)]
+    }
+    if options.plot is not None:
+        title = summary(plan).split(";")[0]
+        draw_timeline(plan.spans, options.plot, title, names)
+        print(f"Drew {options.plot}")
+    if options.trace is not None:
+        write_trace(plan.spans, options.trace, names)
+        print(f"Wrote {options.trace}")
+
+
+def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Plan:
+    """Measure the model's network on this machine and plan its layout.
+
+    Args:
+        model: Its ``network`` is divided.
+        data: Gives the shape of the images and the batch size.
+        trainer: The trainer's arguments: devices, num_nodes, accelerator, precision, strategy.
+        options: What a plan needs beyond them.
+    """
+    network = getattr(model, "network", None)
+    if not isinstance(network, nn.Module):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no `network`, a torch.nn.Module: it is what a pipeline divides"
+        )
+    device = _device(trainer.accelerator)
+    devices = _count(trainer.devices) * int(trainer.num_nodes)
+    strategy = _strategy_arguments(trainer.strategy)
+    traced = trace(network.to(device))
+    replicas = _replicas(strategy, devices, options.search)
+    images, per_replica = _images(data)
+    batch = options.batch_size or per_replica * (replicas[0] if replicas else devices)
+    microbatches = int(strategy.get("microbatches") or 4 * devices)
+    size = max(1, batch // microbatches)
+    if device.type == "cpu":
+        # What a launcher of several processes on this machine would leave to each.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // _count(trainer.devices)))
+    precision = AUTOCAST.get(str(trainer.precision))
+    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    memory_format = torch.channels_last if getattr(model, "channels_last", False) else torch.contiguous_format
+    with autocast:
+        costs = profile(traced, _batch_of(images, size, device, memory_format))
+        share = profile(traced, _batch_of(images, max(1, batch // devices), device, memory_format))
+    cuts = strategy.get("cuts")
+    request = Request(
+        devices=devices,
+        microbatches=microbatches,
+        schedule=strategy.get("schedule") or "1f1b",
+        replicas=replicas,
+        cuts=tuple(find_cut(traced, name) for name in cuts) if cuts and not options.search else None,
+        memory_limit=strategy.get("memory_limit"),
+        activation_checkpointing=strategy.get("activation_checkpointing") or "never",
+        state_copies=2 + options.optimizer_states,
+    )
+    return make_plan(costs, _link(options, device), request, stage_costs(share, ())[0])
+
+
+def _strategy_arguments(strategy: Any) -> dict[str, Any]:
+    """The arguments of a hybrid pipeline in a configuration, with its defaults; empty for another strategy."""
+    if isinstance(strategy, str):
+        if strategy not in StrategyRegistry:
+            return {}
+        entry = StrategyRegistry[strategy]
+        defaults = {
+            name: parameter.default for name, parameter in inspect.signature(entry["strategy"]).parameters.items()
+        }
+        arguments = {**defaults, **entry["init_params"]}
+    else:
+        arguments = dict(getattr(strategy, "init_args", None) or {})
+    return arguments if "microbatches" in arguments else {}
+
+
+def _replicas(strategy: dict[str, Any], devices: int, search: bool) -> tuple[int, ...] | None:
+    """Replicas of each stage as the strategy has them, or None where they are to be chosen."""
+    if search:
+        return None
+    if strategy.get("replicas"):
+        return tuple(strategy["replicas"])
+    stages = strategy.get("stages") or (len(strategy["cuts"]) + 1 if strategy.get("cuts") else None)
+    return even_replicas(devices, stages) if stages else None
+
+
+def _count(devices: Any) -> int:
+    if isinstance(devices, list):
+        return len(devices)
+    if not str(devices).isdigit() or int(devices) < 1:
+        raise ConfigurationError(
+            f"trainer.devices={devices}: a plan needs their number, for example --trainer.devices 2"
+        )
+    return int(devices)
+
+
+def _device(accelerator: Any) -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator == "cpu" or (accelerator == "auto" and found is None):
+        return torch.device("cpu")
+    if found is None:
+        raise ConfigurationError(
+            f"trainer.accelerator={accelerator}: this machine has none, and a plan measures on the real device: run it "
+            "there, or plan for --trainer.accelerator cpu"
+        )
+    return found
+
+
+def _images(data: LightningDataModule) -> tuple[Tensor, int]:
+    """Some training images, and the samples of a batch of one process."""
+    data.prepare_data()
+    data.setup("fit")
+    images = next(iter(data.train_dataloader()))[0]
+    return images, len(images)
+
+
+def _batch_of(images: Tensor, size: int, device: torch.device, memory_format: torch.memory_format) -> Tensor:
+    repeats = -(-size // len(images))
+    return images.repeat(repeats, *[1] * (images.ndim - 1))[:size].to(device).contiguous(memory_format=memory_format)
+
+
+def _link(options: PlanOptions, device: torch.device) -> Link:
+    if options.bandwidth is not None:
+        return Link(options.bandwidth * 1e6 / 8, options.latency / 1e3)
+    return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")

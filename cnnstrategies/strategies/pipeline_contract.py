@@ -1,0 +1,59 @@
+"""What a pipeline asks of a LightningModule; checked before any process starts."""
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+
+from cnnstrategies.errors import ConfigurationError
+
+
+def check_module(module: LightningModule) -> nn.Module:
+    """Refuse a module that a pipeline cannot train.
+
+    Returns:
+        Its ``network``.
+
+    Raises:
+        ConfigurationError: Something is missing or cannot be divided; the message names it.
+    """
+    name = type(module).__name__
+    network: Any = getattr(module, "network", None)
+    if not isinstance(network, nn.Module):
+        raise ConfigurationError(
+            f"{name}.network is {type(network).__name__}: strategy hybrid_pipeline divides the nn.Module of that name; "
+            "set self.network in __init__ (not in configure_model) and call self.network(images) once per step"
+        )
+    if not callable(getattr(module, "loss", None)):
+        raise ConfigurationError(
+            f"{name} has no method loss(outputs, targets): strategy hybrid_pipeline computes each microbatch's mean "
+            "loss with it in the last stage; add it and use it in training_step"
+        )
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{name} sets automatic_optimization=False: strategy hybrid_pipeline runs forward and backward itself; "
+            "leave it on, or use strategy ddp"
+        )
+    inside = set(network.parameters())
+    outside = [name for name, p in module.named_parameters() if p.requires_grad and p not in inside]
+    if outside:
+        raise ConfigurationError(
+            f"{name} has trainable parameters outside network ({', '.join(outside[:3])}): move them into the network, "
+            "since each stage trains its own part of that only"
+        )
+    return network
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Refuse optimizers that need all parameters at once.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, LBFGS):
+            raise ConfigurationError(
+                "LBFGS needs the gradients of all stages at once: use SGD, Adam or another optimizer that treats each "
+                "parameter by itself, or strategy ddp"
+            )

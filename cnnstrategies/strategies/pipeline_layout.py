@@ -1,0 +1,169 @@
+"""From what a user asks of the hybrid pipeline to a layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batchnorm import BatchNormMode
+from cnnstrategies.pipeline.choose import choose_layout
+from cnnstrategies.pipeline.engine import check_layout, divide_by_names
+from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
+from cnnstrategies.pipeline.request import Request, even_replicas
+from cnnstrategies.pipeline.timetable import SCHEDULES, Schedule
+from cnnstrategies.pipeline.tracing import cut_positions, trace
+
+BATCH_NORM = ("microbatch", "deferred")
+DEFAULT_STAGES = 2
+DEFAULT_MICROBATCHES = 4  # for each stage and replica of the widest stage
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """A layout that can run.
+
+    Attributes:
+        cuts: Names of modules, or positions.
+        replicas: Replicas of each stage.
+        microbatches: Microbatches of a global batch.
+    """
+
+    cuts: Sequence[str | int]
+    replicas: tuple[int, ...]
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class LayoutRequest:
+    """The strategy's arguments that say how the network is divided; see there.
+
+    Raises:
+        ConfigurationError: They contradict each other or are out of range.
+    """
+
+    stages: int | None
+    replicas: Sequence[int] | None
+    cuts: Sequence[str] | None
+    microbatches: int | None
+    schedule: Schedule
+    memory_limit: int | None
+    batch_norm: BatchNormMode
+    activation_checkpointing: Checkpointing
+
+    def __post_init__(self) -> None:
+        for name, value, accepted in (
+            ("schedule", self.schedule, SCHEDULES),
+            ("batch_norm", self.batch_norm, BATCH_NORM),
+            ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
+        ):
+            if value not in accepted:
+                raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
+        for name, number in (
+            ("stages", self.stages),
+            ("microbatches", self.microbatches),
+            ("memory_limit", self.memory_limit),
+        ):
+            if number is not None and number < 1:
+                raise ConfigurationError(f"{name}={number}: at least 1 is needed; leave it out for the default")
+        counts = {
+            "stages": self.stages,
+            "replicas": None if self.replicas is None else len(self.replicas),
+            "cuts": None if self.cuts is None else len(self.cuts) + 1,
+        }
+        given = {name: count for name, count in counts.items() if count is not None}
+        if len(set(given.values())) > 1:
+            said = ", ".join(f"{name} make {count}" for name, count in given.items())
+            raise ConfigurationError(f"the number of stages is not clear: {said}; leave all but one of them out")
+
+    @property
+    def stage_count(self) -> int:
+        """Number of stages."""
+        if self.replicas is not None:
+            return len(self.replicas)
+        if self.cuts is not None:
+            return len(self.cuts) + 1
+        return self.stages or DEFAULT_STAGES
+
+    def replicas_on(self, devices: int) -> tuple[int, ...]:
+        """Replicas of each stage.
+
+        Raises:
+            ConfigurationError: The devices do not divide evenly and no replicas are given.
+        """
+        return tuple(self.replicas) if self.replicas is not None else even_replicas(devices, self.stage_count)
+
+    def microbatches_on(self, devices: int) -> int:
+        """Microbatches of a global batch."""
+        replicas = self.replicas_on(devices)
+        return self.microbatches or DEFAULT_MICROBATCHES * len(replicas) * max(replicas)
+
+    def check(self, network: nn.Module, devices: int) -> None:
+        """Refuse what cannot run.
+
+        Raises:
+            ConfigurationError: Devices, replicas and microbatches do not fit together, or the network cannot be cut.
+        """
+        replicas = self.replicas_on(devices)
+        check_layout(self.stage_count - 1, replicas, self.microbatches_on(devices), devices)
+        places = len(cut_positions(trace(network)))
+        if places < self.stage_count - 1:
+            raise ConfigurationError(
+                f"stages={self.stage_count}: {type(network).__name__} has {places} places to cut; use at most "
+                f"{places + 1} stages"
+            )
+        if self.cuts is not None:
+            divide_by_names(network, self.cuts)
+
+    def choose(self, network: nn.Module, trainer: Trainer, devices: int, device: torch.device) -> ChosenLayout:
+        """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective.
+
+        Raises:
+            ConfigurationError: The size of the images is not known, or no layout fits into memory.
+        """
+        replicas = self.replicas_on(devices)
+        microbatches = self.microbatches_on(devices)
+        if self.cuts is not None or self.stage_count == 1:
+            return ChosenLayout(self.cuts or [], replicas, microbatches)
+        images = _example(trainer, replicas[0], microbatches)
+        chosen: list[Any] = [None]
+        if trainer.global_rank == 0:
+            request = Request(
+                devices,
+                microbatches,
+                self.schedule,
+                replicas=replicas,
+                memory_limit=self.memory_limit,
+                activation_checkpointing=self.activation_checkpointing,
+            )
+            dtype = next(network.parameters()).dtype
+            try:
+                layout = choose_layout(network.to(device), images.to(device, dtype), request)
+                chosen = [list(layout.cuts)]
+            except ConfigurationError as error:
+                chosen = [str(error)]
+        dist.broadcast_object_list(chosen, 0)
+        if isinstance(chosen[0], str):
+            raise ConfigurationError(chosen[0])
+        return ChosenLayout(chosen[0], replicas, microbatches)
+
+
+def _example(trainer: Trainer, loaders: int, microbatches: int) -> Tensor:
+    """One microbatch of noise of the images' size."""
+    module = trainer.lightning_module
+    datamodule = getattr(trainer, "datamodule", None)
+    example = module.example_input_array
+    shape = getattr(datamodule, "image_shape", None)
+    if isinstance(example, Tensor):
+        return example
+    if shape is None:
+        raise ConfigurationError(
+            "cuts are chosen by a profile, and the size of the images is not known: name the cuts, set "
+            "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
+        )
+    size = getattr(datamodule, "batch_size", 8) * loaders // microbatches
+    return torch.randn(max(1, size), *shape)

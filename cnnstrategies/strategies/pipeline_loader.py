@@ -1,0 +1,123 @@
+"""Data for a pipeline: the first stage's replicas load batches, the other ranks wait for as many."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+class NoBatch(tuple[Any, ...]):
+    """What a rank gets that loads nothing: ``(images, targets)`` of no samples."""
+
+    __slots__ = ()
+
+    def __new__(cls, items: Any = ()) -> "NoBatch":
+        """The same empty pair, whatever it is made from."""
+        return super().__new__(cls, (torch.empty(0), torch.empty(0, dtype=torch.int64)))
+
+
+class StageLoader:
+    """Yields the same number of batches on every rank.
+
+    Samples that Lightning's sampler repeats to make the shards of an evaluation even are left out again.
+
+    Args:
+        loader: The rank's own loader; iterated in the first stage only.
+        loads: Whether this rank loads.
+        most: The greatest of some numbers over all ranks; a collective.
+    """
+
+    def __init__(self, loader: Any, loads: bool, most: Callable[[int], int]) -> None:
+        self.loader = loader
+        self.loads = loads
+        self.most = most
+        try:
+            self.length: int | None = len(loader)
+        except (TypeError, NotImplementedError):
+            self.length = None
+        longest = most(-1 if self.length is None else self.length)
+        self.length = None if self.length is None else longest
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # Not there yet while an instance is unpickled.
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's own; Lightning sets it to seed the workers."""
+        return self.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function
+
+    def __len__(self) -> int:
+        """Batches of every rank."""
+        if self.length is None:
+            raise TypeError(f"{type(self.loader).__name__} has no length")
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        """This rank's batches, then empty ones until every rank has had its last."""
+        batches = self._own() if self.loads else iter(())
+        served = 0
+        while self.length is None or served < self.length:
+            batch = next(batches, None)
+            # Without a length it is not known before which rank is the last.
+            if self.length is None and not self.most(int(batch is not None)):
+                return
+            served += 1
+            yield NoBatch() if batch is None else batch
+
+    def _own(self) -> Iterator[Any]:
+        left = self._real_samples()
+        for batch in self.loader:
+            if left is None:
+                yield batch
+                continue
+            size = len(batch if isinstance(batch, Tensor) else batch[0])
+            if size > left:
+                batch = batch[:left] if isinstance(batch, Tensor) else type(batch)(part[:left] for part in batch)
+            if left:
+                yield batch
+            left -= min(size, left)
+
+    def _real_samples(self) -> int | None:
+        """Samples of this shard without repeated ones, where the loader's sampler may repeat some."""
+        sampler = getattr(self.loader, "sampler", None)
+        if (
+            not isinstance(self.loader, DataLoader)
+            or self.loader.batch_size is None
+            or not isinstance(sampler, DistributedSampler)
+            or sampler.shuffle
+        ):
+            return None
+        return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
+
+
+class ResumableStageLoader(StageLoader):
+    """A :class:`StageLoader` over a loader that can go on in the middle of an epoch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the rank's own loader."""
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Hand it to the rank's own loader."""
+        self.loader.load_state_dict(state_dict)
+
+
+def stage_loader(loader: Any, loads: bool, most: Callable[[int], int]) -> StageLoader:
+    """Wrap a rank's loader; a collective.
+
+    Args:
+        loader: The rank's own loader.
+        loads: Whether this rank loads.
+        most: The greatest of some numbers over all ranks; a collective.
+    """
+    resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+    return (ResumableStageLoader if resumable else StageLoader)(loader, loads, most)

@@ -1,0 +1,81 @@
+"""How a pipeline's results enter Lightning's training step."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from cnnstrategies.pipeline.stage import StageModule
+
+
+class HandOver(torch.autograd.Function):
+    """A loss whose backward gives the parameters gradients that are already known.
+
+    So Lightning's own backward, with its accumulation, loss scale and hooks, runs as ever.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: float, *parameters: nn.Parameter
+    ) -> Tensor:
+        """Return the loss.
+
+        Args:
+            ctx: Keeps the gradients.
+            loss: The mean loss.
+            gradients: Gradient of ``scale`` times the loss for each parameter; they are used up.
+            scale: The factor that is already in them.
+            parameters: The parameters.
+        """
+        ctx.gradients = gradients
+        ctx.scale = scale
+        return loss.detach().clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, *grad_outputs: Any) -> Any:
+        """The gradients, times what Lightning did to the loss."""
+        factor = grad_outputs[0] / ctx.scale  # type: ignore[attr-defined]
+        gradients = ctx.gradients  # type: ignore[attr-defined]
+        ctx.gradients = None  # type: ignore[attr-defined]
+        return None, None, None, *(None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
+
+
+class NetworkStandIn(nn.Module):
+    """Takes the place of a LightningModule's ``network``: this rank's part, under the network's parameter names.
+
+    Called with images it returns the outputs that the pipeline has computed for the batch.
+
+    Args:
+        stage: This rank's stage; its modules, parameters and buffers are shared.
+    """
+
+    def __init__(self, stage: StageModule) -> None:
+        super().__init__()
+        for name, child in stage.named_children():
+            self.add_module(name, child)
+        for name, parameter in stage.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in stage.named_buffers(recurse=False):
+            self.register_buffer(name, buffer, persistent=name in stage.state_dict())
+        self.training = stage.training
+        self._outputs: list[Any] = []
+
+    def put(self, outputs: Any) -> None:
+        """Hand over the outputs of the batch that the next step gets."""
+        self._outputs = [outputs]
+
+    def forward(self, images: Tensor) -> Any:
+        """The network's outputs for the batch of this step.
+
+        Raises:
+            RuntimeError: It is called a second time in a step, or outside of one.
+        """
+        if not self._outputs:
+            raise RuntimeError(
+                "self.network was called twice in a step, or outside of a step: in a pipeline it can be called once, "
+                "with the images of the batch, in training_step, validation_step, test_step and predict_step"
+            )
+        return self._outputs.pop()

@@ -1,0 +1,196 @@
+"""A divided network computes what the whole one does, wherever it is cut."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from ranks import run_apart
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide
+from cnnstrategies.pipeline.tracing import cut_positions, trace
+
+STAGES = 4
+TORCHVISION = [
+    "alexnet",
+    "convnext_tiny",
+    "densenet121",
+    "efficientnet_b0",
+    "googlenet",
+    "mnasnet0_5",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "regnet_y_400mf",
+    "resnet18",
+    "resnet50",
+    "shufflenet_v2_x0_5",
+    "squeezenet1_1",
+    "vgg11_bn",
+]
+TIMM = ["convnextv2_atto", "dm_nfnet_f0", "regnetz_b16", "resnet26d", "res2net50_14w_8s", "inception_v3"]
+
+
+class UNet(nn.Module):
+    """Skips over the stages in between, and an image that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1 = nn.Conv2d(3, 8, 3, padding=1)
+        self.down2 = nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.bottom = nn.Conv2d(16, 16, 3, stride=2, padding=1)
+        self.up2 = nn.ConvTranspose2d(16, 16, 2, stride=2)
+        self.up1 = nn.ConvTranspose2d(32, 8, 2, stride=2)
+        self.head = nn.Conv2d(19, 5, 1)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.relu(self.down1(images))
+        second = self.relu(self.down2(first))
+        x = self.relu(self.bottom(second))
+        x = torch.cat([self.up2(x), second], dim=1)
+        x = torch.cat([self.up1(x), first, images], dim=1)
+        return self.head(x).flatten(2)
+
+
+def build(library: str, name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if library == "own":
+        return UNet()
+    if library == "torchvision":
+        options = {"init_weights": False} if name == "googlenet" else {}
+        return torchvision.models.get_model(name, num_classes=5, **options)
+    import timm
+
+    return timm.create_model(name, num_classes=5)
+
+
+def run_stages(blueprint: Blueprint, network: nn.Module, images: Tensor, training: bool) -> Any:
+    """The stages one after the other, with the values detached between them, and the function to go back."""
+    values: dict[str, Any] = {IMAGES: images}
+    made = []
+    for stage, graph in enumerate(blueprint.division(training).stages):
+        module = blueprint.build(stage).train(training)
+        inputs = [tree_map(_leaf, values[name]) for name in graph.inputs]
+        result = module(*inputs)
+        made.append((graph, inputs, result))
+        if stage < STAGES - 1:
+            values |= zip(graph.outputs, result, strict=True)
+    return made[-1][2], made
+
+
+def backward(made: list[Any], gradients: list[Tensor]) -> None:
+    """Carry the gradients from the last stage to the first."""
+    waiting: dict[str, list[Tensor]] = {}
+    for graph, inputs, result in reversed(made):
+        if made[-1][2] is result:
+            roots, starts = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)], gradients
+        else:
+            roots, starts = [], []
+            for name, value in zip(graph.outputs, result, strict=True):
+                for index, leaf in enumerate(tree_leaves(value)):
+                    for gradient in waiting.get(f"{name} {index}", []):
+                        if isinstance(leaf, Tensor) and leaf.requires_grad:
+                            roots.append(leaf)
+                            starts.append(gradient)
+        torch.autograd.backward(roots, starts)
+        for name, value in zip(graph.inputs, inputs, strict=True):
+            for index, leaf in enumerate(tree_leaves(value)):
+                if isinstance(leaf, Tensor) and leaf.grad is not None:
+                    waiting.setdefault(f"{name} {index}", []).append(leaf.grad)
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def compare(library: str, name: str) -> None:
+    whole = build(library, name).double()  # So that the order of summation leaves no trace.
+    network = copy.deepcopy(whole)
+    positions = cut_positions(trace(network))
+    random.seed(name)
+    blueprint = divide(network, sorted(random.sample(positions, STAGES - 1)))
+    merged: dict[str, Tensor] = {}
+    for stage in range(STAGES):
+        part = blueprint.build(stage).state_dict()
+        assert not merged.keys() & part.keys()
+        merged |= part
+    assert merged.keys() == whole.state_dict().keys()
+    size = 75 if "inception" in name else 64
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+    for training in (True, False):
+        whole.train(training)
+        network.train(training)
+        torch.manual_seed(1)
+        expected = [leaf for leaf in tree_leaves(whole(images)) if isinstance(leaf, Tensor)]
+        torch.manual_seed(1)
+        result, made = run_stages(blueprint, network, images, training)
+        got = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        assert len(got) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), "outputs"
+        if not training:
+            continue
+        gradients = [torch.randn_like(leaf) for leaf in expected]
+        torch.autograd.backward(expected, gradients)
+        backward(made, gradients)
+        for (key, parameter), (_, reference) in zip(network.named_parameters(), whole.named_parameters(), strict=True):
+            if reference.grad is None:
+                assert parameter.grad is None, key
+            else:
+                assert parameter.grad is not None, key
+                error = (parameter.grad - reference.grad).norm()
+                assert error <= 1e-9 * reference.grad.norm() + 1e-12, (key, error)
+
+
+def compare_all(library: str, names: list[str]) -> list[str]:
+    failures = []
+    for name in names:
+        try:
+            compare(library, name)
+        except Exception as error:
+            failures.append(f"{name}: {type(error).__name__} {error}")
+    return failures
+
+
+@pytest.mark.parametrize(("library", "names"), [("torchvision", TORCHVISION), ("timm", TIMM), ("own", ["UNet"])])
+def test_outputs_and_gradients_equal_the_whole_network(library: str, names: list[str]) -> None:
+    """20 architectures of two libraries and a U-Net, each cut at three random places into four stages."""
+    assert run_apart(compare_all, library, names) == []
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.gate = Gate()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.gate(self.conv(images))
+
+
+class Gate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 1)
+        self.second = nn.Conv2d(3, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.first(self.second(self.first(images)).relu()).relu()
+
+
+def test_a_network_that_cannot_be_traced_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot trace Branching.gate \(Gate\).*use strategy ddp"):
+        trace(Branching())
+
+
+def test_there_is_no_cut_between_two_uses_of_the_same_parameters() -> None:
+    assert cut_positions(trace(Shared())) == [4]

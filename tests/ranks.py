@@ -1,0 +1,79 @@
+"""Run a function on several ranks: processes forked from a clean server that has imported torch once."""
+
+import io
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 60.0
+
+# The server imports the package of this checkout, wherever it is started.
+os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torchvision", "torch.distributed", "cnnstrategies.pipeline.engine"])
+
+
+def _main(rank: int, world: int, store: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    os.chdir(os.path.dirname(store))
+    try:
+        if world:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT)
+            )
+        buffer = io.BytesIO()  # Tensors in a pipe would be shared memory of a process that has ended.
+        torch.save(function(*args), buffer)
+        pipe.send(("ok", buffer.getvalue()))
+        if world:
+            dist.destroy_process_group()
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+
+
+def run_apart(function: Callable[..., Any], *args: Any) -> Any:
+    """What ``function(*args)`` returned in a process of its own, without a process group."""
+    return run_ranks(0, function, *args)[0]
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What ``function(*args)`` returned on each rank of a gloo world; fails if one of them raised or hangs."""
+    with tempfile.TemporaryDirectory() as directory:
+        pipes, processes = [], []
+        for rank in range(max(world, 1)):
+            receiver, sender = _context.Pipe(duplex=False)
+            arguments = (rank, world, f"{directory}/store", sender, function, args)
+            process = _context.Process(target=_main, args=arguments)
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+        deadline = time.monotonic() + TIMEOUT + 20
+        results = []
+        try:
+            for rank, pipe in enumerate(pipes):
+                assert pipe.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} gave no answer"
+                try:
+                    results.append(pipe.recv())
+                except (EOFError, ConnectionResetError):
+                    results.append(("error", "the process died"))
+            for process in processes:
+                process.join(10)
+        finally:
+            for process in processes:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, signal.SIGKILL)
+    errors = [f"rank {rank}: {value}" for rank, (state, value) in enumerate(results) if state == "error"]
+    assert not errors, "\n".join(errors)
+    return [torch.load(io.BytesIO(value), weights_only=False) for _, value in results]

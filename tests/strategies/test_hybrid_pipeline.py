@@ -1,0 +1,130 @@
+"""The hybrid pipeline trains the same model as one process, through the command line and with what users switch on."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+# Without batch normalisation, whose statistics are those of a microbatch; in float64, so that the order of summation
+# leaves no trace. 5 batches of 64 and one of 30 samples, which is fewer than two microbatches times 16.
+COMMON = [
+    "--model.init_args.network=conftest.PlainCNN",
+    "--trainer.precision=64-true",
+    "--trainer.max_epochs=2",
+    "--trainer.num_sanity_val_steps=0",
+    "--data.init_args.augment=false",
+    "--data.init_args.val_split=0.756",
+    "--checkpoint.monitor=null",
+    "--trainer.logger=CSVLogger",
+    "--trainer.logger.init_args.save_dir=runs",
+]
+ONE = ["--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64"]
+OPTIMIZERS = {
+    "sgd": [],
+    "adamw": ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"],
+    "clipping": ["--trainer.gradient_clip_val=0.5", "--trainer.accumulate_grad_batches=2"],
+    "clipping by value": ["--trainer.gradient_clip_val=0.01", "--trainer.gradient_clip_algorithm=value"],
+}
+
+
+def hybrid(replicas, cuts, **options):
+    options = {"replicas": replicas, "cuts": cuts, "start_method": "fork", **options}
+    return [
+        "--trainer.strategy.class_path=HybridPipelineStrategy",
+        f"--trainer.devices={sum(replicas)}",
+        f"--data.init_args.batch_size={64 // replicas[0]}",
+        *(f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()),
+    ]
+
+
+LAYOUTS = {
+    "1-1": hybrid([1, 1], ["1"], microbatches=4),
+    "2-1 gpipe": hybrid([2, 1], ["2"], microbatches=4, schedule="gpipe"),
+    "1-2-1": hybrid([1, 2, 1], ["1", "4"], microbatches=6, activation_checkpointing="always"),
+}
+
+
+def fit(run_cli, quick, name, *args):
+    code, output = run_cli("fit", *quick, *COMMON, f"--trainer.logger.init_args.name={name}", *args)
+    assert code == 0, output
+    return torch.load(checkpoint(name), weights_only=True)
+
+
+def checkpoint(name, version=0):
+    return Path("runs") / name / f"version_{version}/checkpoints/last.ckpt"
+
+
+def logged(name, version=0):
+    with (Path("runs") / name / f"version_{version}/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    names = [key for key in rows[0] if key != "samples_per_s"]
+    return [{key: float(row[key]) for key in names if row[key]} for row in rows]
+
+
+def assert_same_run(actual, expected, rtol=1e-9):
+    """Weights, optimizer and scheduler state of two checkpoints."""
+    assert list(actual["state_dict"]) == list(expected["state_dict"])
+    for name, value in expected["state_dict"].items():
+        assert (actual["state_dict"][name] - value).norm() <= rtol * value.norm(), name
+    for got, wanted in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
+        assert got["param_groups"] == wanted["param_groups"]
+        assert got["state"].keys() == wanted["state"].keys()
+        for index, state in wanted["state"].items():
+            for key, value in state.items():
+                assert torch.allclose(
+                    torch.as_tensor(got["state"][index][key]), torch.as_tensor(value), rtol=1e3 * rtol
+                )
+    assert actual["lr_schedulers"] == expected["lr_schedulers"]
+    assert actual["global_step"] == expected["global_step"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_equals_one_process(run_cli, quick, optimizer):
+    single = fit(run_cli, quick, "single", *OPTIMIZERS[optimizer], *ONE)
+    layouts = LAYOUTS if optimizer == "sgd" else dict(list(LAYOUTS.items())[:1])
+    for name, layout in layouts.items():
+        assert_same_run(fit(run_cli, quick, name, *OPTIMIZERS[optimizer], *layout), single)
+        for got, expected in zip(logged(name), logged("single"), strict=True):
+            assert got == pytest.approx(expected, rel=1e-6), name
+
+
+def test_resumes_under_any_other_layout(run_cli, quick):
+    """One epoch each under a pipeline, DDP, another pipeline and one process, as if one process had not stopped.
+
+    Lightning loads a checkpoint before it converts the module to float64, so each resumption rounds to float32.
+    """
+    options = [*OPTIMIZERS["adamw"], "--model.init_args.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR"]
+    options.append("--model.init_args.lr_scheduler.init_args.gamma=0.7")
+    ddp = ["--trainer.strategy=ddp_fork", "--trainer.devices=2", "--data.init_args.batch_size=32"]
+    chain = {"1-1": LAYOUTS["1-1"], "ddp": ddp, "2-1": LAYOUTS["2-1 gpipe"], "one": ONE}
+    whole = fit(run_cli, quick, "whole", *options, *ONE, "--trainer.max_epochs=4")
+    previous = None
+    for epochs, (name, layout) in enumerate(chain.items(), start=1):
+        resume = [] if previous is None else [f"--ckpt_path={previous}"]
+        last = fit(run_cli, quick, name, *options, *layout, *resume, f"--trainer.max_epochs={epochs}")
+        previous = checkpoint(name).resolve()
+    assert_same_run(last, whole, rtol=1e-4)
+
+
+def test_validate_test_and_predict_equal_one_process(run_cli, quick):
+    fit(run_cli, quick, "single", *ONE, "--trainer.max_epochs=1")
+    results = {}
+    for name, layout in {"one": ONE, "2-1": LAYOUTS["2-1 gpipe"]}.items():
+        place = [*layout, f"--ckpt_path={checkpoint('single').resolve()}", f"--trainer.logger.init_args.name={name}"]
+        for command in ("validate", "test", "predict"):
+            code, output = run_cli(command, *quick, *COMMON, *place)
+            assert code == 0, output
+        versions = sorted((Path("runs") / name).glob("version_*"))
+        predictions = next(
+            version / "predictions.csv" for version in versions if (version / "predictions.csv").exists()
+        )
+        with predictions.open() as file:
+            rows = list(csv.reader(file))
+        results[name] = [logged(name, version) for version in (0, 1)], rows
+    (metrics, rows), *others = results.values()
+    assert len(rows) > 300
+    for other_metrics, other_rows in others:
+        assert [row[:2] for row in other_rows] == [row[:2] for row in rows]
+        for got, expected in zip(other_metrics, metrics, strict=True):
+            assert got == [pytest.approx(one, rel=1e-6) for one in expected]

@@ -1,0 +1,32 @@
+"""``cnnstrategies plan`` on the configurations that users start from."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.plan_command import main
+
+QUICKSTART = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+
+
+def test_prints_the_stages_and_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot, trace = tmp_path / "plan.png", tmp_path / "plan.json"
+    main(["--config", QUICKSTART, "--search", "true", "--bandwidth", "1000", f"--plot={plot}", f"--trace={trace}"])
+    text = capsys.readouterr().out
+    assert "stage 0: block1" in text
+    assert "on 2 devices" in text
+    assert "ata parallel" in text
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_number_of_devices_must_be_known() -> None:
+    with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs their number"):
+        main(["--config", QUICKSTART, "--trainer.devices", "auto"])
+
+
+def test_link_is_measured_when_no_bandwidth_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--config", QUICKSTART, "--batch_size", "16"])
+    assert "for 16 samples" in capsys.readouterr().out
