@@ -1,4 +1,4 @@
-"""Run a function on several ranks: processes forked from a clean server that has imported torch once."""
+"""Run a function on several ranks: processes forked from the test's own, which must not have run backward itself."""
 
 import io
 import multiprocessing
@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ import torch.distributed as dist
 
 TIMEOUT = 60.0
 
-# The server imports the package of this checkout, wherever it is started.
-os.environ["PYTHONPATH"] = str(Path(__file__).parent.parent)
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torchvision", "torch.distributed", "cnnstrategies.pipeline.engine"])
+_context = multiprocessing.get_context("fork")
 
 
 def _main(rank: int, world: int, store: str, pipe: Connection, function: Callable[..., Any], args: Any) -> None:
