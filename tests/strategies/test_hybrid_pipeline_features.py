@@ -1,0 +1,332 @@
+"""What users switch on works across stages: precision, averaging, metrics, plain data loaders, own modules."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from ranks import run_apart
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAUROC
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import HybridPipelineStrategy
+
+
+class Images(Dataset[tuple[Tensor, Tensor]]):
+    """Samples that note which process loaded them."""
+
+    def __init__(self, size: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.images = torch.randn(size, 1, 6, 6, generator=generator)
+        self.targets = torch.randint(3, (size,), generator=generator)
+        self.images += self.targets[:, None, None, None] * 0.5
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        Path(f"loaded_by_{os.environ.get('LOCAL_RANK', 'none')}").touch()
+        return self.images[index], self.targets[index]
+
+
+class Classifier(ImageClassifier):
+    """With a metric that keeps all rows, so that rows counted twice, or out of order, show."""
+
+    def __init__(self, network: nn.Module, num_classes: int = 3, **options: Any) -> None:
+        super().__init__(network, num_classes, **options)
+        self.auroc = MulticlassAUROC(3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        targets = batch[1]
+        self.auroc.update(self.auroc_rows.pop(), targets)
+        self.log("val_auroc", self.auroc)
+        self.log("val_mean_target", targets.float().mean(), sync_dist=True)
+        self.log("val_rows", float(len(targets)), reduce_fx="sum", sync_dist=True)
+
+    def log_step(self, stage: Any, outputs: Any, targets: Tensor, loss: Tensor) -> None:
+        self.auroc_rows = [outputs.detach()]
+        super().log_step(stage, outputs, targets, loss)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.network(batch[0])
+
+
+def network(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4) if norm else nn.Identity(),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(4, 4, 3),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def loaders(batch_size: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Training in a fixed order; 46 and 23 samples: the last batch is partial, and odd."""
+    return DataLoader(Images(46), batch_size), DataLoader(Images(23, seed=1), batch_size)
+
+
+def trainer_of(replicas: list[int] | None, callbacks: Any = (), name: str = "run", **options: Any) -> Trainer:
+    strategy: Any = "auto"
+    if replicas is not None:
+        strategy = HybridPipelineStrategy(replicas=replicas, cuts=["2"], microbatches=4, start_method="fork")
+    return Trainer(
+        accelerator="cpu",
+        devices=1 if replicas is None else sum(replicas),
+        strategy=strategy,
+        callbacks=list(callbacks),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=name,
+        **{"max_epochs": 2, "num_sanity_val_steps": 1, "use_distributed_sampler": False, **options},
+    )
+
+
+class Metrics(Callback):
+    """Each rank's own metrics, in a file."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        values["epochs"] = trainer.current_epoch + 1
+        torch.save(values, f"{trainer.default_root_dir}_rank{trainer.global_rank}.metrics")
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.rows = [*getattr(self, "rows", []), outputs]
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(torch.cat(self.rows), f"{trainer.default_root_dir}_rank{trainer.global_rank}.rows")
+
+
+def train(replicas: list[int] | None, name: str, batch_size: int = 16) -> dict[str, Any]:
+    """Fit with everything that watches metrics; what it left behind."""
+    seed_everything(1, verbose=False)
+    stop = EarlyStopping("val_loss", mode="max", patience=1, verbose=False)
+    best = ModelCheckpoint(f"{name}/best", monitor="val_auroc", mode="max", filename="{epoch}")
+    trainer = trainer_of(replicas, [stop, best, EMAWeightAveraging(decay=0.7), Metrics()], name, max_epochs=6)
+    model = Classifier(network(norm=True).eval(), optimizer=sgd)
+    model.network[1].requires_grad_(False)
+    trainer.fit(model, *loaders(batch_size))
+    return {
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "epochs": torch.load(f"{name}_rank0.metrics")["epochs"],
+        "best": Path(best.best_model_path).name,
+        "weights": model.state_dict(),
+        "checkpoint": torch.load(best.best_model_path, weights_only=True),
+        "loaded": Classifier.load_from_checkpoint(best.best_model_path, network=network(norm=True)).state_dict(),
+    }
+
+
+def watching() -> tuple[dict[str, Any], dict[str, Any], list[dict[str, float]], list[str]]:
+    single = train(None, "single")
+    for path in Path().glob("loaded_by_*"):
+        path.unlink()
+    piped = train([1, 1], "piped")
+    ranks = [torch.load(f"piped_rank{rank}.metrics") for rank in (0, 1)]
+    return single, piped, ranks, sorted(path.name for path in Path().glob("loaded_by_*"))
+
+
+def test_metrics_stopping_averaging_and_best_checkpoint_equal_one_process() -> None:
+    single, piped, ranks, loaded = run_apart(watching)
+    assert loaded == ["loaded_by_0"], "only the first stage loads samples"
+    assert ranks[0] == ranks[1]
+    assert piped["metrics"] == pytest.approx(single["metrics"], rel=1e-5)
+    assert (piped["epochs"], piped["best"]) == (single["epochs"], single["best"])
+    assert single["epochs"] < 6, "it stopped early"
+    for key in ("weights", "loaded"):
+        assert piped[key].keys() == single[key].keys()
+        for name, value in single[key].items():
+            assert torch.allclose(piped[key][name], value, rtol=1e-4, atol=1e-6), (key, name)
+    for key in ("state_dict", "current_model_state", "averaging_state"):
+        got, expected = piped["checkpoint"][key], single["checkpoint"][key]
+        assert got.keys() == expected.keys()
+        assert all(torch.allclose(got[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected), key
+
+
+def plain_loaders() -> list[Any]:
+    """Lightning's own samplers, which repeat samples to make shards even, and loaders of three kinds."""
+    results = []
+    for replicas in (None, [2, 1]):
+        size = 16 if replicas is None else 8
+        model = Classifier(network(), optimizer=sgd)
+        trainer = trainer_of(replicas, use_distributed_sampler=True)
+        _, val = loaders(size)
+        metrics = trainer.validate(model, val, verbose=False)[0]
+        trainer_of(replicas, [Metrics()], str(size), use_distributed_sampler=True).predict(model, val)
+        results.append((metrics, [torch.load(path) for path in sorted(Path().glob(f"{size}_rank*.rows"))]))
+    return results
+
+
+def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
+    (metrics, [rows]), (piped_metrics, [piped_rows, *others]) = run_apart(plain_loaders)
+    assert piped_metrics == pytest.approx(metrics, rel=1e-5)
+    assert metrics["val_rows"] == 23
+    assert torch.allclose(piped_rows, rows, rtol=1e-5, atol=1e-6)
+    assert [len(rows) for rows in others] == [0, 0], "each row is there once"
+
+
+def bf16() -> list[dict[str, Tensor]]:
+    weights = []
+    for replicas in (None, [1, 1]):
+        model = ImageClassifier(network(), 3, optimizer=sgd)
+        trainer = trainer_of(replicas, max_epochs=4, gradient_clip_val=0.5, precision="bf16-mixed")
+        trainer.fit(model, DataLoader(Images(48), 16))
+        weights.append(model.state_dict())
+    return weights
+
+
+def test_bf16_trains_as_one_process() -> None:
+    single, piped = run_apart(bf16)
+    for name, value in single.items():
+        assert (piped[name] - value).norm() <= 0.02 * value.norm() + 1e-3, name
+
+
+class Overflow(Callback):
+    """In the third step one gradient of one stage becomes infinite; notes the loss scale and what each step changed."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.notes: list[tuple[float, bool]] = []
+        self.before = [p.detach().clone() for p in pl_module.parameters()]
+        if trainer.global_rank == 1:
+            hurt = next(pl_module.parameters())
+            hurt.register_hook(lambda g: g * float("inf") if trainer.global_step == 2 else g)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        now = [p.detach().clone() for p in pl_module.parameters()]
+        changed = any(not torch.equal(a, b) for a, b in zip(now, self.before, strict=True))
+        self.before = now
+        self.notes.append((trainer.precision_plugin.scaler.get_scale(), changed))
+        torch.save(self.notes, f"{trainer.global_rank}.notes")
+
+
+def fp16() -> tuple[Any, list[list[tuple[float, bool]]]]:
+    # Given as a plugin: `precision="16-mixed"` becomes bf16 on CPUs.
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model = ImageClassifier(network(), 3, optimizer=sgd)
+    trainer = trainer_of([1, 1], [Overflow()], max_epochs=2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    trainer.fit(model, DataLoader(Images(32), 16))
+    single = ImageClassifier(network(), 3, optimizer=sgd)
+    # The same without the third batch, in float32.
+    plain = sgd(single.network.parameters())
+    images, targets = Images(32).images, Images(32).targets
+    for half in (slice(0, 16), slice(16, 32), slice(16, 32)):
+        plain.zero_grad()
+        single.loss(single.network(images[half]), targets[half]).backward()
+        plain.step()
+    return (model.state_dict(), single.state_dict()), [torch.load(f"{rank}.notes") for rank in (0, 1)]
+
+
+def test_fp16_skips_a_step_on_all_stages_together_and_lowers_the_one_scale() -> None:
+    (piped, single), (first, last) = run_apart(fp16)
+    assert first == last == [(1024.0, True), (1024.0, True), (512.0, False), (512.0, True)]
+    for name, value in single.items():
+        assert (piped[name] - value).norm() <= 0.02 * value.norm() + 1e-3, name
+
+
+class OwnModule(LightningModule):
+    """A user's module; options break the contract one at a time."""
+
+    def __init__(self, broken: str = "") -> None:
+        super().__init__()
+        self.broken = broken
+        if broken != "network":
+            self.network = network()
+        if broken == "loss":
+            self.loss = None
+        if broken == "parameters":
+            self.temperature = nn.Parameter(torch.ones(()))
+        self.automatic_optimization = broken != "manual"
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        images, targets = batch
+        outputs = self.network(images)
+        if self.broken == "twice":
+            self.network(images)
+        loss = self.loss(outputs, targets)
+        return {"loss": loss * 2 if self.broken == "other loss" else loss, "note": batch_idx}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("network", "OwnModule.network is NoneType.*set self.network in __init__"),
+        ("loss", r"no method loss\(outputs, targets\)"),
+        ("parameters", "trainable parameters outside network"),
+        ("manual", "automatic_optimization=False"),
+    ],
+)
+def test_modules_without_the_contract_are_refused_before_processes_start(broken: str, message: str) -> None:
+    strategy = HybridPipelineStrategy(cuts=["2"])
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, barebones=True)
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(OwnModule(broken), DataLoader(Images(8), 4))
+    assert strategy._launcher.procs == []
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "message"),
+    [
+        ({"replicas": [2, 1]}, 2, r"replicas=\[2, 1\] need 3 devices"),
+        ({"stages": 2}, 3, "3 devices do not divide evenly into 2 stages"),
+        ({"stages": 8}, 8, "has 6 places to cut; use at most 7 stages"),
+        ({"cuts": ["9"]}, 2, "no module or node '9'"),
+        ({"replicas": [3, 1], "microbatches": 2, "cuts": ["2"]}, 4, "microbatches=2 are fewer than the 3 replicas"),
+    ],
+)
+def test_impossible_layouts_are_refused_before_processes_start(options: Any, devices: int, message: str) -> None:
+    strategy = HybridPipelineStrategy(**options)
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, barebones=True)
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(OwnModule(), DataLoader(Images(8), 4))
+    assert strategy._launcher.procs == []
+
+
+def test_contradicting_arguments_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="stages make 3, cuts make 2"):
+        HybridPipelineStrategy(stages=3, cuts=["2"])
+    with pytest.raises(ConfigurationError, match="schedule='zigzag'"):
+        HybridPipelineStrategy(schedule="zigzag")  # type: ignore[arg-type]
+
+
+def own_module(broken: str) -> Any:
+    model = OwnModule(broken)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        trainer_of([1, 1], max_epochs=1).fit(model, DataLoader(Images(20), 8))
+    except Exception as error:
+        return str(error)
+    return all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_module_of_ones_own_trains_and_the_parent_has_all_weights() -> None:
+    assert run_apart(own_module, "") is True
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"), [("other loss", "a pipeline trains loss\\(\\) alone"), ("twice", "called twice in a step")]
+)
+def test_steps_that_a_pipeline_cannot_follow_are_refused(broken: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        raise ConfigurationError(run_apart(own_module, broken))
