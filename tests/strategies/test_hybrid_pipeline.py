@@ -7,14 +7,15 @@ import pytest
 import torch
 
 # Without batch normalisation, whose statistics are those of a microbatch; in float64, so that the order of summation
-# leaves no trace. 5 batches of 64 and one of 30 samples, which is fewer than two microbatches times 16.
+# leaves no trace. 5 batches of 64 and one of 30 samples, which is fewer than two microbatches times 16, and even:
+# DDP takes the mean of its ranks' means, which equals the mean over the batch only where their shares are equal.
 COMMON = [
     "--model.init_args.network=conftest.PlainCNN",
     "--trainer.precision=64-true",
     "--trainer.max_epochs=2",
     "--trainer.num_sanity_val_steps=0",
     "--data.init_args.augment=false",
-    "--data.init_args.val_split=0.756",
+    "--data.init_args.val_split=0.7565",
     "--checkpoint.monitor=null",
     "--trainer.logger=CSVLogger",
     "--trainer.logger.init_args.save_dir=runs",
@@ -66,7 +67,8 @@ def assert_same_run(actual, expected, rtol=1e-9):
     """Weights, optimizer and scheduler state of two checkpoints."""
     assert list(actual["state_dict"]) == list(expected["state_dict"])
     for name, value in expected["state_dict"].items():
-        assert (actual["state_dict"][name] - value).norm() <= rtol * value.norm(), name
+        error = float((actual["state_dict"][name] - value).norm() / value.norm())
+        assert error <= rtol, f"{name}: relative error {error:.1e}"
     for got, wanted in zip(actual["optimizer_states"], expected["optimizer_states"], strict=True):
         assert got["param_groups"] == wanted["param_groups"]
         assert got["state"].keys() == wanted["state"].keys()
@@ -90,21 +92,26 @@ def test_equals_one_process(run_cli, quick, optimizer):
 
 
 def test_resumes_under_any_other_layout(run_cli, quick):
-    """One epoch each under a pipeline, DDP, another pipeline and one process, as if one process had not stopped.
+    """One epoch each under a pipeline, DDP, another pipeline and one process, as under one process in all four.
 
-    Lightning loads a checkpoint before it converts the module to float64, so each resumption rounds to float32.
+    Lightning loads a checkpoint before it converts the module to float64, so each resumption rounds to float32; the
+    reference stops and resumes as often, and so rounds alike.
     """
     options = [*OPTIMIZERS["adamw"], "--model.init_args.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR"]
     options.append("--model.init_args.lr_scheduler.init_args.gamma=0.7")
     ddp = ["--trainer.strategy=ddp_fork", "--trainer.devices=2", "--data.init_args.batch_size=32"]
-    chain = {"1-1": LAYOUTS["1-1"], "ddp": ddp, "2-1": LAYOUTS["2-1 gpipe"], "one": ONE}
-    whole = fit(run_cli, quick, "whole", *options, *ONE, "--trainer.max_epochs=4")
-    previous = None
-    for epochs, (name, layout) in enumerate(chain.items(), start=1):
-        resume = [] if previous is None else [f"--ckpt_path={previous}"]
-        last = fit(run_cli, quick, name, *options, *layout, *resume, f"--trainer.max_epochs={epochs}")
-        previous = checkpoint(name).resolve()
-    assert_same_run(last, whole, rtol=1e-4)
+
+    def stop_and_go(chain):
+        previous = None
+        for epochs, (name, layout) in enumerate(chain.items(), start=1):
+            resume = [] if previous is None else [f"--ckpt_path={previous}"]
+            last = fit(run_cli, quick, name, *options, *layout, *resume, f"--trainer.max_epochs={epochs}")
+            previous = checkpoint(name).resolve()
+        return last
+
+    changing = stop_and_go({"1-1": LAYOUTS["1-1"], "ddp": ddp, "2-1": LAYOUTS["2-1 gpipe"], "one": ONE})
+    same = stop_and_go({f"same{epoch}": ONE for epoch in range(4)})
+    assert_same_run(changing, same)
 
 
 def test_validate_test_and_predict_equal_one_process(run_cli, quick):
