@@ -5,7 +5,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,11 @@ from cnnstrategies.pipeline.link import measure_local_link
 from cnnstrategies.pipeline.plan import Plan, make_plan
 from cnnstrategies.pipeline.plan_table import plan_table, summary
 from cnnstrategies.pipeline.profiling import profile
-from cnnstrategies.pipeline.request import Request, even_replicas
+from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import find_cut, trace
+from cnnstrategies.strategies.pipeline_layout import DEFAULT_MICROBATCHES, LayoutRequest
 from cnnstrategies.trainer import Trainer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -40,7 +41,7 @@ class PlanOptions:
 
     Attributes:
         search: Choose stages and replicas too, for the configuration's devices. Done anyway where the strategy is not
-            a hybrid pipeline or says neither stages, replicas nor cuts.
+            a hybrid pipeline.
         batch_size: Samples of a step over all devices; the data's batch_size for each replica of the first stage
             when left out.
         bandwidth: Of the connection between two devices, in Mbit/s; measured between two processes of this machine
@@ -139,12 +140,15 @@ def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, op
         )
     device = _device(trainer.accelerator)
     devices = _count(trainer.devices) * int(trainer.num_nodes)
-    strategy = _strategy_arguments(trainer.strategy)
+    asked = _asked(trainer.strategy)
     traced = trace(network.to(device))
-    replicas = _replicas(strategy, devices, options.search)
+    replicas = asked.replicas_on(devices) if asked and not options.search else None
     images, per_replica = _images(data)
     batch = options.batch_size or per_replica * (replicas[0] if replicas else devices)
-    microbatches = int(strategy.get("microbatches") or 4 * devices)
+    if asked and (replicas or asked.microbatches):
+        microbatches = asked.microbatches or asked.microbatches_on(devices)
+    else:
+        microbatches = DEFAULT_MICROBATCHES * devices
     size = max(1, batch // microbatches)
     if device.type == "cpu":
         # What a launcher of several processes on this machine would leave to each.
@@ -155,43 +159,32 @@ def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, op
     with autocast:
         costs = profile(traced, _batch_of(images, size, device, memory_format))
         share = profile(traced, _batch_of(images, max(1, batch // devices), device, memory_format))
-    cuts = strategy.get("cuts")
+    cuts = asked.cuts if asked and not options.search else None
     request = Request(
         devices=devices,
         microbatches=microbatches,
-        schedule=strategy.get("schedule") or "1f1b",
+        schedule=asked.schedule if asked else "1f1b",
         replicas=replicas,
-        cuts=tuple(find_cut(traced, name) for name in cuts) if cuts and not options.search else None,
-        memory_limit=strategy.get("memory_limit"),
-        activation_checkpointing=strategy.get("activation_checkpointing") or "never",
+        cuts=tuple(find_cut(traced, name) for name in cuts) if cuts is not None else None,
+        memory_limit=asked.memory_limit if asked else None,
+        activation_checkpointing=asked.activation_checkpointing if asked else "never",
         state_copies=2 + options.optimizer_states,
     )
     return make_plan(costs, _link(options, device), request, stage_costs(share, ())[0])
 
 
-def _strategy_arguments(strategy: Any) -> dict[str, Any]:
-    """The arguments of a hybrid pipeline in a configuration, with its defaults; empty for another strategy."""
+def _asked(strategy: Any) -> LayoutRequest | None:
+    """What a hybrid pipeline in a configuration asks for, with its defaults; None for another strategy."""
     if isinstance(strategy, str):
         if strategy not in StrategyRegistry:
-            return {}
+            return None
         entry = StrategyRegistry[strategy]
-        defaults = {
-            name: parameter.default for name, parameter in inspect.signature(entry["strategy"]).parameters.items()
-        }
+        defaults = {name: value.default for name, value in inspect.signature(entry["strategy"]).parameters.items()}
         arguments = {**defaults, **entry["init_params"]}
     else:
         arguments = dict(getattr(strategy, "init_args", None) or {})
-    return arguments if "microbatches" in arguments else {}
-
-
-def _replicas(strategy: dict[str, Any], devices: int, search: bool) -> tuple[int, ...] | None:
-    """Replicas of each stage as the strategy has them, or None where they are to be chosen."""
-    if search:
-        return None
-    if strategy.get("replicas"):
-        return tuple(strategy["replicas"])
-    stages = strategy.get("stages") or (len(strategy["cuts"]) + 1 if strategy.get("cuts") else None)
-    return even_replicas(devices, stages) if stages else None
+    names = [field.name for field in fields(LayoutRequest)]
+    return LayoutRequest(**{name: arguments[name] for name in names}) if set(names) <= set(arguments) else None
 
 
 def _count(devices: Any) -> int:

@@ -30,3 +30,16 @@ def test_number_of_devices_must_be_known() -> None:
 def test_link_is_measured_when_no_bandwidth_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--config", QUICKSTART, "--batch_size", "16"])
     assert "for 16 samples" in capsys.readouterr().out
+
+
+def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = {
+        "class_path": "cnnstrategies.strategies.hybrid_pipeline.HybridPipelineStrategy",
+        "init_args": {"replicas": [2, 1], "cuts": ["pool1"], "microbatches": 6, "schedule": "gpipe"},
+    }
+    arguments = {"config": QUICKSTART, "trainer.devices": 3, "trainer.strategy": json.dumps(strategy), "bandwidth": 1000}
+    main([f"--{name}={value}" for name, value in arguments.items()])
+    text = capsys.readouterr().out
+    assert "stage 0: block1_0_0 to pool1" in text
+    assert "for 60 samples" in text, "2 replicas of the first stage load 32 each; 6 equal microbatches hold 60"
+    assert "on 3 devices, gpipe" in " ".join(text.split())

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +14,7 @@ from networks import images
 from ranks import run_ranks
 from torch import nn
 
-from cnnstrategies.pipeline.costs import Link
+from cnnstrategies.pipeline.costs import GraphCosts, Link
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.layout import Layout, stage_costs
 from cnnstrategies.pipeline.link import measure_local_link
@@ -24,14 +24,14 @@ from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.timeline import draw_timeline
 from cnnstrategies.pipeline.tracing import trace
 
-STEPS = 5  # between two profiles
+STEPS = 10  # between two profiles
 
 
 @dataclass(frozen=True)
 class Result:
-    """Step, prediction and bound of the quietest round, in seconds, and the medians of their ratios.
+    """The quickest step, and prediction and bound from the quickest time of each node, in seconds.
 
-    Other work on the machine only ever adds time, so the smallest of each is nearest to the machine's own.
+    Other work on the machine only ever adds time, so the smallest is nearest to the machine's own.
 
     Attributes:
         cut: The node after which the network is cut.
@@ -39,7 +39,6 @@ class Result:
         predicted: The planner's prediction from profiles taken between the steps.
         bound: sum t_i + (M - 1) max t_i from the same profiles.
         prediction_ratio: Median over the rounds of predicted / measured.
-        bound_ratio: Median over the rounds of bound / measured.
     """
 
     cut: str
@@ -47,7 +46,6 @@ class Result:
     predicted: float
     bound: float
     prediction_ratio: float
-    bound_ratio: float
 
 
 def measure(
@@ -70,15 +68,23 @@ def measure(
     results = run_ranks(2, _measure, *arguments)
     steps = [step for step, _, _ in results[0]]
     predicted = [median((one[1], other[1])) for one, other in zip(*results, strict=True)]
-    bounds = [median((one[2], other[2])) for one, other in zip(*results, strict=True)]
+    quiet = quietest([costs for rank in results for _, _, costs in rank])
     return Result(
         cut,
         min(steps),
-        min(predicted),
-        min(bounds),
+        Predictor(quiet, link, Request(2, microbatches)).time(layout),
+        bound(stage_costs(quiet, layout.cuts), microbatches),
         median(a / b for a, b in zip(predicted, steps, strict=True)),
-        median(a / b for a, b in zip(bounds, steps, strict=True)),
     )
+
+
+def quietest(profiles: list[GraphCosts]) -> GraphCosts:
+    """The smallest time of every node."""
+    nodes = [
+        replace(same[0], forward=min(node.forward for node in same), backward=min(node.backward for node in same))
+        for same in zip(*(costs.nodes for costs in profiles), strict=True)
+    ]
+    return replace(profiles[0], nodes=tuple(nodes))
 
 
 def _measure(
@@ -93,7 +99,7 @@ def _measure(
     layout: Layout,
     link: Link,
     timeline: Path | None,
-) -> list[tuple[float, float, float]]:
+) -> list[tuple[float, float, GraphCosts]]:
     torch.manual_seed(1)
     network = make()
     pipeline = Pipeline(network, [cut], [1, 1], microbatches, batch_norm="microbatch")
@@ -115,9 +121,8 @@ def _measure(
     found = []
     for _ in range(rounds):
         dist.barrier()
-        predictor = Predictor(profile(traced, microbatch, warm_up=1), link, Request(2, microbatches))
-        stages = stage_costs(predictor.costs, layout.cuts)
-        found.append((min(step() for _ in range(STEPS)), predictor.time(layout), bound(stages, microbatches)))
+        predictor = Predictor(profile(traced, microbatch, warm_up=1, repeats=3), link, Request(2, microbatches))
+        found.append((min(step() for _ in range(STEPS)), predictor.time(layout), predictor.costs))
     if timeline is not None:
         _draw(rank, pipeline, step, predictor, layout, timeline)
     return found

@@ -106,6 +106,7 @@ class Pipeline:
             self.reducer,
             RunningStatistics(self.module, batch_norm, group, calls),
             activation_checkpointing,
+            self.transport,
             self.device,
         )
         self._samples = 0
@@ -119,7 +120,8 @@ class Pipeline:
             rest: This replica's targets (n, ...), and what else belongs to the samples.
             form: Travels with the batch: what kind of container the caller took it from.
         """
-        return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
+        with self.transport.collective("sharing a batch"):
+            return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
 
     def collect(self, value: Any) -> list[Any] | None:
         """Each stage's value, from its first replica, on rank 0; a collective.
@@ -186,7 +188,8 @@ class Pipeline:
         """The mean loss over the samples of the last step, as the last stage computed it; a collective."""
         loss = self.executor.loss_sum.double().cpu()
         if self.placement.world_size > 1:
-            dist.all_reduce(loss, group=self.transport.control)
+            with self.transport.collective("adding up the loss"):
+                dist.all_reduce(loss, group=self.transport.control)
         return float(loss) / self._samples
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
@@ -197,7 +200,8 @@ class Pipeline:
             outputs: What :meth:`train` or :meth:`evaluate` returned for it.
         """
         kind: Hashable = (self.module.training, batch.image_shape, batch.image_dtype, self._autocast())
-        return self.gatherer.gather(batch.split, outputs, kind)
+        with self.transport.collective("gathering the outputs"):
+            return self.gatherer.gather(batch.split, outputs, kind)
 
     def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.

@@ -18,6 +18,7 @@ from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_reco
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
+from cnnstrategies.pipeline.transport import Transport
 
 Loss = Callable[[Any, Any], Tensor]
 AHEAD = 2  # tasks whose receives are posted early: under 1f1b one forward and one backward
@@ -51,6 +52,7 @@ class Executor:
         reducer: Sums its gradients over the replicas.
         statistics: Keeps its BatchNorm's running statistics.
         checkpointing: When to recompute activations.
+        transport: Names the ranks in errors.
         device: Where the stage runs.
 
     Attributes:
@@ -68,6 +70,7 @@ class Executor:
         reducer: GradientReducer,
         statistics: RunningStatistics,
         checkpointing: Checkpointing,
+        transport: Transport,
         device: torch.device,
     ) -> None:
         self.module = module
@@ -77,6 +80,7 @@ class Executor:
         self.reducer = reducer
         self.statistics = statistics
         self.checkpointing = checkpointing
+        self.transport = transport
         self.device = device
         self.peak_held = 0
         self.spans: list[Span] | None = None
@@ -117,7 +121,7 @@ class Executor:
                         if task.microbatch == last_backward:
                             self.reducer.overlap()
                         self._backward(channels, task.microbatch, batch, loss, scale)
-            with self._timed("reduce", None):
+            with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
                 gradients = self.reducer.finish()
                 self.statistics.finish(batch.split.microbatches)
         except BaseException:
@@ -280,9 +284,7 @@ class Executor:
         try:
             yield
         except Exception as error:
-            error.add_note(
-                f"in stage {task.stage}, replica {self.place.replica}: {task.kind} of microbatch {task.microbatch}"
-            )
+            error.add_note(f"in {self.transport.me}: {task.kind} of microbatch {task.microbatch}")
             raise
 
     @contextmanager

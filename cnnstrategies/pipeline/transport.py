@@ -1,7 +1,8 @@
 """Messages between ranks: tensors in the background, objects, and errors that name the silent peer."""
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -122,6 +123,20 @@ class Transport:
             for shape, value in plain
         ]
         return tree_unflatten(leaves, tree)
+
+    @contextmanager
+    def collective(self, what: str) -> Iterator[None]:
+        """Name this rank where a collective of several ranks fails inside.
+
+        Args:
+            what: What the ranks do together, for the error message.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"{self.me}, {what} with the other ranks: {str(error).splitlines()[0]}; one of them is gone or silent"
+            ) from error
 
     @property
     def me(self) -> str:

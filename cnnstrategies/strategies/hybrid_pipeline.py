@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
@@ -467,6 +468,8 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if isinstance(exception, ProcessExitedException | ProcessRaisedException):  # In the process that forked or spawned the ranks.
+            exception.add_note(f"it was {self.placement.describe(exception.error_index)}")
         super().on_exception(exception)
 
     @override
