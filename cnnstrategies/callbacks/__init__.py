@@ -1,10 +1,19 @@
 """Lightning callbacks that the command line adds by default, and others that a configuration can name."""
 
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
+from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 
-__all__ = ["GracefulStop", "PredictionWriter", "Pruning", "SamplesPerSecond", "StepProfile", "TrainingSummary"]
+__all__ = [
+    "GracefulStop",
+    "PipelineTimeline",
+    "PredictionWriter",
+    "Pruning",
+    "SamplesPerSecond",
+    "StepProfile",
+    "TrainingSummary",
+]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_apart
 from torch import Tensor, nn
@@ -330,3 +330,37 @@ def test_a_module_of_ones_own_trains_and_the_parent_has_all_weights() -> None:
 def test_steps_that_a_pipeline_cannot_follow_are_refused(broken: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         raise ConfigurationError(run_apart(own_module, broken))
+
+
+class Tunable(ImageClassifier):
+    def __init__(self) -> None:
+        super().__init__(network(), 3)
+        self.lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class NotedRate(Callback):
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(pl_module.lr, f"{trainer.default_root_dir}_rank{trainer.global_rank}.lr")
+
+
+def find_rates() -> tuple[float, list[float], list[Any]]:
+    weights = []
+    for name, replicas in (("single", None), ("piped", [1, 1])):
+        seed_everything(1, verbose=False)
+        model = Tunable()
+        finder = LearningRateFinder(num_training_steps=40)
+        trainer_of(replicas, [finder, NotedRate()], name, max_epochs=12).fit(model, DataLoader(Images(64), 16))
+        weights.append(model.state_dict())
+    rates = [torch.load(f"piped_rank{rank}.lr") for rank in (0, 1)]
+    return torch.load("single_rank0.lr"), rates, weights
+
+
+def test_learning_rate_finder_finds_that_of_one_process() -> None:
+    single, piped, (expected, got) = run_apart(find_rates)
+    assert single != 1e-3
+    assert piped == pytest.approx([single, single])
+    for name, value in expected.items():
+        assert torch.allclose(got[name], value, rtol=1e-4, atol=1e-6), name
