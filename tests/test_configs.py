@@ -30,7 +30,10 @@ FEW = ["--data.init_args.batch_size=4"]
 NO_WORKERS = ["--data.init_args.num_workers=0"]
 COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
 TWO = ["--trainer.devices=2"]
-FORKED = [*TWO, "--trainer.strategy.init_args.start_method=fork"]
+START_FORKED = "--trainer.strategy.init_args.start_method=fork"
+FORKED = [*TWO, START_FORKED]
+FOUR = ["--trainer.devices=4", START_FORKED]
+SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
 ARGS = {
     "quickstart.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
@@ -45,6 +48,12 @@ ARGS = {
     "experiments/cifar10_resnet20_ddp_2gpu.yaml": [*FEW, *NO_WORKERS, *TWO, "--trainer.strategy=ddp_fork"],
     "experiments/digits_smallcnn_ema_mixup_cpu.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
     "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.strategy=ddp_fork", "--trainer.max_epochs=11"],
+    **{f"experiments/digits_smallcnn_hybrid_{layout}_cpu.yaml": FOUR for layout in ("2-2", "3-1", "1-2-1")},
+    "experiments/digits_smallcnn_hybrid_1-1_cpu.yaml": FORKED,
+    "experiments/synthetic_alexnet_hybrid_3-1_4gpu.yaml": [*FOUR, *SMALL],
+    "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu.yaml": [*FOUR, *SMALL],
+    "experiments/synthetic_resnet50_hybrid_2-2_4gpu.yaml": [*FOUR, *SMALL],
+    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [*FORKED, *SMALL],
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,
         *NO_WORKERS,
@@ -63,6 +72,8 @@ ARGS = {
     "strategy/ddp_local_sgd.yaml": FORKED,
     "strategy/ddp_powersgd.yaml": FORKED,
     "strategy/ddp_spawn.yaml": TWO,
+    "strategy/hybrid_pipeline.yaml": FORKED,
+    "strategy/hybrid_pipeline_uneven.yaml": FOUR,
 }
 
 

@@ -37,7 +37,12 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
         "class_path": "cnnstrategies.strategies.hybrid_pipeline.HybridPipelineStrategy",
         "init_args": {"replicas": [2, 1], "cuts": ["pool1"], "microbatches": 6, "schedule": "gpipe"},
     }
-    arguments = {"config": QUICKSTART, "trainer.devices": 3, "trainer.strategy": json.dumps(strategy), "bandwidth": 1000}
+    arguments = {
+        "config": QUICKSTART,
+        "trainer.devices": 3,
+        "trainer.strategy": json.dumps(strategy),
+        "bandwidth": 1000,
+    }
     main([f"--{name}={value}" for name, value in arguments.items()])
     text = capsys.readouterr().out
     assert "stage 0: block1_0_0 to pool1" in text

@@ -468,7 +468,9 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        if isinstance(exception, ProcessExitedException | ProcessRaisedException):  # In the process that forked or spawned the ranks.
+        if isinstance(
+            exception, ProcessExitedException | ProcessRaisedException
+        ):  # In the process that forked or spawned the ranks.
             exception.add_note(f"it was {self.placement.describe(exception.error_index)}")
         super().on_exception(exception)
 

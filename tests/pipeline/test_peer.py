@@ -49,7 +49,9 @@ def both() -> dict[str, tuple[Tensor, Tensor]]:
     rank = dist.get_rank()
     layers = make_network()
     peer = layers[:CUT] if rank == 0 else layers[CUT:]
-    schedule: Any = Schedule1F1B(PipelineStage(peer, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=F.cross_entropy)
+    schedule: Any = Schedule1F1B(
+        PipelineStage(peer, rank, 2, torch.device("cpu")), MICROBATCHES, loss_fn=F.cross_entropy
+    )
     optimizer = sgd(peer)
     for images, targets in batches():
         schedule.step(*([images] if rank == 0 else []), **({} if rank == 0 else {"target": targets}))
