@@ -18,7 +18,7 @@ def plan_table(plan: Plan) -> Group:
         Something that a rich console prints.
     """
     table = Table(box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "parameters", "sends", "memory", "busy"):
+    for name in ("stage", "replicas", "nodes", "forward\nms", "backward\nms", "params", "sends", "memory", "busy"):
         table.add_column(name, justify="right", no_wrap=True)
     for index, stage in enumerate(plan.stages):
         table.add_row(
@@ -65,9 +65,9 @@ def verdict(plan: Plan) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """A size with a unit: 1.5 MiB."""
+    """A size with a unit, in 8 characters at most up to a terabyte: 1.5 MiB, 224 MiB."""
     for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        if size < 1000:
+            return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
         size /= 1024
-    return f"{size:.2f} GiB"
+    return f"{size:.2f} GiB" if size < 10 else f"{size:.0f} GiB"

@@ -57,7 +57,7 @@ def both() -> dict[str, tuple[Tensor, Tensor]]:
         schedule.step(*([images] if rank == 0 else []), **({} if rank == 0 else {"target": targets}))
         optimizer.step()
         optimizer.zero_grad()
-    expected = {name: parameter for name, parameter in layers.named_parameters()}
+    expected = dict(layers.named_parameters())
     return {name: (value, expected[name].detach()) for name, value in ours.module.state_dict().items()}
 
 

@@ -1,6 +1,7 @@
 """Plans: numbers that can be worked out by hand, the comparison with data parallel, and refusals."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -77,7 +78,7 @@ def test_data_parallel_is_named_when_it_is_faster_and_when_it_is_slower() -> Non
 
 def test_data_parallel_that_does_not_fit_is_said_not_to_fit() -> None:
     limited = plan(Request(2, 4, stages=2, state_copies=2, memory_limit=25_000))
-    assert "does not fit into memory_limit=24.4 KiB" in verdict(limited)
+    assert "does not fit into memory_limit=24 KiB" in verdict(limited)
 
 
 def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
@@ -87,8 +88,13 @@ def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
     text = output.getvalue()
     assert "stage 1: n3 to n3" in text
     assert "30.00" in text
-    assert "…" not in text
     assert f"{made.step_time * 1e3:.1f} ms for 16 samples" in text
+    size = 999 * 2**20
+    cost = StageCost(150, 1.2345, 12.345, size, size, size)
+    wide = [replace(stage, cost=cost, sent_bytes=size, memory=size, busy=1.0) for stage in made.stages]
+    Console(file=output, width=80).print(plan_table(replace(made, stages=tuple(wide))))
+    assert "12345.00" in output.getvalue()
+    assert "…" not in output.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -111,6 +117,6 @@ def test_impossible_requests_are_refused_with_the_remedy(request_: Request, mess
 
 
 def test_sizes_have_units() -> None:
-    assert [format_bytes(size) for size in (0, 1023, 1536, 3 * 2**20, 5 * 2**30)] == [
-        "0 B", "1023 B", "1.5 KiB", "3.0 MiB", "5.00 GiB",
+    assert [format_bytes(size) for size in (0, 1023, 1536, 234 * 2**20, 5 * 2**30, 15 * 2**30)] == [
+        "0 B", "1.0 KiB", "1.5 KiB", "234 MiB", "5.00 GiB", "15 GiB",
     ]  # fmt: skip
