@@ -56,13 +56,13 @@ class PipelineTimeline(Callback):
             self._write(trainer, self._pipeline(trainer))
 
     def _write(self, trainer: Trainer, pipeline: Pipeline) -> None:
-        everyone: list[list[Span]] = [[] for _ in range(trainer.world_size)]
+        everyone: list[Any] = [None] * trainer.world_size
         dist.all_gather_object(everyone, pipeline.executor.spans)
         pipeline.executor.spans = None
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # On every rank: it is broadcast.
         if not trainer.is_global_zero:
             return
-        spans = [span for own in everyone for span in own]
+        spans: list[Span] = [span for own in everyone for span in own]
         names = {rank: pipeline.placement.describe(rank) for rank in range(trainer.world_size)}
         folder.mkdir(parents=True, exist_ok=True)
         which = f"step {self._seen}" if self.steps == 1 else f"steps {self.skip_first + 1} to {self._seen}"

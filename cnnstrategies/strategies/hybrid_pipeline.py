@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
