@@ -1,9 +1,8 @@
 """Running statistics of BatchNorm in a pipeline: as after the microbatches in turn, or as after one full batch."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -14,15 +13,6 @@ from cnnstrategies.errors import ConfigurationError
 
 BatchNormMode = Literal["microbatch", "deferred"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
-@dataclass
-class _Sample:
-    """Mean and unbiased variance (C,) of one call on one microbatch, over ``count`` values per channel."""
-
-    mean: Tensor
-    unbiased: Tensor
-    count: int
 
 
 class RunningStatistics:
@@ -66,12 +56,24 @@ class RunningStatistics:
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 self.calls[layer] = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
                 layer.register_forward_pre_hook(self._before)
-                layer.register_forward_hook(self._after)
-        self._samples: dict[nn.Module, dict[tuple[int, int], _Sample]] = defaultdict(dict)
-        self._saved: dict[nn.Module, tuple[Any, ...]] = {}
-        self._microbatch: int | None = None
+        self._noted: dict[nn.Module, _Noted] = {}
+        self._row: int | None = None
         self._made: Counter[nn.Module] = Counter()
-        self._discard = False
+
+    def begin(self, microbatches: int) -> None:
+        """Have the layers that are in training mode note their moments until :meth:`finish` or :meth:`abandon`.
+
+        Args:
+            microbatches: Microbatches of the step over all replicas, empty ones included.
+        """
+        for layer, calls in self.calls.items():
+            if layer.training:
+                running: Any = layer.running_mean
+                # The last row is for what is run again, and not looked at.
+                moments = torch.zeros(
+                    microbatches + 1, calls, 2, len(running), dtype=running.dtype, device=running.device
+                )
+                self._noted[layer] = _Noted(layer, moments)
 
     @contextmanager
     def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
@@ -81,80 +83,90 @@ class RunningStatistics:
             microbatch: Which microbatch it is.
             again: It is run once more for its activations, and counts only once.
         """
-        self._microbatch, self._discard = microbatch, again
+        self._row = -1 if again else microbatch
         self._made.clear()
         try:
             yield
         finally:
-            self._microbatch = None
-            for layer in list(self._saved):  # of a forward that failed
-                self._restore(layer)
+            self._row = None
 
     @torch.no_grad()
-    def finish(self, microbatches: int) -> None:
-        """Update the running statistics by those of the step.
-
-        Args:
-            microbatches: Microbatches of the step over all replicas, empty ones included.
-        """
-        moments = [self._moments(layer, microbatches) for layer in self.calls]
+    def finish(self) -> None:
+        """Update the running statistics by those of the step."""
+        moments = [noted.rows() for noted in self._noted.values()]
+        layers = list(self._noted)
+        self.abandon()
         if self.group is not None and moments:
             joined = torch.cat([part.flatten() for part in moments])
             dist.all_reduce(joined, group=self.group)
             pieces = torch.split(joined, [part.numel() for part in moments])
             moments = [piece.view_as(part) for piece, part in zip(pieces, moments, strict=True)]
-        for layer, rows in zip(self.calls, moments, strict=True):
+        for layer, rows in zip(layers, moments, strict=True):
             self._update(layer, rows)
-        self._samples.clear()
 
-    def _moments(self, layer: nn.Module, microbatches: int) -> Tensor:
-        """For each microbatch and call: count, means, unbiased variances; zeros for those of other replicas."""
-        running: Tensor = layer.running_mean  # type: ignore[assignment]
-        shape = (microbatches, self.calls[layer], 1 + 2 * len(running))
-        moments = torch.zeros(shape, dtype=torch.float64, device=running.device)
-        for (microbatch, call), sample in self._samples[layer].items():
-            moments[microbatch, call, 0] = sample.count
-            moments[microbatch, call, 1:] = torch.cat([sample.mean, sample.unbiased])
-        return moments
+    def abandon(self) -> None:
+        """Give the layers their running statistics back, as they were before the step."""
+        for noted in self._noted.values():
+            noted.restore()
+        self._noted.clear()
+
+    def _before(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self._row is not None and layer in self._noted:
+            self._noted[layer].note(self._row, self._made[layer], inputs[0])
+            self._made[layer] += 1
 
     def _update(self, layer: Any, moments: Tensor) -> None:
-        moments = moments[moments[:, :, 0].amax(dim=1) > 0]  # A layer in evaluation mode has none.
+        moments = moments[moments[:, :, 0].amax(dim=1) > 0]  # A layer that was not reached has none.
         if not len(moments):
             return
         if self.batch_norm == "deferred":
             moments = _combine(moments)
-        for row in moments.flatten(0, 1):
-            mean, variance = row[1:].chunk(2)
-            layer.num_batches_tracked.add_(1)
-            weight = layer.momentum if layer.momentum is not None else 1.0 / float(layer.num_batches_tracked)
-            layer.running_mean.lerp_(mean.to(layer.running_mean), weight)
-            layer.running_var.lerp_(variance.to(layer.running_var), weight)
+        rows = moments.flatten(0, 1)
+        # What is left of the old value, and what each of the updates in turn adds to it.
+        kept, shares = 1.0, []
+        tracked = int(layer.num_batches_tracked)
+        for index in range(len(rows), 0, -1):
+            weight = layer.momentum if layer.momentum is not None else 1.0 / (tracked + index)
+            shares.append(kept * weight)
+            kept *= 1.0 - weight
+        added = torch.tensor(shares[::-1], dtype=rows.dtype, device=rows.device) @ rows[:, 1:]
+        mean, variance = added.chunk(2)
+        layer.num_batches_tracked.add_(len(rows))
+        layer.running_mean.mul_(kept).add_(mean)
+        layer.running_var.mul_(kept).add_(variance)
 
-    def _before(self, layer: Any, inputs: Any) -> None:
-        if not layer.training or self._microbatch is None:
-            return
-        # With momentum 1 the layer's own kernel writes the moments of this call into whatever lies there.
-        self._saved[layer] = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
-        layer.running_mean = torch.zeros_like(layer.running_mean)
-        layer.running_var = torch.zeros_like(layer.running_var)
-        layer.num_batches_tracked = None
-        layer.momentum = 1.0
 
-    def _after(self, layer: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
-        if layer not in self._saved:
-            return
-        mean, variance = layer.running_mean, layer.running_var
-        self._restore(layer)
-        call = self._made[layer]
-        self._made[layer] += 1
-        if not self._discard:
-            assert self._microbatch is not None
-            count = inputs[0].numel() // len(mean)
-            self._samples[layer][self._microbatch, call] = _Sample(mean.double(), variance.double(), count)
+class _Noted:
+    """The moments of one layer during a step, which the layer's own kernel writes.
 
-    def _restore(self, layer: Any) -> None:
-        saved = self._saved.pop(layer)
-        layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = saved
+    With momentum 1 it puts the moments of a call into whatever tensors it holds as running statistics.
+
+    Args:
+        layer: The layer.
+        moments: Zeros (microbatches + 1, calls, 2, C): mean and unbiased variance of each call on each microbatch.
+    """
+
+    def __init__(self, layer: Any, moments: Tensor) -> None:
+        self.layer = layer
+        self.moments = moments
+        self.counts = torch.zeros(*moments.shape[:2], 1, dtype=torch.float64)
+        self.saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
+        layer.num_batches_tracked, layer.momentum = None, 1.0
+
+    def note(self, row: int, call: int, images: Tensor) -> None:
+        """Have the next call write into a row."""
+        self.layer.running_mean, self.layer.running_var = self.moments[row, call].unbind()
+        self.counts[row, call] = images.numel() // self.moments.shape[3]
+
+    def rows(self) -> Tensor:
+        """Count, means and unbiased variances (microbatches, calls, 1 + 2 C); zeros for those of other replicas."""
+        counts = self.counts.to(self.moments.device)
+        return torch.cat([counts, self.moments.flatten(2).double()], dim=2)[:-1]
+
+    def restore(self) -> None:
+        """Give the layer its running statistics back."""
+        layer = self.layer
+        layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self.saved
 
 
 def _combine(moments: Tensor) -> Tensor:

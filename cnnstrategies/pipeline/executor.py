@@ -110,6 +110,7 @@ class Executor:
         self.loss_sum = torch.zeros((), device=self.device)
         self._held, self._outputs = {}, {}
         self.reducer.begin()
+        self.statistics.begin(batch.split.microbatches)
         try:
             for index, task in enumerate(tasks):
                 self._expect(channels, tasks[index : index + 1 + AHEAD], batch)
@@ -123,9 +124,10 @@ class Executor:
                         self._backward(channels, task.microbatch, batch, loss, scale)
             with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
                 gradients = self.reducer.finish()
-                self.statistics.finish(batch.split.microbatches)
+                self.statistics.finish()
         except BaseException:
             self.reducer.abandon()
+            self.statistics.abandon()
             raise
         channels.finish()
         outputs, self._outputs = self._outputs, {}
