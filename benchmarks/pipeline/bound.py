@@ -35,7 +35,7 @@ def main() -> None:
         Path(__file__).with_suffix(".md"),
         "Our step against the bound of its pipeline",
         f"{__doc__}\nTwo stages, {SAMPLES} images of 32 x 32 in {MICROBATCHES} microbatches, 1f1b. {rounds} rounds "
-        "of a profile in both processes at once and 10 steps; the smallest time of each node and of the step, since "
+        "of a profile in both processes at once and 10 steps; the quickest profile and the quickest step, since "
         "other work on the machine only adds time.",
         rows,
     )

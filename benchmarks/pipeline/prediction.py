@@ -42,7 +42,7 @@ def main() -> None:
         here.with_suffix(".md"),
         "Predicted against measured step time",
         f"{__doc__}\n{SAMPLES} images in {MICROBATCHES} microbatches, 1f1b, the cut that the planner chose. {rounds} "
-        "rounds of a profile in both processes at once and 10 steps; the smallest time of each node and of the step, "
+        "rounds of a profile in both processes at once and 10 steps; the quickest profile and the quickest step, "
         "since other work on the machine only adds time; beside it the median of the rounds' ratios. The connection is "
         "measured between two processes beforehand. One step of ResNet-20, measured and predicted:\n\n"
         "![measured](timeline_measured.png)\n\n![predicted](timeline_predicted.png)",

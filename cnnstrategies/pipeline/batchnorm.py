@@ -1,7 +1,7 @@
 """Running statistics of BatchNorm in a pipeline: as after the microbatches in turn, or as after one full batch."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -56,7 +56,8 @@ class RunningStatistics:
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
                 self.calls[layer] = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
                 layer.register_forward_pre_hook(self._before)
-        self._noted: dict[nn.Module, _Noted] = {}
+        self._layers: dict[nn.Module, _Noted] = {}
+        self._moments = torch.empty(0)
         self._row: int | None = None
         self._made: Counter[nn.Module] = Counter()
 
@@ -66,14 +67,12 @@ class RunningStatistics:
         Args:
             microbatches: Microbatches of the step over all replicas, empty ones included.
         """
-        for layer, calls in self.calls.items():
-            if layer.training:
-                running: Any = layer.running_mean
-                # The last row is for what is run again, and not looked at.
-                moments = torch.zeros(
-                    microbatches + 1, calls, 2, len(running), dtype=running.dtype, device=running.device
-                )
-                self._noted[layer] = _Noted(layer, moments)
+        training = [layer for layer in self.calls if layer.training]
+        if list(self._layers) != training or len(self._moments) != microbatches + 1:
+            self._allocate(training, microbatches)
+        self._moments.zero_()
+        for noted in self._layers.values():
+            noted.begin()
 
     @contextmanager
     def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
@@ -93,47 +92,40 @@ class RunningStatistics:
     @torch.no_grad()
     def finish(self) -> None:
         """Update the running statistics by those of the step."""
-        moments = [noted.rows() for noted in self._noted.values()]
-        layers = list(self._noted)
         self.abandon()
-        if self.group is not None and moments:
-            joined = torch.cat([part.flatten() for part in moments])
+        if not self._layers:
+            return
+        moments = self._moments[:-1].double()
+        noted = list(self._layers.values())
+        counts = torch.tensor([row for one in noted for row in zip(*one.counts[:-1], strict=True)], dtype=torch.float64)
+        if self.group is not None:
+            joined = torch.cat([counts.to(moments.device).flatten(), moments.flatten()])
             dist.all_reduce(joined, group=self.group)
-            pieces = torch.split(joined, [part.numel() for part in moments])
-            moments = [piece.view_as(part) for piece, part in zip(pieces, moments, strict=True)]
-        for layer, rows in zip(layers, moments, strict=True):
-            self._update(layer, rows)
+            counts = joined[: counts.numel()].view_as(counts).cpu()
+            moments = joined[counts.numel() :].view_as(moments)
+        of_calls = iter(counts.tolist())
+        for one in noted:
+            one.update(moments, [next(of_calls) for _ in range(one.calls)], self.batch_norm)
 
     def abandon(self) -> None:
         """Give the layers their running statistics back, as they were before the step."""
-        for noted in self._noted.values():
+        for noted in self._layers.values():
             noted.restore()
-        self._noted.clear()
+
+    def _allocate(self, layers: Sequence[nn.Module], microbatches: int) -> None:
+        widths = [self.calls[layer] * 2 * int(layer.num_features) for layer in layers]  # type: ignore[arg-type]
+        like: Any = layers[0].running_mean if layers else torch.empty(0)
+        # The last row is for what is run again, and not looked at.
+        self._moments = torch.zeros(microbatches + 1, sum(widths), dtype=like.dtype, device=like.device)
+        self._layers, start = {}, 0
+        for layer, width in zip(layers, widths, strict=True):
+            self._layers[layer] = _Noted(layer, self.calls[layer], slice(start, start + width), self._moments)
+            start += width
 
     def _before(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if self._row is not None and layer in self._noted:
-            self._noted[layer].note(self._row, self._made[layer], inputs[0])
+        if self._row is not None and layer in self._layers:
+            self._layers[layer].note(self._row, self._made[layer], inputs[0])
             self._made[layer] += 1
-
-    def _update(self, layer: Any, moments: Tensor) -> None:
-        moments = moments[moments[:, :, 0].amax(dim=1) > 0]  # A layer that was not reached has none.
-        if not len(moments):
-            return
-        if self.batch_norm == "deferred":
-            moments = _combine(moments)
-        rows = moments.flatten(0, 1)
-        # What is left of the old value, and what each of the updates in turn adds to it.
-        kept, shares = 1.0, []
-        tracked = int(layer.num_batches_tracked)
-        for index in range(len(rows), 0, -1):
-            weight = layer.momentum if layer.momentum is not None else 1.0 / (tracked + index)
-            shares.append(kept * weight)
-            kept *= 1.0 - weight
-        added = torch.tensor(shares[::-1], dtype=rows.dtype, device=rows.device) @ rows[:, 1:]
-        mean, variance = added.chunk(2)
-        layer.num_batches_tracked.add_(len(rows))
-        layer.running_mean.mul_(kept).add_(mean)
-        layer.running_var.mul_(kept).add_(variance)
 
 
 class _Noted:
@@ -143,37 +135,79 @@ class _Noted:
 
     Args:
         layer: The layer.
-        moments: Zeros (microbatches + 1, calls, 2, C): mean and unbiased variance of each call on each microbatch.
+        calls: Its calls in a forward.
+        columns: Its part of ``moments``: for each call C means and C unbiased variances.
+        moments: A row for each microbatch, and one to spare.
     """
 
-    def __init__(self, layer: Any, moments: Tensor) -> None:
+    def __init__(self, layer: Any, calls: int, columns: slice, moments: Tensor) -> None:
         self.layer = layer
-        self.moments = moments
-        self.counts = torch.zeros(*moments.shape[:2], 1, dtype=torch.float64)
+        self.calls = calls
+        self.columns = columns
+        self.rows = [self._split(row[columns]) for row in moments]
+        self.counts: list[list[float]] = []
+        self.saved: tuple[Any, ...] | None = None
+
+    def begin(self) -> None:
+        """Set the running statistics aside."""
+        layer = self.layer
+        self.counts = [[0.0] * self.calls for _ in self.rows]
         self.saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
         layer.num_batches_tracked, layer.momentum = None, 1.0
 
     def note(self, row: int, call: int, images: Tensor) -> None:
         """Have the next call write into a row."""
-        self.layer.running_mean, self.layer.running_var = self.moments[row, call].unbind()
-        self.counts[row, call] = images.numel() // self.moments.shape[3]
-
-    def rows(self) -> Tensor:
-        """Count, means and unbiased variances (microbatches, calls, 1 + 2 C); zeros for those of other replicas."""
-        counts = self.counts.to(self.moments.device)
-        return torch.cat([counts, self.moments.flatten(2).double()], dim=2)[:-1]
+        self.layer.running_mean, self.layer.running_var = self.rows[row][call]
+        self.counts[row][call] = images.numel() / self.layer.num_features
 
     def restore(self) -> None:
         """Give the layer its running statistics back."""
+        if self.saved is not None:
+            layer = self.layer
+            layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self.saved
+            self.saved = None
+
+    def update(self, moments: Tensor, counts: list[list[float]], batch_norm: BatchNormMode) -> None:
+        """Update the running statistics.
+
+        Args:
+            moments: Those of all layers (microbatches, columns).
+            counts: For each call its values per channel in each microbatch; 0 where the layer was not reached.
+            batch_norm: By all microbatches in turn, or by their union.
+        """
+        reached = [row for row, count in enumerate(counts[0]) if count]
+        if not reached:
+            return
+        own = [self._split(moments[row, self.columns]) for row in reached]
+        if batch_norm == "deferred":
+            samples = [[of_call[row] for row in reached] for of_call in counts]
+            own = [[_union(samples[call], [row[call] for row in own]) for call in range(self.calls)]]
+        updates = [moment for row in own for moment in row]
         layer = self.layer
-        layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self.saved
+        # What is left of the old value, and what each of the updates in turn adds to it.
+        kept, shares = 1.0, []
+        tracked = int(layer.num_batches_tracked)
+        for index in range(len(updates), 0, -1):
+            weight = layer.momentum if layer.momentum is not None else 1.0 / (tracked + index)
+            shares.append(kept * weight)
+            kept *= 1.0 - weight
+        layer.num_batches_tracked.add_(len(updates))
+        for part, running in enumerate((layer.running_mean, layer.running_var)):
+            rows = torch.stack([update[part] for update in updates])
+            running.mul_(kept).add_(torch.tensor(shares[::-1], dtype=rows.dtype, device=rows.device) @ rows)
+
+    def _split(self, row: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Mean and variance (C,) of each call."""
+        parts = row.view(self.calls, 2, -1).unbind()
+        return [(part[0], part[1]) for part in parts]
 
 
-def _combine(moments: Tensor) -> Tensor:
-    """The moments of the union of the microbatches (1, calls, 1 + 2 C), from those of each (M, calls, 1 + 2 C)."""
-    channels = (moments.shape[2] - 1) // 2
-    counts, means, unbiased = torch.split(moments, [1, channels, channels], dim=2)
-    total = counts.sum(0)
-    mean = (counts * means).sum(0) / total
-    squares = (unbiased * (counts - 1) + counts * (means - mean) ** 2).sum(0)
-    return torch.cat([total, mean, squares / (total - 1)], dim=1)[None]
+def _union(counts: list[float], moments: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance (C,) of the union of samples, from those of each."""
+    means = torch.stack([mean for mean, _ in moments])
+    unbiased = torch.stack([variance for _, variance in moments])
+    count = torch.tensor(counts, dtype=means.dtype, device=means.device)[:, None]
+    total = sum(counts)
+    mean = (count * means).sum(0) / total
+    squares = (unbiased * (count - 1) + count * (means - mean) ** 2).sum(0)
+    return mean, squares / (total - 1)
