@@ -1,0 +1,42 @@
+"""VGG-11's layers on three ranks without Lightning: two replicas of the convolutions, one of the classifier.
+
+torchrun --nproc-per-node 3 docs/examples/pipeline_torch.py
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torchvision.models import vgg11
+
+from cnnstrategies.pipeline.engine import Pipeline
+
+BATCH, STEPS = 24, 5
+
+
+def main() -> None:
+    """Train on noise and save the whole network's weights."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)  # The same weights on every rank.
+    network = vgg11(num_classes=10, dropout=0.0)
+    pipeline = Pipeline(network, cuts=["features"], replicas=[2, 1], microbatches=6)
+    optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.01, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(STEPS):
+        images = torch.randn(BATCH, 3, 32, 32, generator=generator)
+        targets = torch.randint(10, (BATCH,), generator=generator)
+        # Each replica of the first stage loads its share of the batch; the other ranks' arguments are ignored.
+        mine = slice(pipeline.place.replica, None, pipeline.placement.replicas[0])
+        loss = pipeline.step(images[mine], targets[mine], F.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+        if pipeline.rank == 0:
+            print(f"step {step}: loss {float(loss):.4f}")
+    weights = pipeline.merge()  # Of all stages, under the network's own names, on every rank.
+    if pipeline.rank == 0:
+        torch.save(weights, "vgg11.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
