@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,24 +15,20 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
-from torchmetrics import Metric
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.optimizer_state import Groups, group_names, keep_own, merge_state, named_state, split_state
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Placement, Schedule
 from cnnstrategies.pipeline.transport import new_group
+from cnnstrategies.strategies.divided_module import DividedModule
 from cnnstrategies.strategies.pipeline_contract import check_module, check_optimizers
 from cnnstrategies.strategies.pipeline_layout import LayoutRequest
-from cnnstrategies.strategies.pipeline_loader import NoBatch, StageLoader, stage_loader
-from cnnstrategies.strategies.pipeline_step import HandOver, NetworkStandIn
-
-PREFIX = "network."
+from cnnstrategies.strategies.pipeline_loader import NoBatch, StageLoader, images_and_rest, stage_loader
+from cnnstrategies.strategies.pipeline_step import HandOver, clip_by_joint_norm
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -88,24 +83,11 @@ class HybridPipelineStrategy(DDPStrategy):
         self.request = LayoutRequest(
             stages, replicas, cuts, microbatches, schedule, memory_limit, batch_norm, activation_checkpointing
         )
-        self.stages = stages
-        self.replicas = replicas
-        self.cuts = cuts
-        self.microbatches = microbatches
-        self.schedule = schedule
-        self.memory_limit = memory_limit
-        self.batch_norm = batch_norm
-        self.activation_checkpointing = activation_checkpointing
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
         self._checked: LightningModule | None = None
-        self._network: nn.Module | None = None
-        self._stand_in: NetworkStandIn | None = None
-        self._state_names: list[str] = []
-        self._groups: list[Groups] = []
+        self._divided: DividedModule | None = None
         self._batch: Batch | None = None
-        self._averaged: list[nn.Module] = []
-        self._metrics: list[tuple[Metric, Any]] = []
         self._failed = False
         self._loss_checked = False
 
@@ -160,19 +142,9 @@ class HybridPipelineStrategy(DDPStrategy):
         """
         if self.pipeline is None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        if isinstance(batch, NoBatch):
-            images, rest, form = None, (), "tuple"
-        else:
+        if not isinstance(batch, NoBatch):
             batch = super().batch_to_device(batch, device, dataloader_idx)
-            if isinstance(batch, Tensor):
-                images, rest, form = batch, (), "tensor"
-            elif isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
-                images, rest, form = batch[0], tuple(batch[1:]), type(batch).__name__
-            else:
-                raise ConfigurationError(
-                    f"a batch is a {type(batch).__name__}: strategy hybrid_pipeline takes a tensor of images, or a "
-                    "tuple (images, targets) of tensors with one row per sample"
-                )
+        images, rest, form = images_and_rest(batch)
         self._batch = shared = self.pipeline.share(images, *rest, form=form)
         rows = shared.split.samples if self._sees_batch else 0
         seen = torch.zeros((), dtype=shared.image_dtype, device=self.root_device).expand(rows, *shared.image_shape)
@@ -206,7 +178,7 @@ class HybridPipelineStrategy(DDPStrategy):
             check_optimizers(self.optimizers)
         self._divide(trainer, network)
         self.model_to_device()
-        self._keep_own_parameters()
+        self._divided_module.divide_optimizers(self.optimizers)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_grad_by_norm  # The plugin's own knows this stage's gradients alone.
@@ -225,46 +197,13 @@ class HybridPipelineStrategy(DDPStrategy):
             layout.cuts,
             layout.replicas,
             layout.microbatches,
-            self.schedule,
-            self.batch_norm,
-            self.activation_checkpointing,
+            self.request.schedule,
+            self.request.batch_norm,
+            self.request.activation_checkpointing,
             self.root_device,
             self.time_limit,
         )
-        self._network = network
-        self._state_names = list(network.state_dict())
-        own = set(self.pipeline.blueprint.state[self.pipeline.place.stage])
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            if name not in own:
-                tensor.data = torch.empty(0, dtype=tensor.dtype)  # Another rank holds it; `merge` brings it back.
-        self._stand_in = NetworkStandIn(self.pipeline.module)
-        self.lightning_module.network = self._stand_in
-        self._divide_averaged(trainer)
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric):
-                # Every rank has counted the whole batch; torchmetrics would add them up.
-                self._metrics.append((module, module.distributed_available_fn))
-                module.distributed_available_fn = _never
-
-    def _divide_averaged(self, trainer: Trainer) -> None:
-        """Divide the copies of the network that callbacks keep for weight averaging."""
-        self._averaged = []
-        blueprint, stage = self._pipeline.blueprint, self._pipeline.place.stage
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
-            if isinstance(callback, StochasticWeightAveraging):
-                raise ConfigurationError(
-                    "StochasticWeightAveraging averages whole networks: with strategy hybrid_pipeline use "
-                    "lightning.pytorch.callbacks.EMAWeightAveraging or WeightAveraging"
-                )
-            for value in vars(callback).values():
-                if isinstance(value, AveragedModel):
-                    copy = value.module
-                    assert isinstance(copy, LightningModule)
-                    whole = copy.network
-                    assert isinstance(whole, nn.Module)
-                    part = blueprint.of(whole).build(stage).to(self.root_device)
-                    copy.network = NetworkStandIn(part)
-                    self._averaged.append(value)
+        self._divided = DividedModule(self.lightning_module, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
 
     def _broadcast_weights(self, network: nn.Module) -> None:
         """Start from rank 0's weights on every rank."""
@@ -277,23 +216,15 @@ class HybridPipelineStrategy(DDPStrategy):
                 dist.broadcast(whole, 0, group=group)
                 tensor.copy_(whole)
 
-    def _keep_own_parameters(self) -> None:
-        assert self._network is not None
-        names = {parameter: name for name, parameter in self._network.named_parameters()}
-        self._groups = [group_names(optimizer, names) for optimizer in self.optimizers]
-        for optimizer, groups in zip(self.optimizers, self._groups, strict=True):
-            keep_own(optimizer, self._own, groups)
-            if optimizer.state:
-                optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
-
-    @property
-    def _own(self) -> dict[str, nn.Parameter]:
-        return dict(self._pipeline.module.named_parameters())
-
     @property
     def _pipeline(self) -> Pipeline:
         assert self.pipeline is not None, "the strategy has been set up"
         return self.pipeline
+
+    @property
+    def _divided_module(self) -> DividedModule:
+        assert self._divided is not None, "the strategy has been set up"
+        return self._divided
 
     # Steps
 
@@ -333,13 +264,12 @@ class HybridPipelineStrategy(DDPStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _before_step(self) -> tuple[Any, Pipeline, Batch]:
-        assert self._stand_in is not None
         if self._batch is None:
             raise ConfigurationError(
                 "a step takes a dataloader_iter: with strategy hybrid_pipeline it must take the batch, as in "
                 "training_step(self, batch, batch_idx)"
             )
-        self._pipeline.module.training = self._stand_in.training
+        self._pipeline.module.training = self._divided_module.stand_in.training
         batch, self._batch = self._batch, None
         return self.lightning_module, self._pipeline, batch
 
@@ -349,10 +279,9 @@ class HybridPipelineStrategy(DDPStrategy):
         return self._call_step(step, batch, outputs, args, kwargs)
 
     def _call_step(self, step: str, batch: Batch, outputs: Any, args: Any, kwargs: Any) -> Any:
-        assert self._stand_in is not None
         if not self._sees_batch:
             outputs = torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, outputs)
-        self._stand_in.put(outputs)
+        self._divided_module.stand_in.put(outputs)
         return getattr(self.lightning_module, step)(*args, **kwargs)
 
     def _check_loss(self, batch: Batch, loss: Tensor) -> None:
@@ -376,15 +305,7 @@ class HybridPipelineStrategy(DDPStrategy):
             next(g for g in gradients if g is not None).fill_(float("inf"))
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by the norm over all stages."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        squares = torch.zeros((), dtype=torch.float64, device=self.root_device)
-        if self._pipeline.place.replica == 0 and parameters:
-            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-            squares = norm.double() ** 2
-        dist.all_reduce(squares)
-        if parameters:
-            torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, squares.sqrt().to(parameters[0].dtype))
+        clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
 
     # Collectives
 
@@ -411,56 +332,35 @@ class HybridPipelineStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """On rank 0 the whole module's state, under the names that any strategy has; a collective."""
         assert self.lightning_module is not None
-        return self._whole_state(self.lightning_module.state_dict())
-
-    def _whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Replace this stage's part of a state dict by that of all stages on rank 0; a collective."""
-        if self.pipeline is None:
-            return state
-        own = {name: value for name, value in state.items() if name.startswith(PREFIX)}
-        parts = self.pipeline.collect(own)
-        if parts is None:
-            return state
-        merged = {name: value for part in parts for name, value in part.items()}
-        ordered = {PREFIX + name: merged[PREFIX + name] for name in self._state_names}
-        return {**ordered, **{name: value for name, value in state.items() if name not in own}}
+        state = self.lightning_module.state_dict()
+        return state if self._divided is None else self._divided.whole_state(state)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self.pipeline is None:
+        if self._divided is None:
             super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
-        own = self.lightning_module.state_dict().keys()
-        state = {
-            name: value
-            for name, value in checkpoint["state_dict"].items()
-            if name in own or not name.startswith(PREFIX) or name.removeprefix(PREFIX) not in self._state_names
-        }
-        self.lightning_module.load_state_dict(state, strict=strict)
+        self.lightning_module.load_state_dict(self._divided.own_state(checkpoint["state_dict"]), strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the optimizer's state over the whole network, as one process would save it; a collective."""
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer.optimizer
-        groups = self._groups[self.optimizers.index(optimizer)]
-        parts = self._pipeline.collect(named_state(optimizer, self._own, groups))
-        return {} if parts is None else merge_state(optimizer, parts, groups)
+        return self._divided_module.whole_optimizer_state(
+            optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        )
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        for optimizer, groups, state in zip(self.optimizers, self._groups, states, strict=True):
-            optimizer.load_state_dict(split_state(state, self._own, groups))
+        self._divided_module.load_optimizer_states(checkpoint["optimizer_states"])
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         # Weight averaging has put this rank's part of its average there; `current_model_state` is whole already.
-        if self._averaged and "current_model_state" in checkpoint:
-            checkpoint["state_dict"] = self._whole_state(checkpoint["state_dict"])
+        if self._divided is not None and self._divided.averages and "current_model_state" in checkpoint:
+            checkpoint["state_dict"] = self._divided.whole_state(checkpoint["state_dict"])
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # The end
@@ -477,24 +377,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
-        if self.pipeline is not None:
-            self._restore_network(self.pipeline)
+        if self._divided is not None:
+            self._divided.restore(merge=not self._failed)
+        self.pipeline = self._divided = None
         super().teardown()
-
-    def _restore_network(self, pipeline: Pipeline) -> None:
-        assert self.lightning_module is not None
-        assert self._network is not None
-        if not self._failed:
-            merged = pipeline.merge()
-            state = dict((*self._network.named_parameters(), *self._network.named_buffers()))
-            for name, value in merged.items():
-                state[name].data = value
-        self.lightning_module.network = self._network
-        for metric, available in self._metrics:
-            metric.distributed_available_fn = available
-        self._metrics.clear()
-        self.pipeline = self._network = self._stand_in = None
-
-
-def _never() -> Literal[False]:
-    return False

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from cnnstrategies.errors import ConfigurationError
+
 
 class NoBatch(tuple[Any, ...]):
     """What a rank gets that loads nothing: ``(images, targets)`` of no samples."""
@@ -121,3 +123,21 @@ def stage_loader(loader: Any, loads: bool, most: Callable[[int], int]) -> StageL
     """
     resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (ResumableStageLoader if resumable else StageLoader)(loader, loads, most)
+
+
+def images_and_rest(batch: Any) -> tuple[Tensor | None, tuple[Any, ...], str]:
+    """The images of a batch, what else is in it, and the kind of container.
+
+    Raises:
+        ConfigurationError: It is neither a tensor nor a tuple or list that begins with one.
+    """
+    if isinstance(batch, NoBatch):
+        return None, (), "tuple"
+    if isinstance(batch, Tensor):
+        return batch, (), "tensor"
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
+        return batch[0], tuple(batch[1:]), type(batch).__name__
+    raise ConfigurationError(
+        f"a batch is a {type(batch).__name__}: strategy hybrid_pipeline takes a tensor of images, or a tuple "
+        "(images, targets) of tensors with one row per sample"
+    )

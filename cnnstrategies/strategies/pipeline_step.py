@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.optim import Optimizer
 
 from cnnstrategies.pipeline.stage import StageModule
 
@@ -79,3 +81,21 @@ class NetworkStandIn(nn.Module):
                 "with the images of the batch, in training_step, validation_step, test_step and predict_step"
             )
         return self._outputs.pop()
+
+
+def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool, device: torch.device) -> None:
+    """Clip this stage's gradients by the norm over those of all stages; a collective.
+
+    Args:
+        optimizer: Holds this stage's parameters.
+        clip_val: The largest norm.
+        counts: Whether this rank's gradients count: those of one replica of each stage do.
+        device: Where the ranks add up.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if counts and parameters:
+        squares = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).double() ** 2
+    dist.all_reduce(squares)
+    if parameters:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_val, squares.sqrt().to(parameters[0].dtype))

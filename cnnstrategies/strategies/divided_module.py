@@ -1,0 +1,138 @@
+"""A LightningModule whose network is divided into stages, and what belongs to the whole: state, averages, metrics."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from torchmetrics import Metric
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.optimizer_state import Groups, group_names, keep_own, merge_state, named_state, split_state
+from cnnstrategies.strategies.pipeline_step import NetworkStandIn
+
+PREFIX = "network."
+
+
+class DividedModule:
+    """Puts this rank's stage in the place of the module's network, until :meth:`restore`.
+
+    Args:
+        module: The module.
+        pipeline: The stages of its network.
+        callbacks: Those of the trainer; the copies of the network that they average are divided, too.
+
+    Attributes:
+        stand_in: What ``module.network`` is now.
+        averages: Whether a callback averages weights.
+
+    Raises:
+        ConfigurationError: A callback needs the whole network.
+    """
+
+    def __init__(self, module: LightningModule, pipeline: Pipeline, callbacks: Iterable[Any]) -> None:
+        network = module.network
+        assert isinstance(network, nn.Module)
+        self.module = module
+        self.pipeline = pipeline
+        self.network = network
+        self.names = list(network.state_dict())
+        self._groups: dict[Optimizer, Groups] = {}
+        own = set(pipeline.blueprint.state[pipeline.place.stage])
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            if name not in own:
+                tensor.data = torch.empty(0, dtype=tensor.dtype)  # Another rank holds it; `restore` brings it back.
+        self.stand_in = NetworkStandIn(pipeline.module)
+        module.network = self.stand_in
+        self.averages = self._divide_averages(callbacks)
+        self._metrics: list[tuple[Metric, Any]] = []
+        for child in module.modules():
+            if isinstance(child, Metric):
+                # Every rank has counted the whole batch; torchmetrics would add them up.
+                self._metrics.append((child, child.distributed_available_fn))
+                child.distributed_available_fn = _never
+
+    def _divide_averages(self, callbacks: Iterable[Any]) -> bool:
+        found = False
+        blueprint, stage = self.pipeline.blueprint, self.pipeline.place.stage
+        for callback in callbacks:
+            if isinstance(callback, StochasticWeightAveraging):
+                raise ConfigurationError(
+                    "StochasticWeightAveraging averages whole networks: with strategy hybrid_pipeline use "
+                    "lightning.pytorch.callbacks.EMAWeightAveraging or WeightAveraging"
+                )
+            for value in vars(callback).values():
+                if isinstance(value, AveragedModel):
+                    copy = value.module
+                    assert isinstance(copy, LightningModule)
+                    whole = copy.network
+                    assert isinstance(whole, nn.Module)
+                    copy.network = NetworkStandIn(blueprint.of(whole).build(stage).to(self.pipeline.device))
+                    found = True
+        return found
+
+    @property
+    def own(self) -> dict[str, nn.Parameter]:
+        """This stage's parameters by name."""
+        return dict(self.pipeline.module.named_parameters())
+
+    def divide_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Leave each optimizer this stage's parameters alone."""
+        names = {parameter: name for name, parameter in self.network.named_parameters()}
+        self._groups = {optimizer: group_names(optimizer, names) for optimizer in optimizers}
+        for optimizer, groups in self._groups.items():
+            keep_own(optimizer, self.own, groups)
+            if optimizer.state:
+                optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
+
+    def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Replace this stage's part of a state dict of the module by that of all stages on rank 0; a collective."""
+        own = {name: value for name, value in state.items() if name.startswith(PREFIX)}
+        parts = self.pipeline.collect(own)
+        if parts is None:
+            return state
+        merged = {name: value for part in parts for name, value in part.items()}
+        ordered = {PREFIX + name: merged[PREFIX + name] for name in self.names}
+        return {**ordered, **{name: value for name, value in state.items() if name not in own}}
+
+    def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This stage's part of a state dict of the whole module, with every key that is none of the network's."""
+        own = self.module.state_dict().keys()
+        others = {PREFIX + name for name in self.names} - own
+        return {name: value for name, value in state.items() if name not in others}
+
+    def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 an optimizer's state over the whole network, as one process would save it; a collective."""
+        groups = self._groups[optimizer]
+        parts = self.pipeline.collect(named_state(optimizer, self.own, groups))
+        return {} if parts is None else merge_state(optimizer, parts, groups)
+
+    def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load this stage's part of the optimizers' states over the whole network."""
+        for (optimizer, groups), state in zip(self._groups.items(), states, strict=True):
+            optimizer.load_state_dict(split_state(state, self.own, groups))
+
+    def restore(self, merge: bool) -> None:
+        """Put the whole network back.
+
+        Args:
+            merge: Bring the weights of all stages together on every rank, a collective; else the network has those of
+                this stage alone.
+        """
+        if merge:
+            merged = self.pipeline.merge()
+            state = dict((*self.network.named_parameters(), *self.network.named_buffers()))
+            for name, value in merged.items():
+                state[name].data = value
+        self.module.network = self.network
+        for metric, available in self._metrics:
+            metric.distributed_available_fn = available
+
+
+def _never() -> Literal[False]:
+    return False
