@@ -1,4 +1,4 @@
-"""VGG-11's layers on three ranks without Lightning: two replicas of the convolutions, one of the classifier.
+"""ResNet-18 on three ranks without Lightning: two replicas of the first half, one of the second.
 
 torchrun --nproc-per-node 3 docs/examples/pipeline_torch.py
 """
@@ -6,7 +6,7 @@ torchrun --nproc-per-node 3 docs/examples/pipeline_torch.py
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torchvision.models import vgg11
+from torchvision.models import resnet18
 
 from cnnstrategies.pipeline.engine import Pipeline
 
@@ -18,8 +18,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # The same weights on every rank.
-    network = vgg11(num_classes=10, dropout=0.0)
-    pipeline = Pipeline(network, cuts=["features"], replicas=[2, 1], microbatches=6)
+    network = resnet18(num_classes=10)
+    pipeline = Pipeline(network, cuts=["layer2"], replicas=[2, 1], microbatches=6)
     optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.01, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
@@ -34,7 +34,7 @@ def main() -> None:
             print(f"step {step}: loss {float(loss):.4f}")
     weights = pipeline.merge()  # Of all stages, under the network's own names, on every rank.
     if pipeline.rank == 0:
-        torch.save(weights, "vgg11.pt")
+        torch.save(weights, "resnet18.pt")
     dist.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -35,5 +36,7 @@ class Fault(Callback):
             next(iter(pl_module.network.children())).register_forward_pre_hook(fail)
         elif kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "asleep":
+            time.sleep(1000)
         else:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -39,7 +39,7 @@ def check_checkpoint() -> None:
         ("exception 1", ["this layer does not like the batch", "in stage 1, replica 0", "forward of microbatch 0"]),
         ("exception 0", ["this layer does not like the batch", "in stage 0, replica 0", "forward of microbatch 0"]),
         ("kill 1", ["signal SIGKILL", "stage 1, replica 0 (rank 1)"]),
-        ("silent 1", ["stage 0, replica 0 (rank 0)", "stage 1, replica 0 (rank 1)"]),
+        ("asleep 1", ["stage 0, replica 0 (rank 0)", "stage 1, replica 0 (rank 1)"]),
     ],
 )
 def test_forked_ranks_end_with_a_message(run_cli, monkeypatch, fault, messages):
