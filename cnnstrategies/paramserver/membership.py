@@ -1,0 +1,256 @@
+"""A process's membership in a run: heartbeats from a thread of its own, and the views that come back."""
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from cnnstrategies.paramserver.control import LARGEST_MESSAGE, RECONNECT_MS, ControlError, Message, parse, send, waiting
+from cnnstrategies.paramserver.view import RunEnded, View
+
+Secure = Callable[["zmq.Socket[bytes]"], None]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Who a process is, and where its coordinator listens.
+
+    Attributes:
+        coordinator: The coordinator's endpoint.
+        role: ``worker``, ``server`` or ``supervisor``.
+        id: Its number among those of its role.
+        incarnation: How many processes had its place before.
+        heartbeat: Seconds between two heartbeats.
+        timeout: Seconds of silence after which either side counts the other as dead.
+        appear: Seconds in which the coordinator must have answered once.
+    """
+
+    coordinator: str
+    role: str
+    id: int
+    incarnation: int = 0
+    heartbeat: float = 0.5
+    timeout: float = 10.0
+    appear: float = 60.0
+
+    def fields(self) -> dict[str, object]:
+        """What every message of this process says of its sender."""
+        return {"role": self.role, "id": self.id, "incarnation": self.incarnation}
+
+    def connect(self, context: "zmq.Context[zmq.Socket[bytes]]", secure: Secure | None) -> "zmq.Socket[bytes]":
+        """A socket to the coordinator."""
+        connection = context.socket(zmq.DEALER)
+        connection.setsockopt(zmq.LINGER, 200)
+        connection.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        connection.setsockopt(zmq.SNDHWM, 0)
+        if secure is not None:
+            secure(connection)
+        connection.connect(self.coordinator)
+        return connection
+
+
+class Membership:
+    """Registers this process, sends heartbeats and keeps the newest view: a ``ViewSource``.
+
+    The thread has its own socket, so a long computation or a blocked step is not taken for a death; a stopped or
+    killed process is.
+
+    Args:
+        address: Who this process is, and where the coordinator is.
+        endpoint: Where this process can be reached, for servers.
+        public_key: Its CURVE key; empty without encryption.
+        secure: Called with each socket before it connects, to set its keys.
+    """
+
+    def __init__(
+        self, address: Address, endpoint: str = "", public_key: str = "", secure: Secure | None = None
+    ) -> None:
+        self.address = address
+        self._secure = secure
+        self._hello = Message(
+            "hello",
+            {
+                **address.fields(),
+                "process": os.getpid(),
+                "host": socket.gethostname(),
+                "endpoint": endpoint,
+                "public_key": public_key,
+            },
+        )
+        self._lock = threading.Condition()
+        self._view: View | None = None
+        self._seen = -1
+        self._ended: RunEnded | None = None
+        self._closing = False
+        self._left = False
+        self._readable, self._writable = os.pipe()
+        self._wake_in, self._wake_out = os.pipe()
+        for descriptor in (self._readable, self._writable, self._wake_in, self._wake_out):
+            os.set_blocking(descriptor, False)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        self._thread.start()
+
+    # A ViewSource
+
+    def current(self) -> View:
+        """The newest view; see :class:`~cnnstrategies.paramserver.view.ViewSource`."""
+        with self._lock:
+            self._drain(self._readable)
+            if self._ended is not None:
+                os.write(self._writable, b"x")  # It stays readable: the next to wait must not sleep.
+                raise RunEnded(str(self._ended), self._ended.clean)
+            view = self._view if self._view is not None else View(-1, (), ())
+            news = view.number > self._seen
+            self._seen = max(self._seen, view.number)
+        if news:
+            self._wake()  # The coordinator may wait for this process to have seen it.
+        return view
+
+    def wait_newer(self, number: int, timeout: float) -> View:
+        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.view.ViewSource`.
+
+        Raises:
+            TimeoutError: None came.
+        """
+        deadline = time.monotonic() + timeout
+        while (view := self.current()).number <= number:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
+            select.select([self._readable], [], [], left)
+        return view
+
+    def fileno(self) -> int:
+        """Readable when there is a view that :meth:`current` has not returned, or the run has ended."""
+        return self._readable
+
+    # The run
+
+    def wait_registered(self) -> None:
+        """Wait until the coordinator knows this process.
+
+        Raises:
+            RunEnded: It does not answer, or expects no such process.
+        """
+        self.wait_newer(-1, self.address.appear + self.address.timeout)
+
+    def end(self, message: str, clean: bool = False) -> None:
+        """Have every process of the run end, with a message."""
+        self._request = Message("end", {"message": message, "clean": clean})
+        self._wake()
+
+    def close(self, leave: bool = True) -> None:
+        """Stop the thread; with ``leave`` the coordinator is told that this process goes on purpose."""
+        if not self._thread.is_alive() and self._readable < 0:
+            return
+        self._closing = leave
+        self._left = not leave
+        self._wake()
+        self._thread.join(max(1.0, self.address.heartbeat * 2))
+        with self._lock:
+            for descriptor in (self._readable, self._writable, self._wake_in, self._wake_out):
+                os.close(descriptor)
+            self._readable = -1
+
+    # The thread
+
+    _request: Message | None = None
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        connection = self.address.connect(context, self._secure)
+        try:
+            send(connection, self._hello)
+            self._serve(connection)
+        except Exception as error:  # The main thread must hear of it, whatever it is.
+            self._set_ended(f"the heartbeat thread failed: {type(error).__name__}: {error}", clean=False)
+        finally:
+            connection.close()
+            context.term()
+
+    def _serve(self, connection: "zmq.Socket[bytes]") -> None:
+        address = self.address
+        poller = zmq.Poller()
+        poller.register(connection, zmq.POLLIN)
+        poller.register(self._wake_in, zmq.POLLIN)
+        heard = time.monotonic()
+        beat_at = heard
+        asked_to_leave = False
+        running = heard
+        while not self._left:
+            now = time.monotonic()
+            if now - running > 1.0:
+                heard += now - running  # This process was stopped, not the coordinator silent.
+            running = now
+            patience = address.timeout if self._view is not None else address.appear
+            if now - heard > patience and self._ended is None and not asked_to_leave:
+                self._set_ended(
+                    f"the coordinator at {address.coordinator} was silent for {patience:g} s: it died, or the "
+                    "connection to it is cut",
+                    clean=False,
+                )
+            if now >= beat_at:
+                beat_at = now + address.heartbeat
+                send(connection, Message("beat", {**address.fields(), "seen": max(self._seen, 0)}))
+            if self._request is not None:
+                request, self._request = self._request, None
+                send(connection, request)
+            if self._closing and not asked_to_leave:
+                send(connection, Message("leave", address.fields()))
+                asked_to_leave = True
+                leaving_until = now + address.heartbeat
+            if asked_to_leave and now > leaving_until:
+                return
+            ready = dict(poller.poll(int(max(0.0, min(beat_at - now, 0.5)) * 1000)))
+            if self._wake_in in ready:
+                self._drain(self._wake_in)
+                beat_at = 0.0
+            while waiting(connection):
+                heard = time.monotonic()
+                try:
+                    message = parse(connection.recv_multipart(), routed=False)
+                    if message.kind == "left":
+                        return
+                    self._take(message)
+                except ControlError:
+                    continue
+
+    def _take(self, message: Message) -> None:
+        if message.kind == "ended":
+            self._set_ended(message.string("message"), message.flag("clean"))
+        elif message.kind == "view":
+            try:
+                view = View.from_dict(message.fields["view"])
+            except (TypeError, KeyError, ValueError) as error:
+                raise ControlError(f"view: {error}") from error
+            with self._lock:
+                if self._view is None or view.number > self._view.number:
+                    self._view = view
+                    self._announce()
+
+    def _set_ended(self, text: str, clean: bool) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._ended = RunEnded(text, clean)
+                self._announce()
+
+    def _announce(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writable, b"x")
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_out, b"x")
+
+    @staticmethod
+    def _drain(descriptor: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(descriptor, 4096):
+                pass
