@@ -212,6 +212,8 @@ def _check(spec: Specification) -> None:
         )
     if spec.mode == "local" and (spec.clip_norm is not None or spec.clip_value is not None):
         raise ConfigurationError("mode='local' pushes weights: clip the gradients in the worker's own optimizer step")
+    if spec.clip_norm is not None and spec.clip_value is not None:
+        raise ConfigurationError(f"clip_norm={spec.clip_norm} and clip_value={spec.clip_value}: give one of them")
     for name in ("clip_norm", "clip_value"):
         value = getattr(spec, name)
         if value is not None and value <= 0:
