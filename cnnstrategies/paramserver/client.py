@@ -65,6 +65,9 @@ class Worker:
         step: Number of the step that is or will be worked on next, counted from the start of the run; a worker that
             joins later starts with that of the others.
         counters: What was sent, received and waited.
+        trace: Set it to a list to have it filled with (``"push"``, ``"arrived"`` or ``"wait"``, index of the parameter,
+            time by ``time.perf_counter()``): when a gradient was handed over, when the last part of a parameter came,
+            and when a wait for one ended.
 
     Raises:
         ConfigurationError: The parameters are not those of the specification.
@@ -72,6 +75,7 @@ class Worker:
 
     step: int
     counters: Counters
+    trace: list[tuple[str, int, float]] | None
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class Worker:
             )
         self.step = 0
         self.counters = Counters()
+        self.trace = None
         self._specification = specification
         self._parameters = parameters
         self._slices = cut(specification)
@@ -206,6 +211,7 @@ class Worker:
         """
         assert self._begin is not None, "push before begin_step"
         self._pushed.add(index)
+        self._note("push", index)
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if not self._specification.aggregates:
             if self._specification.clip_norm is not None:
@@ -250,6 +256,7 @@ class Worker:
         self._used.setdefault(index)
         if self._left[index]:
             self._wait_while(lambda: self._left[index] > 0)
+        self._note("wait", index)
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
@@ -447,6 +454,11 @@ class Worker:
         self._left[slice_.parameter] -= 1
         if not self._left[slice_.parameter]:
             self._targets[slice_.parameter].finish()
+            self._note("arrived", slice_.parameter)
+
+    def _note(self, what: str, index: int) -> None:
+        if self.trace is not None:
+            self.trace.append((what, index, time.perf_counter()))
 
 
 class Target:

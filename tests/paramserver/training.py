@@ -60,7 +60,15 @@ def train_alone(
     clip: Callable[[list[nn.Parameter]], object] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     network = make_network()
-    optimizer = make_optimizer(network, options)
+    return train_from(network, make_optimizer(network, options), data, clip)
+
+
+def train_from(
+    network: nn.Module,
+    optimizer: Optimizer,
+    data: list[tuple[Tensor, Tensor]],
+    clip: Callable[[list[Tensor]], object] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     scheduler = make_scheduler(optimizer)
     for images, targets in data:
         optimizer.zero_grad()
@@ -86,17 +94,27 @@ class Replica:
             own = [index[p] for p in module.parameters(recurse=False)]
             module.register_forward_pre_hook(lambda _module, _input, own=own: self._wait(own))
         for i, p in enumerate(self.parameters):
-            p.register_post_accumulate_grad_hook(lambda p, i=i: self.worker.push(i, p.grad))
+            p.register_post_accumulate_grad_hook(lambda p, i=i: self._push(i, p))
+        self._pushes = True
+
+    def _push(self, index: int, parameter: Tensor) -> None:
+        if self._pushes:
+            assert parameter.grad is not None
+            self.worker.push(index, parameter.grad)
 
     def _wait(self, indices: list[int]) -> None:
         for index in indices:
             self.worker.wait(index)
 
-    def step(self, images: Tensor, targets: Tensor) -> float:
+    def step(self, images: Tensor, targets: Tensor, accumulate: int = 1) -> float:
         self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.network(images), targets)
-        self.worker.begin_step(hyperparameters(self.optimizer), len(images))
-        loss.backward()
+        parts = list(zip(images.chunk(accumulate), targets.chunk(accumulate), strict=True))
+        for number, (part, labels) in enumerate(parts, 1):
+            loss = F.cross_entropy(self.network(part), labels) * (len(part) / len(images))
+            self._pushes = number == len(parts)
+            if self._pushes:
+                self.worker.begin_step(hyperparameters(self.optimizer), len(images))
+            loss.backward()
         self.worker.end_step()
         self.scheduler.step()
         return loss.item()
