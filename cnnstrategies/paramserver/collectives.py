@@ -11,7 +11,8 @@ from torch import Tensor
 from cnnstrategies.paramserver.codec import Buffer, decode, encode
 from cnnstrategies.paramserver.control import ControlError, Message, parse, send, waiting
 from cnnstrategies.paramserver.dispatch import Chunk
-from cnnstrategies.paramserver.membership import Membership, Secure
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.view import RunEnded
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,14 +50,14 @@ class Collectives:
 
     Args:
         membership: This worker's; its errors come through all methods here.
-        secure: Called with the socket before it connects, to set its keys.
+        keys: The run's CURVE keys.
     """
 
-    def __init__(self, membership: Membership, secure: Secure | None = None) -> None:
+    def __init__(self, membership: Membership, keys: KeyPair | None = None) -> None:
         membership.wait_registered()
         self.membership = membership
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = membership.address.connect(self._context, secure)
+        self._socket = membership.address.connect(self._context, keys)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(membership.fileno(), zmq.POLLIN)
@@ -92,8 +93,12 @@ class Collectives:
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value of one worker, on all; if it died, that of the lowest number."""
-        gathered = self._collect(value, "broadcast")
-        return gathered.values.get(source, gathered.values[gathered.leader])
+        while True:
+            mine = source == self.membership.address.id
+            gathered = self._collect(value if mine else None, f"broadcast from {source}")
+            if source in gathered.values:
+                return gathered.values[source]
+            source = gathered.leader
 
     def reduce(self, tensor: Tensor, how: str) -> Tensor:
         """Combine tensors of the same shape.
@@ -171,9 +176,9 @@ class Collectives:
                     continue
 
 
-def get(membership: Membership, name: str, secure: Secure | None = None) -> list[Buffer]:
+def get(membership: Membership, name: str, keys: KeyPair | None = None) -> list[Buffer]:
     """What a worker published under a name, for a process that takes no part in collectives."""
-    collectives = Collectives(membership, secure)
+    collectives = Collectives(membership, keys)
     try:
         return collectives.get(name)
     finally:

@@ -20,10 +20,11 @@ import zmq
 from cnnstrategies.paramserver.codec import Buffer
 from cnnstrategies.paramserver.control import LARGEST_MESSAGE, ControlError, Message, parse, send
 from cnnstrategies.paramserver.dispatch import Dispatcher
+from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 from cnnstrategies.paramserver.view import ServerInfo, View, WorkerInfo
 
-SERVER, WORKER, SUPERVISOR = "server", "worker", "supervisor"
-ROLES = (SERVER, WORKER, SUPERVISOR)
+SERVER, WORKER = "server", "worker"
+ROLES = (SERVER, WORKER)
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class CoordinatorSettings:
         timeout: Seconds without a heartbeat after which a member counts as dead.
         appear: Seconds in which every member must have registered once.
         survivable: How many servers can be lost for ever: copies of each slice beyond the first.
+        essential: Workers whose loss for ever ends the run: the one that writes checkpoints and logs.
+        supervised: Whether a supervision ends the processes that were silent and says if others replace them.
     """
 
     endpoint: str
@@ -45,6 +48,8 @@ class CoordinatorSettings:
     timeout: float = 10.0
     appear: float = 600.0
     survivable: int = 0
+    essential: tuple[int, ...] = (0,)
+    supervised: bool = False
 
 
 @dataclass
@@ -85,20 +90,24 @@ class Coordinator:
 
     Args:
         settings: Numbers and the endpoint.
-        secure: Called with the socket before it is bound, to set its keys.
+        keys: The run's CURVE keys: only processes that have them too are let in. None for no encryption.
     """
 
-    def __init__(
-        self, settings: CoordinatorSettings, secure: "Callable[[zmq.Socket[bytes]], None] | None" = None
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, keys: KeyPair | None = None) -> None:
         self.settings = settings
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        if secure is not None:
-            secure(self._socket)
+        self._gatekeeper = None
+        if keys is not None:
+            public = keys.public
+            self._gatekeeper = Gatekeeper(self._context, lambda key: key == public)
+            self._socket.curve_server = True
+            self._socket.curve_publickey = keys.public.encode()
+            self._socket.curve_secretkey = keys.secret.encode()
+            self._socket.zap_domain = b"cnnstrategies"
         self._socket.bind(settings.endpoint)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
@@ -118,6 +127,7 @@ class Coordinator:
         self._waiting: dict[str, list[bytes]] = {}
         self._ended: Message | None = None
         self._stopped = False
+        self._silent: list[list[str | int]] = []
         self._dispatcher = Dispatcher()
         self._hungry: dict[bytes, Message] = {}
         self._handlers: dict[str, Callable[[Message], None]] = {
@@ -132,15 +142,25 @@ class Coordinator:
             "died": self._died,
             "end": self._end,
             "stop": self._stop,
+            "status": self._status,
         }
 
-    def run(self) -> None:
-        """Serve until the supervisor says stop."""
+    def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
+        """Serve until told to stop.
+
+        Args:
+            orphaned: Asked several times a second; True ends the service.
+        """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
+        if self._gatekeeper is not None:
+            poller.register(self._gatekeeper.socket, zmq.POLLIN)
         tick = max(0.02, self.settings.timeout / 20)
-        while not self._stopped:
-            if poller.poll(int(tick * 1000)):
+        while not (self._stopped or orphaned()):
+            ready = dict(poller.poll(int(tick * 1000)))
+            if self._gatekeeper is not None and self._gatekeeper.socket in ready:
+                self._gatekeeper.answer()
+            if self._socket in ready:
                 for _ in range(200):
                     try:
                         parts = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -152,6 +172,8 @@ class Coordinator:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
         self._context.term()
 
     def __enter__(self) -> Self:
@@ -176,7 +198,12 @@ class Coordinator:
     def _hello(self, message: Message) -> None:
         role, identity = message.string("role"), message.integer("id")
         if role not in ROLES or identity >= {SERVER: self.settings.servers, WORKER: self.settings.workers}.get(role, 1):
-            raise ControlError(f"nobody expects {role} {identity}")
+            self._refuse(
+                message.sender,
+                f"this run has {self.settings.workers} workers and {self.settings.servers} "
+                f"servers: no {role} {identity} is expected",
+            )
+            return
         member = _Member(
             role,
             identity,
@@ -235,8 +262,11 @@ class Coordinator:
         if self._ended is not None:
             return
         for member in list(self._members.values()):
-            if now - member.seen > self.settings.timeout and member.role != SUPERVISOR:
-                self._lose(member, f"was silent for {self.settings.timeout:g} s", replaced=False)
+            if now - member.seen > self.settings.timeout:
+                how = f"was silent for {self.settings.timeout:g} s"
+                self._silent.append([member.role, member.id, member.incarnation])
+                # The supervision asks for the silent, ends them, and says whether another takes their place.
+                self._lose(member, how, replaced=self.settings.supervised)
         if not self._sealed and now - self._began > self.settings.appear:
             expected = itertools.chain(
                 ((WORKER, number) for number in range(self.settings.workers)),
@@ -269,7 +299,9 @@ class Coordinator:
                 self._pending.pop(member.id, None)
                 return
             self._forget_worker(member.id)
-            if in_group and not self._group:
+            if not replaced and member.id in self.settings.essential:
+                self._finish(f"{member}, which writes checkpoints and logs, {how}: with max_restarts it would return")
+            elif in_group and not self._group:
                 self._finish(f"{member} {how}, and no worker is left")
         elif member.role == SERVER:
             self._lost_servers.add(member.id)
@@ -459,8 +491,11 @@ class Coordinator:
         send(self._socket, Message("ended", {"message": text, "clean": False}, (), connection))
 
     def _stop(self, message: Message) -> None:
-        if self._members.get((SUPERVISOR, 0)) is not None:
-            self._stopped = True
+        self._stopped = True
+
+    def _status(self, message: Message) -> None:
+        ended = None if self._ended is None else self._ended.fields
+        self._reply(message, Message("status", {"silent": self._silent, "ended": ended}))
 
     def _tell(self, member: _Member, message: Message) -> None:
         if member.connection:

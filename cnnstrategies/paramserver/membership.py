@@ -6,15 +6,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
 from cnnstrategies.paramserver.control import LARGEST_MESSAGE, RECONNECT_MS, ControlError, Message, parse, send, waiting
+from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.view import RunEnded, View
-
-Secure = Callable[["zmq.Socket[bytes]"], None]
 
 
 @dataclass(frozen=True)
@@ -43,15 +41,17 @@ class Address:
         """What every message of this process says of its sender."""
         return {"role": self.role, "id": self.id, "incarnation": self.incarnation}
 
-    def connect(self, context: "zmq.Context[zmq.Socket[bytes]]", secure: Secure | None) -> "zmq.Socket[bytes]":
-        """A socket to the coordinator."""
+    def connect(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None) -> "zmq.Socket[bytes]":
+        """A socket to the coordinator, with the run's keys if there are some."""
         connection = context.socket(zmq.DEALER)
         connection.setsockopt(zmq.LINGER, 200)
         connection.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         connection.setsockopt(zmq.SNDHWM, 0)
-        if secure is not None:
-            secure(connection)
+        if keys is not None:
+            # Whoever lacks the run's key file cannot even shake hands.
+            connection.curve_serverkey = connection.curve_publickey = keys.public.encode()
+            connection.curve_secretkey = keys.secret.encode()
         connection.connect(self.coordinator)
         return connection
 
@@ -65,15 +65,13 @@ class Membership:
     Args:
         address: Who this process is, and where the coordinator is.
         endpoint: Where this process can be reached, for servers.
-        public_key: Its CURVE key; empty without encryption.
-        secure: Called with each socket before it connects, to set its keys.
+        public_key: Its own CURVE key, which the views tell the others; empty without encryption.
+        keys: The run's CURVE keys, which every process of it has.
     """
 
-    def __init__(
-        self, address: Address, endpoint: str = "", public_key: str = "", secure: Secure | None = None
-    ) -> None:
+    def __init__(self, address: Address, endpoint: str = "", public_key: str = "", keys: KeyPair | None = None) -> None:
         self.address = address
-        self._secure = secure
+        self._keys = keys
         self._hello = Message(
             "hello",
             {
@@ -165,7 +163,7 @@ class Membership:
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        connection = self.address.connect(context, self._secure)
+        connection = self.address.connect(context, self._keys)
         try:
             send(connection, self._hello)
             self._serve(connection)
