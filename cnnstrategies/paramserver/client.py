@@ -408,7 +408,7 @@ class Worker:
             if repeat is not None and now >= next_repeat:
                 repeat()
                 next_repeat = now + POLL_SECONDS
-            for server in self._links.silent(PROBE_SECONDS):
+            for server in self._links.silent(min(PROBE_SECONDS, self._specification.timeout / 4)):
                 self._hello(server)
             changed = self._links.follow()
             if changed:
