@@ -354,7 +354,7 @@ class ParameterServerStrategy(DDPStrategy):
         value = trainer.gradient_clip_val
         if not value or self.options.mode == "local":
             return {}
-        by_value = str(trainer.gradient_clip_algorithm) == "value"
+        by_value = trainer.gradient_clip_algorithm == "value"
         return {"clip_value" if by_value else "clip_norm": float(value)}
 
     def _clip_elsewhere(self) -> None:
