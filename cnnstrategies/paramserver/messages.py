@@ -137,7 +137,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     if magic != MAGIC:
         raise InvalidMessageError("not a message of cnnstrategies")
     if version != VERSION:
-        raise InvalidMessageError(f"format version {version} instead of {VERSION}")
+        raise InvalidMessageError("another version of the format")
     if run != session:
         raise InvalidMessageError("of another run")
     try:

@@ -199,7 +199,7 @@ def test_a_restarted_server_goes_on_from_its_snapshot_and_says_what_is_lost(tmp_
 
 def test_a_server_that_is_lost_without_a_copy_is_named(tmp_path: Path) -> None:
     def lose(connect: Callable[..., Any], id: int) -> None:
-        with pytest.raises(ServersUnreachableError, match="server 1 died, and .* slices of the parameters with it"):
+        with pytest.raises(ServersUnreachableError, match=r"server 1 died, and .* slices of the parameters with it"):
             train(connect, id, [slice(0, 6)])
 
     with Cluster(specify(SGD, 1, servers=2, timeout=1.0), tmp_path) as cluster:
