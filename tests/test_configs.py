@@ -45,6 +45,7 @@ ARGS = {
     "experiments/cifar10_resnet20_ddp_2gpu.yaml": [*FEW, *NO_WORKERS, *TWO, "--trainer.strategy=ddp_fork"],
     "experiments/digits_smallcnn_ema_mixup_cpu.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
     "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.strategy=ddp_fork", "--trainer.max_epochs=11"],
+    "experiments/digits_smallcnn_parameter_server_cpu.yaml": FORKED,
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,
         *NO_WORKERS,
@@ -63,6 +64,10 @@ ARGS = {
     "strategy/ddp_local_sgd.yaml": FORKED,
     "strategy/ddp_powersgd.yaml": FORKED,
     "strategy/ddp_spawn.yaml": TWO,
+    "strategy/parameter_server.yaml": FORKED,
+    "strategy/parameter_server_async.yaml": FORKED,
+    "strategy/parameter_server_local.yaml": FORKED,
+    "strategy/parameter_server_ssp.yaml": FORKED,
 }
 
 
