@@ -129,11 +129,18 @@ class Collectives:
         send(self._socket, Message("epoch", fields))
         self._receive("epoch", lambda message: message.integer("epoch") == number)
 
-    def take(self, epoch: int) -> Chunk:
-        """The next chunk of an epoch, which says that the one before is done; an empty one when all are."""
-        send(self._socket, Message("take", {**self.membership.address.fields(), "epoch": epoch}))
+    def take(self, epoch: int, processed: int) -> Chunk:
+        """The next chunk of an epoch for this worker; an empty one when there are no more.
+
+        Args:
+            epoch: The epoch.
+            processed: Positions that this worker has processed in it.
+        """
+        send(
+            self._socket, Message("take", {**self.membership.address.fields(), "epoch": epoch, "processed": processed})
+        )
         message = self._receive("chunk")
-        return Chunk(message.integer("start"), message.integer("stop"))
+        return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))
 
     def close(self) -> None:
         """Close the socket."""

@@ -129,7 +129,6 @@ class Coordinator:
         self._stopped = False
         self._silent: list[list[str | int]] = []
         self._dispatcher = Dispatcher()
-        self._hungry: dict[bytes, Message] = {}
         self._handlers: dict[str, Callable[[Message], None]] = {
             "hello": self._hello,
             "beat": self._beat,
@@ -143,6 +142,7 @@ class Coordinator:
             "end": self._end,
             "stop": self._stop,
             "status": self._status,
+            "notice": self._notice,
         }
 
     def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
@@ -320,9 +320,7 @@ class Coordinator:
             return
         self._group.discard(identity)
         self._pending.pop(identity, None)
-        self._hungry = {at: message for at, message in self._hungry.items() if message.fields["id"] != identity}
         self._dispatcher.lose(identity)
-        self._feed()
         self._publish()
         self._complete()
 
@@ -461,18 +459,8 @@ class Coordinator:
         member = self._member_of(message)
         if member is None:
             return
-        self._dispatcher.finish(member.id, message.integer("epoch"))
-        self._hungry[message.sender] = message
-        self._feed()
-
-    def _feed(self) -> None:
-        """Give chunks to the workers that wait for one."""
-        for connection, message in list(self._hungry.items()):
-            worker, epoch = message.integer("id"), message.integer("epoch")
-            chunk = self._dispatcher.take(worker, epoch)
-            if chunk is not None:
-                del self._hungry[connection]
-                send(self._socket, Message("chunk", {"start": chunk.start, "stop": chunk.stop}, (), connection))
+        chunk = self._dispatcher.take(member.id, message.integer("epoch"), message.integer("processed"), self._group)
+        self._reply(message, Message("chunk", {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}))
 
     # The end
 
@@ -486,6 +474,11 @@ class Coordinator:
         self._ended = Message("ended", {"message": text, "clean": clean})
         for member in self._members.values():
             self._tell(member, self._ended)
+
+    def _notice(self, message: Message) -> None:
+        notice = Message("notice", {"name": message.string("name"), "value": message.integer("value")})
+        for member in self._members.values():
+            self._tell(member, notice)
 
     def _refuse(self, connection: bytes, text: str) -> None:
         send(self._socket, Message("ended", {"message": text, "clean": False}, (), connection))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import select
 import socket
 import threading
@@ -86,6 +87,8 @@ class Membership:
         self._view: View | None = None
         self._seen = -1
         self._ended: RunEnded | None = None
+        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._notices: dict[str, int] = {}
         self._closing = False
         self._left = False
         self._readable, self._writable = os.pipe()
@@ -141,8 +144,17 @@ class Membership:
 
     def end(self, message: str, clean: bool = False) -> None:
         """Have every process of the run end, with a message."""
-        self._request = Message("end", {"message": message, "clean": clean})
+        self._requests.put(Message("end", {"message": message, "clean": clean}))
         self._wake()
+
+    def announce(self, name: str, value: int) -> None:
+        """Tell every process of the run a number, without waiting for any."""
+        self._requests.put(Message("notice", {"name": name, "value": value}))
+        self._wake()
+
+    def announced(self, name: str) -> int | None:
+        """The number that some process has told under a name, if any has."""
+        return self._notices.get(name)
 
     def close(self, leave: bool = True) -> None:
         """Stop the thread; with ``leave`` the coordinator is told that this process goes on purpose."""
@@ -158,8 +170,6 @@ class Membership:
             self._readable = -1
 
     # The thread
-
-    _request: Message | None = None
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -197,9 +207,8 @@ class Membership:
             if now >= beat_at:
                 beat_at = now + address.heartbeat
                 send(connection, Message("beat", {**address.fields(), "seen": max(self._seen, 0)}))
-            if self._request is not None:
-                request, self._request = self._request, None
-                send(connection, request)
+            while not self._requests.empty():
+                send(connection, self._requests.get())
             if self._closing and not asked_to_leave:
                 send(connection, Message("leave", address.fields()))
                 asked_to_leave = True
@@ -223,6 +232,8 @@ class Membership:
     def _take(self, message: Message) -> None:
         if message.kind == "ended":
             self._set_ended(message.string("message"), message.flag("clean"))
+        elif message.kind == "notice":
+            self._notices[message.string("name")] = message.integer("value")
         elif message.kind == "view":
             try:
                 view = View.from_dict(message.fields["view"])

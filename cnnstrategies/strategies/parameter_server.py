@@ -23,6 +23,7 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.client import Worker
 from cnnstrategies.paramserver.collectives import Collectives
+from cnnstrategies.paramserver.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import SPECIFICATION, load_keys
@@ -30,6 +31,7 @@ from cnnstrategies.paramserver.specification import Compression, Mode, Specifica
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.strategies.parameter_server_launcher import WatchingProcessLauncher, WatchingScriptLauncher
+from cnnstrategies.strategies.parameter_server_loader import DispatchedLoader
 from cnnstrategies.strategies.parameter_server_options import (
     Dispatch,
     Options,
@@ -147,6 +149,9 @@ class ParameterServerStrategy(DDPStrategy):
         self._stepper: Stepper | None = None
         self._trainer: Trainer | None = None
         self._admitted = False
+        self._alone = False
+        self._has_left = False
+        self._seen = self._processed = 0
         self._buffers_are_equal = True
         self._metrics: list[tuple[Metric, Any, Any]] = []
 
@@ -251,11 +256,37 @@ class ParameterServerStrategy(DDPStrategy):
                 metric.distributed_available_fn = self._is_shared
 
     def _gather_metric(self, state: Tensor, group: Any = None) -> list[Tensor]:
-        values = self._run.gather(state, "metric").values
+        values = self._gather(state, "metric")
         return [values[rank].to(state.device) for rank in sorted(values)]
 
     def _is_shared(self) -> bool:
         return self.world_size > 1
+
+    # Data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        if self.options.data_dispatch == "static" or not trainer.training or trainer.train_dataloader is not None:
+            return dataloader
+        if trainer.val_check_interval != 1.0:
+            raise ConfigurationError(
+                f"val_check_interval={trainer.val_check_interval}: with data_dispatch: dynamic workers make different "
+                "numbers of steps, so they validate at the end of an epoch; use 1.0, or data_dispatch: static"
+            )
+        return DispatchedLoader(dataloader, lambda: trainer.current_epoch, self._begin_epoch, self._take_batch)
+
+    def _begin_epoch(self, epoch: int, batches: int) -> None:
+        if batches < self.world_size:
+            raise ConfigurationError(
+                f"an epoch has {batches} batches for {self.world_size} workers: lower batch_size so that each gets one"
+            )
+        self._seen = self._processed = 0
+        self._run.begin_epoch(epoch, batches, 1)
+
+    def _take_batch(self, epoch: int) -> Chunk:
+        return self._run.take(epoch, self._processed)
 
     # Training
 
@@ -312,12 +343,16 @@ class ParameterServerStrategy(DDPStrategy):
             return
         self._stepper.worker.wait_all()
         self._run.boundary(trainer_state(self._trainer, self.optimizers[0]))
+        if self._has_left:
+            self._stepper.worker.join()
+            self._has_left = False
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._stepper is not None:
             self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
         self._buffers_are_equal = False
+        self._seen += 1
         return super().training_step(*args, **kwargs)
 
     @override
@@ -347,7 +382,13 @@ class ParameterServerStrategy(DDPStrategy):
         """Run the closure in the optimizer's step, which finds no gradients: the servers make the step."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
+        assert self._trainer is not None
         self._stepper.after_step()
+        self._processed = self._seen
+        if self.options.mode == "ssp" and self._trainer.is_last_batch:
+            # Nobody shall wait for a worker that has no more batches in this epoch.
+            self._stepper.worker.leave()
+            self._has_left = True
         return output
 
     def _clipping(self, trainer: Trainer) -> dict[str, float]:
@@ -375,7 +416,7 @@ class ParameterServerStrategy(DDPStrategy):
         worker.wait_all()
         self._average_buffers()
         if fresh and self.options.mode in ("async", "ssp"):
-            self._run.barrier("refresh")
+            self.barrier("refresh")
             worker.refresh()
 
     def _average_buffers(self) -> None:
@@ -384,7 +425,7 @@ class ParameterServerStrategy(DDPStrategy):
         buffers = [buffer for buffer in self.lightning_module.buffers() if id(buffer) not in metrics]
         if self._buffers_are_equal or not buffers or self.world_size == 1:
             return
-        values = self._run.gather(buffers, "buffers").values
+        values = self._gather(buffers, "buffers")
         with torch.no_grad():
             for index, buffer in enumerate(buffers):
                 stacked = torch.stack([values[rank][index] for rank in sorted(values)])
@@ -412,11 +453,11 @@ class ParameterServerStrategy(DDPStrategy):
             optimizer = optimizer.optimizer
         if self._worker is None or self.options.mode == "local":
             return optimizer.state_dict()
-        self._run.barrier("optimizer state")
+        self.barrier("optimizer state")
         state = optimizer.state_dict()
         if self.global_rank == 0:
             state["state"] = self._worker.optimizer_state()["state"]
-        self._run.barrier("optimizer state")
+        self.barrier("optimizer state")
         return state
 
     @override
@@ -424,22 +465,50 @@ class ParameterServerStrategy(DDPStrategy):
         assert self._worker is None, "the servers get it in on_train_start"
         super().load_optimizer_state_dict(checkpoint)
 
+    # Stopping
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether all workers make the same steps at the same time."""
+        return self.options.mode in ("sync", "local") or (self.options.mode == "ssp" and not self.options.staleness)
+
+    def stop_signal(self, received: int | None) -> int | None:
+        """Agree on a stop without waiting for each other; from then on this worker acts alone.
+
+        Args:
+            received: The signal that this rank has received, if any.
+
+        Returns:
+            The signal that some rank has received.
+        """
+        assert self._membership is not None
+        if received is not None:
+            self._membership.announce("stop", received)
+        signum = received if received is not None else self._membership.announced("stop")
+        self._alone = signum is not None
+        return signum
+
     # Collectives
+
+    def _gather(self, value: Any, operation: str) -> dict[int, Any]:
+        """The values of all workers, by rank."""
+        if self._alone or self._collectives is None:
+            return {self.global_rank: value}
+        return self._collectives.gather(value, operation).values
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._collectives is not None:
-            self._run.barrier(str(args[0]) if args and args[0] else "barrier")
+        self._gather(None, str(args[0]) if args and args[0] else "barrier")
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of one rank, on all; nothing is pickled."""
-        return obj if self._collectives is None else self._run.broadcast(obj, src)
+        return obj if self._alone or self._collectives is None else self._run.broadcast(obj, src)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
         """Combine a tensor over the workers that are there."""
-        if not isinstance(tensor, Tensor) or self._collectives is None:
+        if not isinstance(tensor, Tensor) or self._alone or self._collectives is None:
             return tensor
         name = str(reduce_op or "sum").lower().removeprefix("redoptype.")
         if name not in REDUCTIONS:
@@ -451,13 +520,13 @@ class ParameterServerStrategy(DDPStrategy):
         """The tensors of all workers that are there, stacked along a new first dimension."""
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True): workers exchange no gradients of activations")
-        values = self._run.gather(tensor, "all_gather").values
+        values = self._gather(tensor, "all_gather")
         return torch.stack([values[rank] for rank in sorted(values)]).to(tensor.device)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all workers, or any, have decided so."""
-        decisions = self._run.gather(bool(decision), "decision").values.values()
+        decisions = self._gather(bool(decision), "decision").values()
         return bool(min(decisions) if all else max(decisions))
 
     # The end
