@@ -27,7 +27,7 @@ from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.transport import Listener
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.processes import end_with_parent
+from cnnstrategies.processes import end_with_parent, name_process
 
 SPECIFICATION = "specification"  # the name under which rank 0 publishes it
 StartMethod = Literal["fork", "program"]
@@ -144,6 +144,7 @@ def _serve(service: Service) -> int:
     # The terminal sends Ctrl-C to all: the workers stop at the end of their step and still need the servers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
         service.run()
     except RunEnded as ended:
