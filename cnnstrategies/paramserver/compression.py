@@ -29,7 +29,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
-    """A one-dimensional tensor on the memory of a payload, which must not be written to."""
+    """A one-dimensional tensor on the memory of a payload."""
     if len(payload) == 0:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(payload, dtype=dtype)

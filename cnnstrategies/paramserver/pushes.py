@@ -65,25 +65,29 @@ class Pushes:
         Args:
             slice_: The slice.
             workers: Who makes up the step; only those who pushed the slice count.
-            buffer: Flat; the mean is written to it.
+            buffer: Flat; the mean is written to it, unless it is one worker's gradient, which stays where it is.
         """
         pieces = self._pieces.get(slice_.key, {})
         members = frozenset(workers) & pieces.keys()
         known = self._means.get(slice_.key)
         if known is not None and known[0] == members:
             return known[1]
-        total = sum(self.begun[worker].weight for worker in members)
         mean: Tensor | None = None
+        total = 0.0
         for worker in sorted(members):
             payload, encoding = pieces[worker]
+            weight = self.begun[worker].weight
+            total += weight
             if encoding == Encoding.NOTHING:
+                if mean is not None and total:
+                    mean = torch.mul(mean, (total - weight) / total, out=buffer)
                 continue
             gradient = decode(payload, encoding, slice_.numel, slice_.dtype)
-            share = self.begun[worker].weight / total if total else 1 / len(members)
-            if mean is None:
-                mean = torch.mul(gradient, share, out=buffer)
+            share = weight / total if total else 1.0
+            if mean is not None:
+                mean = torch.lerp(mean, gradient, share, out=buffer)  # one pass over the memory for each worker
             else:
-                mean.add_(gradient, alpha=share)
+                mean = gradient if share == 1.0 else torch.mul(gradient, share, out=buffer)
         self._means[slice_.key] = members, mean
         return mean
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import zmq
 
+from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
@@ -53,6 +54,8 @@ _FROM_SERVERS = frozenset(
 
 class Server:
     """One server process of a run. Single-threaded; libzmq's own thread moves the bytes.
+
+    It is meant to have a process for itself.
 
     Args:
         specification: What all processes of the run agree on.
@@ -134,6 +137,7 @@ class Server:
         Raises:
             RunEnded: From the views: the run is over, cleanly or not; or a view came without this server.
         """
+        keep_freed_memory()
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)

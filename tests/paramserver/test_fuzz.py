@@ -158,9 +158,13 @@ def garble_the_transport(endpoint: str, chance: random.Random) -> None:
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     ready = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     for data in (
-        chance.randbytes(500), greeting + chance.randbytes(100), greeting + ready + b"\x02" + struct.pack(">Q", 1 << 62),
-        greeting + ready + b"\x02" + struct.pack(">Q", 1 << 25) + bytes(100000), b"", b"\xff",
-    ):  # fmt: skip
+        chance.randbytes(500),
+        greeting + chance.randbytes(100),
+        greeting + ready + b"\x02" + struct.pack(">Q", 1 << 62),
+        greeting + ready + b"\x02" + struct.pack(">Q", 1 << 25) + bytes(100000),
+        b"",
+        b"\xff",
+    ):
         with socket.socket(socket.AF_UNIX) as raw, contextlib.suppress(BrokenPipeError, ConnectionResetError):
             raw.connect(endpoint.removeprefix("ipc://"))
             raw.sendall(data)
