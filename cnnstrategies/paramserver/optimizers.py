@@ -163,10 +163,14 @@ def cut_state(
     result: dict[int, dict[str, StateValue]] = {}
     for slice_ in slices:
         shape = specification.parameters[slice_.parameter].shape
-        result[slice_.key] = {
-            name: value.reshape(-1)[slice_.start : slice_.stop].reshape(slice_.shape).clone()
-            if isinstance(value, Tensor) and value.shape == shape and name != "step"
-            else value
-            for name, value in state_dict["state"].get(at[slice_.parameter], {}).items()
-        }
+        saved = state_dict["state"].get(at[slice_.parameter], {})
+        result[slice_.key] = {name: _part(name, value, slice_, shape) for name, value in saved.items()}
     return result
+
+
+def _part(name: str, value: StateValue, slice_: "Slice", shape: tuple[int, ...]) -> StateValue:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape != shape or name == "step":
+        return value.clone()
+    return value.reshape(-1)[slice_.start : slice_.stop].reshape(slice_.shape).clone()

@@ -1,8 +1,12 @@
 """Real kills at random moments: what goes on, what is lost, and what the error says."""
 
+import contextlib
+import dataclasses
 import os
 import random
 import signal
+import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -221,3 +225,66 @@ def test_a_server_that_was_restarted_without_values_is_named(tmp_path: Path) -> 
         cluster.kill(cluster.servers[1])
         cluster.start_server(1)
         cluster.results()
+
+
+@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "ssp", "staleness": 2}], ids=["async", "ssp"])
+def test_others_do_not_wait_for_a_dead_worker(mode: dict[str, Any], tmp_path: Path) -> None:
+    with Cluster(specify(SGD, 3, servers=2, **mode), tmp_path) as cluster:
+        cluster.start_workers(train, [slice(0, 4), slice(4, 8), slice(8, 12)])
+        all_train(cluster)
+        cluster.kill(cluster.workers.pop(1))
+        cluster.without_worker(1)
+        cluster.results()
+        log = cluster.server_report(0)["log"]
+    assert (0, STEPS) in log
+    assert (2, STEPS) in log
+
+
+class Cable:
+    """Between workers and a server; can be cut, so that bytes that are on their way are lost."""
+
+    def __init__(self, path: Path, server: str) -> None:
+        self._server = server.removeprefix("ipc://")
+        self._ends: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self._listener.accept()
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(self._server)
+            self._ends += [near, far]
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1000):
+                target.sendall(data)
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_what_a_cut_link_loses_is_sent_again(mode: str, tmp_path: Path) -> None:
+    expected, _ = run_apart(train_alone, SGD, batches(STEPS, 12))
+    with Cluster(dataclasses.replace(specify(SGD, 1), mode=mode), tmp_path) as cluster:
+        server = cluster.view.servers[0]
+        until(lambda: Path(server.endpoint.removeprefix("ipc://")).exists())
+        cluster.publish(servers=(dataclasses.replace(server, endpoint=f"ipc://{tmp_path}/cable"),))
+        cluster.start_workers(train, [slice(0, 12)])
+        cable = Cable(tmp_path / "cable", server.endpoint)
+        all_train(cluster)
+        chance = random.Random(0)
+        for _ in range(3):
+            time.sleep(chance.uniform(0, 0.1))
+            assert cluster.workers[0].is_alive()
+            cable.cut()
+        assert_same(cluster.result(0)[0], expected)
