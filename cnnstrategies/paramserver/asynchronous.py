@@ -25,7 +25,7 @@ class Asynchronous:
     """
 
     def __init__(self, specification: Specification, shard: Shard) -> None:
-        self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None)
+        self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None, specification.workers)
         self.updates = 0
         self._shard = shard
         self._compensation = specification.delay_compensation
@@ -49,7 +49,9 @@ class Asynchronous:
 
     def join(self, worker: int, step: int | None) -> int:
         """Count a worker from now on."""
-        return self.clock.join(worker, step)
+        first = self.clock.join(worker, step)
+        self._release()
+        return first
 
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""

@@ -64,15 +64,18 @@ class StaleClock:
 
     Args:
         staleness: Steps that a worker may be ahead of the slowest; None for any number.
+        expected: Workers of the run's start: until all of them have come, the slowest has finished no step.
 
     Attributes:
         log: Every change in order: the worker and its clock, the number of steps that it has finished. A worker that
             leaves or dies is logged with clock -1.
     """
 
-    def __init__(self, staleness: int | None) -> None:
+    def __init__(self, staleness: int | None, expected: int = 0) -> None:
         self.log: list[tuple[int, int]] = []
         self._staleness = staleness
+        self._expected = expected
+        self._seen: set[int] = set()
         self._clocks: dict[int, int] = {}
 
     @property
@@ -83,12 +86,17 @@ class StaleClock:
     @property
     def slowest(self) -> int:
         """The smallest clock; 0 without workers."""
+        if len(self._seen) < self._expected:
+            return 0
         return min(self._clocks.values(), default=0)
 
     def join(self, worker: int, clock: int | None = None) -> int:
         """Count a worker; by default from where the slowest is. The same again changes nothing."""
+        if clock:
+            self._expected = 0  # The run has begun: a server that replaces another need not meet all who began it.
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
+            self._seen.add(worker)
             self.log.append((worker, self._clocks[worker]))
         return self._clocks[worker]
 
@@ -99,7 +107,8 @@ class StaleClock:
             self.log.append((worker, clock))
 
     def leave(self, worker: int) -> None:
-        """Wait for a worker no longer."""
+        """Wait for a worker no longer, even if it has not come yet."""
+        self._seen.add(worker)
         if self._clocks.pop(worker, None) is not None:
             self.log.append((worker, -1))
 

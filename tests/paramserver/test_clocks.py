@@ -58,3 +58,14 @@ def test_async_never_waits() -> None:
     clock.join(1)
     clock.finished(0, 10**6)
     assert clock.may_start(10**6)
+
+
+def test_workers_that_have_not_come_yet_are_waited_for() -> None:
+    clock = StaleClock(1, expected=3)
+    clock.join(0)
+    clock.join(1)
+    clock.finished(0, 2)
+    clock.finished(1, 2)
+    assert not clock.may_start(2)
+    clock.leave(2)
+    assert clock.may_start(2)
