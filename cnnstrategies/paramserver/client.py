@@ -164,7 +164,8 @@ class Worker:
             leader = next(server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True)
             self.step = self._ask({leader}, joins=True)[leader][0]
         else:
-            self.step = max(step for step, _, _ in self._ask(servers, joins=True).values())
+            # Never back: servers take a push with the number of an older one for the same push again.
+            self.step = max(self.step, *(step for step, _, _ in self._ask(servers, joins=True).values()))
         self._joined = True
         for server in servers:
             self._hello(server)

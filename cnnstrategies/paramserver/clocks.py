@@ -76,6 +76,7 @@ class StaleClock:
         self._staleness = staleness
         self._expected = expected
         self._seen: set[int] = set()
+        self._last = 0
         self._clocks: dict[int, int] = {}
 
     @property
@@ -85,19 +86,21 @@ class StaleClock:
 
     @property
     def slowest(self) -> int:
-        """The smallest clock; 0 without workers."""
+        """The smallest clock; without workers that of the last one to leave."""
         if len(self._seen) < self._expected:
             return 0
-        return min(self._clocks.values(), default=0)
+        return min(self._clocks.values(), default=self._last)
 
     def join(self, worker: int, clock: int | None = None) -> int:
-        """Count a worker; by default from where the slowest is. The same again changes nothing."""
+        """Count a worker, by default from where the slowest is; a clock only ever moves forward."""
         if clock:
             self._expected = 0  # The run has begun: a server that replaces another need not meet all who began it.
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
             self._seen.add(worker)
             self.log.append((worker, self._clocks[worker]))
+        elif clock is not None:
+            self.finished(worker, clock)
         return self._clocks[worker]
 
     def finished(self, worker: int, clock: int) -> None:
@@ -109,7 +112,9 @@ class StaleClock:
     def leave(self, worker: int) -> None:
         """Wait for a worker no longer, even if it has not come yet."""
         self._seen.add(worker)
-        if self._clocks.pop(worker, None) is not None:
+        clock = self._clocks.pop(worker, None)
+        if clock is not None:
+            self._last = max(self._last, clock)
             self.log.append((worker, -1))
 
     def may_start(self, clock: int) -> bool:

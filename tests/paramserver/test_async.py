@@ -169,3 +169,36 @@ def _wait(path: Path) -> None:
     deadline = time.monotonic() + 20
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "ssp", "staleness": 2}, {"mode": "sync"}], ids=str)
+def test_workers_leave_and_come_back_between_epochs(mode: dict[str, Any], tmp_path: Path) -> None:
+    """No push after the return is taken for one of before."""
+
+    def train(connect: Callable[..., Any], id: int) -> Tensor:
+        value = torch.zeros(10)
+        worker = connect([value])
+        worker.initialise()
+        for epoch in range(3):
+            worker.join()
+            for _ in range(5):
+                worker.wait_all()
+                worker.begin_step([specification.groups[0].options], 1)
+                worker.push(0, torch.ones(10))
+                worker.end_step()
+            worker.leave()
+            (tmp_path / f"epoch-{epoch}-{id}").touch()
+            _wait(tmp_path / f"epoch-{epoch}-{1 - id}")
+        worker.refresh()
+        return value
+
+    parameter = nn.Parameter(torch.zeros(10))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    specification = Specification.of([("w", parameter)], optimizer, 2, **mode)
+    with Cluster(specification, tmp_path) as cluster:
+        cluster.start_workers(train)
+        results = cluster.results()
+        log = cluster.server_report(0)["log"]
+    updates = len(log) if mode["mode"] == "sync" else 2 * 3 * 5
+    for value in results:
+        assert torch.equal(value, torch.full((10,), -float(updates)))

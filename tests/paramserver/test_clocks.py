@@ -69,3 +69,13 @@ def test_workers_that_have_not_come_yet_are_waited_for() -> None:
     assert not clock.may_start(2)
     clock.leave(2)
     assert clock.may_start(2)
+
+
+def test_clocks_go_on_after_all_workers_have_left_for_a_while() -> None:
+    clock = StaleClock(2, expected=2)
+    for worker in range(2):
+        clock.join(worker)
+        clock.finished(worker, 7)
+    clock.leave(0)
+    clock.leave(1)
+    assert clock.join(0) == clock.join(1) == 7
