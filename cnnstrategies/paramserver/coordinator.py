@@ -305,14 +305,12 @@ class Coordinator:
                 self._finish(f"{member} {how}, and no worker is left")
         elif member.role == SERVER:
             self._lost_servers.add(member.id)
-            if replaced:
-                return
-            if len(self._lost_servers) > self.settings.survivable:
+            if len(self._lost_servers) <= self.settings.survivable:
+                self._publish()  # Its copies take over; if it returns, it is a new one.
+            elif not replaced:
                 self._finish(
                     f"{member} {how}: its parameters are lost; with replication: 2 or snapshots a run survives this"
                 )
-            else:
-                self._publish()
 
     def _forget_worker(self, identity: int) -> None:
         self._joiners.pop(identity, None)

@@ -7,6 +7,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
@@ -57,6 +58,72 @@ class Address:
         return connection
 
 
+class Views:
+    """One user's view of the membership: a ``ViewSource``.
+
+    Each user has its own, since to have returned a view once is to have told that user.
+
+    Args:
+        newest: The newest view, and how the run has ended if it has.
+        on_news: Called when a view is returned for the first time.
+    """
+
+    def __init__(self, newest: Callable[[], tuple[View, RunEnded | None]], on_news: Callable[[], None]) -> None:
+        self._newest = newest
+        self._on_news = on_news
+        self._readable, self._writable = os.pipe()
+        os.set_blocking(self._readable, False)
+        os.set_blocking(self._writable, False)
+        self.seen = -1
+        self.announce()
+
+    def current(self) -> View:
+        """The newest view; see :class:`~cnnstrategies.paramserver.view.ViewSource`."""
+        _drain(self._readable)
+        view, ended = self._newest()
+        if ended is not None:
+            self.announce()  # It stays readable: the next to wait must not sleep.
+            raise RunEnded(str(ended), ended.clean)
+        if view.number > self.seen:
+            self.seen = view.number
+            self._on_news()
+        return view
+
+    def wait_newer(self, number: int, timeout: float) -> View:
+        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.view.ViewSource`.
+
+        Raises:
+            TimeoutError: None came.
+        """
+        deadline = time.monotonic() + timeout
+        while (view := self.current()).number <= number:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
+            select.select([self._readable], [], [], left)
+        return view
+
+    def fileno(self) -> int:
+        """Readable when there is a view that :meth:`current` has not returned, or the run has ended."""
+        return self._readable
+
+    def announce(self) -> None:
+        """Make the descriptor readable."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._writable, b"x")
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._readable)
+        os.close(self._writable)
+
+
+def _drain(descriptor: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(descriptor, 4096):
+            pass
+
+
 class Membership:
     """Registers this process, sends heartbeats and keeps the newest view: a ``ViewSource``.
 
@@ -83,36 +150,36 @@ class Membership:
                 "public_key": public_key,
             },
         )
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._view: View | None = None
-        self._seen = -1
         self._ended: RunEnded | None = None
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._notices: dict[str, int] = {}
         self._closing = False
         self._left = False
-        self._readable, self._writable = os.pipe()
+        self._closed = False
         self._wake_in, self._wake_out = os.pipe()
-        for descriptor in (self._readable, self._writable, self._wake_in, self._wake_out):
+        for descriptor in (self._wake_in, self._wake_out):
             os.set_blocking(descriptor, False)
+        self._views = Views(self._newest, self._wake)
+        self._sources: list[Views] = []
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
 
-    # A ViewSource
+    # Views
+
+    def source(self) -> Views:
+        """Views for another user than the collectives: a worker or a server of the data plane.
+
+        From then on it is this user that must have seen a view before the coordinator counts it as seen.
+        """
+        with self._lock:
+            self._sources.append(Views(self._newest, self._wake))
+            return self._sources[-1]
 
     def current(self) -> View:
         """The newest view; see :class:`~cnnstrategies.paramserver.view.ViewSource`."""
-        with self._lock:
-            self._drain(self._readable)
-            if self._ended is not None:
-                os.write(self._writable, b"x")  # It stays readable: the next to wait must not sleep.
-                raise RunEnded(str(self._ended), self._ended.clean)
-            view = self._view if self._view is not None else View(-1, (), ())
-            news = view.number > self._seen
-            self._seen = max(self._seen, view.number)
-        if news:
-            self._wake()  # The coordinator may wait for this process to have seen it.
-        return view
+        return self._views.current()
 
     def wait_newer(self, number: int, timeout: float) -> View:
         """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.view.ViewSource`.
@@ -120,17 +187,19 @@ class Membership:
         Raises:
             TimeoutError: None came.
         """
-        deadline = time.monotonic() + timeout
-        while (view := self.current()).number <= number:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
-            select.select([self._readable], [], [], left)
-        return view
+        return self._views.wait_newer(number, timeout)
 
     def fileno(self) -> int:
         """Readable when there is a view that :meth:`current` has not returned, or the run has ended."""
-        return self._readable
+        return self._views.fileno()
+
+    def _newest(self) -> tuple[View, RunEnded | None]:
+        with self._lock:
+            return self._view if self._view is not None else View(-1, (), ()), self._ended
+
+    @property
+    def _seen(self) -> int:
+        return max(0, min(views.seen for views in self._sources or [self._views]))
 
     # The run
 
@@ -158,16 +227,18 @@ class Membership:
 
     def close(self, leave: bool = True) -> None:
         """Stop the thread; with ``leave`` the coordinator is told that this process goes on purpose."""
-        if not self._thread.is_alive() and self._readable < 0:
+        if self._closed:
             return
+        self._closed = True
         self._closing = leave
         self._left = not leave
         self._wake()
         self._thread.join(max(1.0, self.address.heartbeat * 2))
-        with self._lock:
-            for descriptor in (self._readable, self._writable, self._wake_in, self._wake_out):
-                os.close(descriptor)
-            self._readable = -1
+        if not self._thread.is_alive():
+            for views in (self._views, *self._sources):
+                views.close()
+            os.close(self._wake_in)
+            os.close(self._wake_out)
 
     # The thread
 
@@ -206,7 +277,7 @@ class Membership:
                 )
             if now >= beat_at:
                 beat_at = now + address.heartbeat
-                send(connection, Message("beat", {**address.fields(), "seen": max(self._seen, 0)}))
+                send(connection, Message("beat", {**address.fields(), "seen": self._seen}))
             while not self._requests.empty():
                 send(connection, self._requests.get())
             if self._closing and not asked_to_leave:
@@ -217,7 +288,7 @@ class Membership:
                 return
             ready = dict(poller.poll(int(max(0.0, min(beat_at - now, 0.5)) * 1000)))
             if self._wake_in in ready:
-                self._drain(self._wake_in)
+                _drain(self._wake_in)
                 beat_at = 0.0
             while waiting(connection):
                 heard = time.monotonic()
@@ -242,24 +313,16 @@ class Membership:
             with self._lock:
                 if self._view is None or view.number > self._view.number:
                     self._view = view
-                    self._announce()
+                    for views in (self._views, *self._sources):
+                        views.announce()
 
     def _set_ended(self, text: str, clean: bool) -> None:
         with self._lock:
             if self._ended is None:
                 self._ended = RunEnded(text, clean)
-                self._announce()
-
-    def _announce(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._writable, b"x")
+                for views in (self._views, *self._sources):
+                    views.announce()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_out, b"x")
-
-    @staticmethod
-    def _drain(descriptor: int) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while os.read(descriptor, 4096):
-                pass

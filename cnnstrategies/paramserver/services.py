@@ -85,10 +85,11 @@ class ServerProcess:
         listener = Listener(self.endpoint, encrypted=keys is not None, insecure=self.insecure)
         public = "" if keys is None else keys.public
         membership = Membership(self.address, listener.endpoint, public, run_keys)
+        views = membership.source()
         try:
             (text,) = get(membership, SPECIFICATION, run_keys)
             specification = Specification.from_json(bytes(text).decode())
-            Server(specification, membership, self.address.id, listener, keys, self.insecure).run()
+            Server(specification, views, self.address.id, listener, keys, self.insecure).run()
         except RunEnded as ended:
             if not ended.clean:
                 raise

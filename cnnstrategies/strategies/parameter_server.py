@@ -1,5 +1,6 @@
 """`strategy: parameter_server`: workers with a full replica each, servers that hold parameters and optimizer."""
 
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,7 +14,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
@@ -308,13 +308,20 @@ class ParameterServerStrategy(DDPStrategy):
         parameters = [named[info.name].data for info in specification.parameters]
         address = membership.address
         worker = Worker(
-            specification, parameters, membership, address.id, address.incarnation, self._keys, self._place.insecure
+            specification,
+            parameters,
+            membership.source(),
+            address.id,
+            address.incarnation,
+            self._keys,
+            self._place.insecure,
         )
         started = self._run.start()
         if started.joined:
             state = started.values[started.leader]
             restore_trainer(trainer, optimizer, state)
-            rank_zero_info(f"Rank {self.global_rank} was started again and goes on in epoch {state['epoch']}")
+            notice = f"Rank {self.global_rank} was started again and goes on in epoch {state['epoch']}"
+            print(notice, file=sys.stderr, flush=True)
         elif self.global_rank == 0:
             served = optimizer.state and self.options.mode != "local"
             worker.initialise(optimizer.state_dict() if served else None)
@@ -540,6 +547,11 @@ class ParameterServerStrategy(DDPStrategy):
 
     @override
     def teardown(self) -> None:
+        self.leave_run()
+        super().teardown()
+
+    def leave_run(self) -> None:
+        """Leave the servers and the coordinator; a second time does nothing."""
         for metric, sync, available in self._metrics:
             metric.dist_sync_fn, metric.distributed_available_fn = sync, available
         self._metrics.clear()
@@ -554,7 +566,6 @@ class ParameterServerStrategy(DDPStrategy):
         if self._services is not None:
             self._services.stop()
         self._stepper = self._worker = self._collectives = self._membership = self._services = None
-        super().teardown()
 
 
 def _leave_alone(*args: Any, **kwargs: Any) -> None:

@@ -305,8 +305,13 @@ def _run_rank(
         print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
         pipe.send(("ended", local_rank, str(ended)))
         sys.exit(ENDED)
-    except Exception:
+    except Exception as error:
+        # Lightning does this in the process that has called `fit`, which here is not the one that has failed.
+        launcher._strategy.on_exception(error)
         text = traceback.format_exc()
         pipe.send(("failed", local_rank, text))
         print(text, file=sys.stderr, flush=True)
         sys.exit(1)
+    finally:
+        strategy: Any = launcher._strategy
+        strategy.leave_run()

@@ -62,7 +62,10 @@ def train(run_cli, quick, kill, *args, workers=2, epochs=4, **options):
         f"--trainer.max_epochs={epochs}",
         *args,
     )
-    assert set(Path(tempfile.gettempdir()).glob("cnnstrategies-*")) <= before, "a directory of sockets was left behind"
+    left = set(Path(tempfile.gettempdir()).glob("cnnstrategies-*")) - before
+    # Other tests may run beside this one.
+    left = {place for place in left if not Path("/proc", place.name.split("-")[1]).exists()}
+    assert not left, "a directory of sockets was left behind"
     return code, output
 
 
@@ -82,19 +85,20 @@ def test_the_others_go_on_without_a_worker_that_is_killed(run_cli, quick, mode):
 
 
 def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick):
-    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)}, "--data.init_args.batch_size=4", epochs=6)
+    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)}, "--data.init_args.batch_size=4", epochs=8)
     assert code == 0, output
     assert len(accuracy()) == 6
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank):
-    small = "--data.init_args.batch_size=2"
-    code, output = train(run_cli, quick, {"rank": rank}, small, epochs=5, max_restarts=1)
+    # Epochs of a second or two, so that it comes back before the last one.
+    small = ["--data.init_args.batch_size=4", "--trainer.limit_val_batches=2"]
+    code, output = train(run_cli, quick, {"rank": rank}, *small, epochs=6, max_restarts=1)
     assert code == 0, output
     assert "was killed by SIGKILL; it is started again" in output
     last = torch.load(next(Path("runs/run").glob("version_*/checkpoints/last.ckpt")), weights_only=True)
-    assert last["epoch"] == 4
+    assert last["epoch"] == 5
     if rank == 0:
         assert "Rank 0 was started again and goes on in epoch" in output
 
@@ -140,4 +144,4 @@ def test_an_error_in_one_worker_ends_the_run_with_its_message(run_cli, quick):
     code, output = train(run_cli, quick, {"victim": "nobody"}, epochs=200)
     assert code != 0
     assert "AssertionError: no process nobody" in output
-    assert "Rank 0 ends: worker 1 failed: AssertionError: no process nobody" in output
+    assert "ends: worker 1 failed: AssertionError: no process nobody" in output
