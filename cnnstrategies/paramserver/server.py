@@ -224,11 +224,11 @@ class Server:
                     raise InvalidMessageError("a message of another number of frames")
                 self._handle(received)
             except InvalidMessageError as error:
-                self._drop(str(error), received)
+                self._drop(str(error))
             except (KeyError, TypeError, ValueError, IndexError, OverflowError, AssertionError) as error:
-                self._drop(f"contents of another form ({type(error).__name__})", received)
+                self._drop(f"contents of another form ({type(error).__name__})")
 
-    def _drop(self, reason: str, received: Received | None) -> None:
+    def _drop(self, reason: str) -> None:
         self.dropped[reason] += 1
         if self.dropped[reason] == 1:
             _LOG.warning("server %d dropped a message: %s; further ones are only counted", self.id, reason)

@@ -69,10 +69,6 @@ class Store:
         """Replace one part of a slice's optimizer state."""
         self._optimizers[key].set_state(name, value)
 
-    def group_count(self) -> int:
-        """Parameter groups that pushes must give hyper-parameters for, at least."""
-        return max(self._group.values(), default=-1) + 1
-
     def contents(self) -> dict[str, Any]:
         """Everything in it, as tensors and plain values."""
         return {
