@@ -31,10 +31,12 @@ class Gathered:
     Attributes:
         values: The value of each worker that took part, by its number.
         joined: Whether this worker has just been let into a group that is already training.
+        admitted: The workers that have just been let in.
     """
 
     values: dict[int, Any]
     joined: bool = False
+    admitted: tuple[int, ...] = ()
 
     @property
     def leader(self) -> int:
@@ -166,7 +168,7 @@ class Collectives:
         for number, size in zip(ids, sizes, strict=True):
             values[number] = decode(message.frames[position : position + size])
             position += size
-        return Gathered(values, message.flag("joined"))
+        return Gathered(values, message.flag("joined"), tuple(message.fields["admitted"]))
 
     def _receive(self, kind: str, wanted: Callable[[Message], bool] = lambda message: True) -> Message:
         while True:

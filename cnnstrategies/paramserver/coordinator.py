@@ -83,6 +83,7 @@ class _Result:
     ids: list[int]
     sizes: list[int]
     frames: list[Buffer] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
 
 
 class Coordinator:
@@ -396,6 +397,7 @@ class Coordinator:
             self._sealed = True
         elif boundary and self._joiners:
             self._group |= self._joiners.keys()
+            result.admitted = sorted(self._joiners)
             replies += [(connection, True) for connection in self._joiners.values()]
             self._joiners = {}
         elif not boundary:
@@ -423,8 +425,8 @@ class Coordinator:
         return self.settings.servers - len(self._lost_servers)
 
     def _result(self, connection: bytes, result: _Result, sequence: int, joined: bool) -> Message:
-        fields = {"sequence": sequence, "ids": result.ids, "sizes": result.sizes, "joined": joined}
-        fields["view"] = self._number
+        fields: dict[str, object] = {"sequence": sequence, "ids": result.ids, "sizes": result.sizes, "joined": joined}
+        fields |= {"view": self._number, "admitted": result.admitted}
         return Message("result", fields, result.frames, connection)
 
     def _send_result(self, connection: bytes, result: _Result, sequence: int, joined: bool) -> None:

@@ -138,10 +138,11 @@ def start(service: Service, method: StartMethod) -> Handle:
 
 
 def _forked(service: Service) -> None:
-    sys.exit(_serve(service))
+    sys.exit(serve(service))
 
 
-def _serve(service: Service) -> int:
+def serve(service: Service) -> int:
+    """Run a service in this process until it ends; its exit code."""
     # The terminal sends Ctrl-C to all: the workers stop at the end of their step and still need the servers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -160,4 +161,4 @@ def _serve(service: Service) -> int:
 
 def main() -> None:
     """Serve what the standard input describes."""
-    sys.exit(_serve(from_json(sys.stdin.read())))
+    sys.exit(serve(from_json(sys.stdin.read())))

@@ -306,6 +306,8 @@ class ParameterServerStrategy(DDPStrategy):
         specification = Specification.from_json(bytes(text).decode())
         named = dict(self.lightning_module.named_parameters())
         parameters = [named[info.name].data for info in specification.parameters]
+        # From here on the servers know this worker, and admit its keys.
+        started = self._run.start()
         address = membership.address
         worker = Worker(
             specification,
@@ -316,7 +318,6 @@ class ParameterServerStrategy(DDPStrategy):
             self._keys,
             self._place.insecure,
         )
-        started = self._run.start()
         if started.joined:
             state = started.values[started.leader]
             restore_trainer(trainer, optimizer, state)
@@ -327,6 +328,8 @@ class ParameterServerStrategy(DDPStrategy):
             worker.initialise(optimizer.state_dict() if served else None)
         self._admitted = started.joined
         worker.join()
+        if started.joined:
+            self._run.barrier("admitted")
         if self.options.mode != "local":
             optimizer.state.clear()  # It is the servers' now.
         self._worker = worker
@@ -349,7 +352,8 @@ class ParameterServerStrategy(DDPStrategy):
             self._admitted = False  # It came in at this very boundary.
             return
         self._stepper.worker.wait_all()
-        self._run.boundary(trainer_state(self._trainer, self.optimizers[0]))
+        if self._run.boundary(trainer_state(self._trainer, self.optimizers[0])).admitted:
+            self._run.barrier("admitted")  # Until those that came in have the parameters and their step.
         if self._has_left:
             self._stepper.worker.join()
             self._has_left = False
