@@ -3,7 +3,23 @@
 `tests/test_lightning_private.py` fails when one of them changes.
 """
 
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning.pytorch import Trainer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+
+__all__ = [
+    "GlobalState",
+    "MultiProcessingLauncher",
+    "ScriptLauncher",
+    "built_by_cli",
+    "check_start",
+    "script_command",
+    "set_batches_that_stepped",
+]
 
 
 def built_by_cli() -> bool:
@@ -13,3 +29,24 @@ def built_by_cli() -> bool:
     the live objects. Lightning has no public way to tell the two apart.
     """
     return _given_hyperparameters.get() is not None
+
+
+def check_start(method: str) -> None:
+    """Refuse what Lightning's own launcher refuses: forking after CUDA was used, spawning without a main guard.
+
+    The launcher that watches its processes replaces Lightning's `launch`, where these checks are made.
+    """
+    if method in ("fork", "forkserver"):
+        _check_bad_cuda_fork()
+    else:
+        _check_missing_main_guard()
+
+
+def script_command() -> list[str]:
+    """The command that started this program, to start further ranks with."""
+    return list(_basic_subprocess_cmd())
+
+
+def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
+    """Have a trainer log as if it had made that many optimizer steps; only loading a checkpoint does it in public."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = count

@@ -54,6 +54,7 @@ ARGS = {
     "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_resnet50_hybrid_2-2_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [*FORKED, *SMALL],
+    "experiments/digits_smallcnn_parameter_server_cpu.yaml": FORKED,
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,
         *NO_WORKERS,
@@ -74,6 +75,10 @@ ARGS = {
     "strategy/ddp_spawn.yaml": TWO,
     "strategy/hybrid_pipeline.yaml": FORKED,
     "strategy/hybrid_pipeline_uneven.yaml": FOUR,
+    "strategy/parameter_server.yaml": FORKED,
+    "strategy/parameter_server_async.yaml": FORKED,
+    "strategy/parameter_server_local.yaml": FORKED,
+    "strategy/parameter_server_ssp.yaml": FORKED,
 }
 
 

@@ -54,12 +54,24 @@ class GracefulStop(Callback):
         self._checked_at = time.monotonic()
 
     @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A rank that was started again begins here, and must ask at the same steps as the others.
+        self._next_check = trainer.global_step
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
         # A checkpoint between two micro-steps of an accumulation would lose the accumulated gradients.
         if step < self._next_check or step == self._checked_step:
+            return
+        if not getattr(trainer.strategy, "steps_together", True):
+            # Ranks that take their steps independently must not wait for each other here.
+            self._checked_step = step
+            stop = trainer.strategy.stop_signal(self._received)  # type: ignore[attr-defined]
+            if stop is not None:
+                self._stop(trainer, stop)
             return
         now = time.monotonic()
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)

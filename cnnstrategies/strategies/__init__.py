@@ -5,8 +5,9 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from cnnstrategies.strategies.compressed_ddp import CompressedDDPStrategy
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.local_sgd import LocalSGDStrategy
+from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["CompressedDDPStrategy", "HybridPipelineStrategy", "LocalSGDStrategy"]
+__all__ = ["CompressedDDPStrategy", "HybridPipelineStrategy", "LocalSGDStrategy", "ParameterServerStrategy"]
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork"}
 
@@ -24,3 +25,12 @@ _register("ddp_bf16", CompressedDDPStrategy, "DDP, gradients sent as bf16", comp
 _register("ddp_powersgd", CompressedDDPStrategy, "DDP, low-rank gradients", compression="powersgd")
 _register("ddp_local_sgd", LocalSGDStrategy, "Weights averaged every 8 steps after 100 steps of DDP")
 _register("hybrid_pipeline", HybridPipelineStrategy, "Pipeline stages, each replicated as often as it needs")
+_register("parameter_server", ParameterServerStrategy, "Servers make the step on the workers' mean gradient")
+_register("parameter_server_async", ParameterServerStrategy, "Servers apply each gradient as it comes", mode="async")
+_register(
+    "parameter_server_ssp",
+    ParameterServerStrategy,
+    "As async, but no worker runs more than 4 steps ahead of the slowest",
+    mode="ssp",
+    staleness=4,
+)

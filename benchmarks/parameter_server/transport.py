@@ -1,0 +1,174 @@
+"""Push and pull of 100 MB by 2 workers to 2 servers: this package, raw sockets, torch RPC and gRPC, in turn.
+
+    python benchmarks/parameter_server/transport.py [--megabytes 100] [--rounds 12] [--repeats 3]
+
+All run over TCP on the loopback interface with one thread per process for torch; in all of them the servers average the
+two gradients and make one step of SGD. The figure is bytes both ways of both workers per second of the median round.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import peers
+import torch
+import zmq
+
+from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.server import Server
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.view import FileViews, ServerInfo, View, WorkerInfo
+
+WORKERS, SERVERS = 2, 2
+WARM_UP = 2
+
+
+def parameters_of(numel: int) -> list[torch.nn.Parameter]:
+    """Ten layers."""
+    return [torch.nn.Parameter(torch.zeros(numel // 10)) for _ in range(10)]
+
+
+def optimizer_of(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain SGD, as all peers do it."""
+    return torch.optim.SGD(parameters, lr=peers.LEARNING_RATE)
+
+
+def our_server(
+    id: int, specification: Specification, scheme: str, keys: list[KeyPair] | None, rounds: int, directory: Path
+) -> None:
+    """A server of this package; runs until it is killed."""
+    views = FileViews(directory / "view")
+    endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{directory}/socket-{id}"
+    server = Server(specification, views, id, endpoint, keys[id] if keys else None)
+    peers.publish(directory / f"server-{id}", server.endpoint)
+    server.run()
+
+
+def our_worker(
+    id: int, specification: Specification, scheme: str, keys: list[KeyPair] | None, rounds: int, directory: Path
+) -> list[float]:
+    """A worker of this package."""
+    views = FileViews(directory / "view")
+    if id == 0:
+        endpoints = [peers.wait_for(directory / f"server-{server}") for server in range(SERVERS)]
+        public = [key.public for key in keys] if keys else [""] * (SERVERS + WORKERS)
+        servers = tuple(ServerInfo(server, endpoints[server], public[server]) for server in range(SERVERS))
+        workers = tuple(WorkerInfo(worker, 0, public[SERVERS + worker]) for worker in range(WORKERS))
+        views.publish(View(1, servers, workers))
+    views.wait_newer(0, 60)
+    parameters = parameters_of(sum(info.numel for info in specification.parameters))
+    optimizer = optimizer_of(parameters)
+    worker = Worker(specification, [p.data for p in parameters], views, id, keys=keys[SERVERS + id] if keys else None)
+    worker.initialise()
+    worker.join()
+    gradients = [torch.ones_like(parameter) for parameter in parameters]
+
+    def exchange() -> None:
+        worker.begin_step(hyperparameters(optimizer), 1)
+        for index in reversed(range(len(gradients))):
+            worker.push(index, gradients[index])
+        worker.end_step()
+        for index in range(len(gradients)):
+            worker.wait(index)
+
+    return peers.timed(rounds, exchange)
+
+
+def run(functions: list[Callable[[], Any]], endless: int) -> float:
+    """The median seconds of a round, over the workers; the first `endless` processes are ended by this one."""
+    context = multiprocessing.get_context("fork")
+    pipes: list[Connection] = []
+    processes = []
+    for function in functions:
+        receiver, sender = context.Pipe(duplex=False)
+        processes.append(context.Process(target=call, args=(function, sender)))
+        processes[-1].start()
+        sender.close()
+        pipes.append(receiver)
+    results = [pipe.recv() for pipe in pipes[endless:]]
+    for process in processes[:endless]:
+        process.kill()
+    for process in processes:
+        process.join()
+    return max(statistics.median(seconds[WARM_UP:]) for seconds in results if seconds)
+
+
+def call(function: Callable[[], Any], pipe: Connection) -> None:
+    """Run in a process of its own and send the result."""
+    torch.set_num_threads(1)
+    pipe.send(function())
+
+
+def ours(numel: int, rounds: int, scheme: str, encrypted: bool) -> float:
+    """Seconds of a round with this package."""
+    parameters = parameters_of(numel)
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    specification = Specification.of(named, optimizer_of(parameters), WORKERS, servers=SERVERS)
+    keys = [KeyPair.create() for _ in range(SERVERS + WORKERS)] if encrypted else None
+    with tempfile.TemporaryDirectory() as name:
+        arguments = (specification, scheme, keys, rounds, Path(name))
+        functions: list[Callable[[], Any]] = [partial(our_server, server, *arguments) for server in range(SERVERS)]
+        functions += [partial(our_worker, worker, *arguments) for worker in range(WORKERS)]
+        return run(functions, SERVERS)
+
+
+def peer(numel: int, rounds: int, server: Callable[..., Any], worker: Callable[..., Any]) -> float:
+    """Seconds of a round with a peer."""
+    with tempfile.TemporaryDirectory() as name:
+        arguments = (WORKERS, SERVERS, numel, rounds, Path(name))
+        functions: list[Callable[[], Any]] = [partial(server, id, *arguments) for id in range(SERVERS)]
+        first = SERVERS if worker is peers.rpc else 0
+        functions += [partial(worker, first + id, *arguments) for id in range(WORKERS)]
+        return run(functions, 0 if worker is peers.rpc else SERVERS)
+
+
+def main() -> None:
+    """Run all variants in turn and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=float, default=100)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    numel = int(options.megabytes * 1e6 / 4 / 20) * 20
+    rounds = options.rounds + WARM_UP
+    variants: dict[str, Callable[[], float]] = {
+        "raw sockets": lambda: peer(numel, rounds, peers.raw_server, peers.raw_worker),
+        "cnnstrategies, tcp": lambda: ours(numel, rounds, "tcp", False),
+        "cnnstrategies, ipc": lambda: ours(numel, rounds, "ipc", False),
+        "cnnstrategies, tcp, CURVE": lambda: ours(numel, rounds, "tcp", True),
+        "torch RPC": lambda: peer(numel, rounds, peers.rpc, peers.rpc),
+        "gRPC": lambda: peer(numel, rounds, peers.grpc_server, peers.grpc_worker),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(options.repeats):
+        for name, variant in variants.items():
+            speeds[name].append(WORKERS * 2 * numel * 4 / variant() / 1e9)
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    print(f"{date.today()}, {os.cpu_count()} cores {model}, {platform.system()} {platform.release()}")
+    print(
+        f"Python {platform.python_version()}, torch {torch.__version__}, pyzmq {zmq.__version__} (libzmq "
+        f"{zmq.zmq_version()}), grpcio {grpc.__version__}; load {os.getloadavg()[0]:.1f} at {time.strftime('%H:%M')}"
+    )
+    print(f"{options.megabytes:g} MB, {WORKERS} workers, {SERVERS} servers, medians of {options.repeats} runs\n")
+    reference = statistics.median(speeds["raw sockets"])
+    for name, values in speeds.items():
+        median = statistics.median(values)
+        spread = f"{min(values):.2f} to {max(values):.2f}"
+        print(f"{name:26} {median:5.2f} GB/s ({spread}), {median / reference:.2f} of raw sockets")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Updates that are applied as they come: async, and ssp with staleness."""
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.paramserver.clocks import StaleClock
+from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.pushes import Begin
+from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.view import View
+
+
+class Asynchronous:
+    """One server's part in steps that workers make on their own.
+
+    Args:
+        specification: What all processes of the run agree on.
+        shard: Its slices.
+
+    Attributes:
+        clock: The workers' clocks.
+        updates: Updates of single slices so far.
+    """
+
+    def __init__(self, specification: Specification, shard: Shard) -> None:
+        self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None, specification.workers)
+        self.updates = 0
+        self._shard = shard
+        self._compensation = specification.delay_compensation
+        self._begun: dict[int, tuple[int, Begin]] = {}
+        self._held: dict[int, tuple[list[int], int]] = {}
+        self._lives: dict[int, int] = {}
+        self._given: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def finished(self) -> int:
+        """Updates of all own slices."""
+        return self.updates // max(1, len(self._shard.own))
+
+    def follow(self, view: View) -> None:
+        """Wait no longer for workers that are gone."""
+        lives = {worker.id: worker.incarnation for worker in view.workers}
+        for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
+            self.leave(worker)
+            self._begun.pop(worker, None)
+        self._lives = lives
+
+    def join(self, worker: int, step: int | None) -> int:
+        """Count a worker from now on."""
+        first = self.clock.join(worker, step)
+        self._release()
+        return first
+
+    def leave(self, worker: int) -> None:
+        """Count a worker no longer."""
+        self.clock.leave(worker)
+        self._held.pop(worker, None)
+        for who, key in [entry for entry in self._given if entry[0] == worker]:
+            del self._given[who, key]
+        self._release()
+
+    def begin(self, worker: int, step: int, begin: Begin) -> None:
+        """A worker's pushes of a step follow."""
+        self._begun[worker] = step, begin
+
+    def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
+        """Apply a worker's gradient; whether it is new.
+
+        Raises:
+            InvalidMessageError: No step was begun for it, or the payload does not fit.
+        """
+        key, store = header.key, self._shard.store
+        slice_ = store.slices[key]
+        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        step, begin = self._begun.get(who[0], (-1, None))
+        if begin is None or step != header.step or store.versions[key] < 0:
+            raise InvalidMessageError("a push of a step that has not begun")
+        if store.seen[key].get(who, -1) >= step:
+            return False
+        gradient = None
+        if header.encoding != Encoding.NOTHING:
+            gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
+            given = self._given.get((who[0], key))
+            if given is not None:
+                # DC-ASGD: the gradient at the present values, to first order, with g * g for the Hessian's diagonal.
+                moved = store.values[key].view(-1) - given
+                gradient = torch.addcmul(gradient, gradient * gradient, moved, value=self._compensation)
+        self._shard.update(key, gradient, begin.options, who, step)
+        self.updates += 1
+        return True
+
+    def pull(self, worker: int, keys: list[int], request: int) -> None:
+        """A worker has finished `request` steps and wants slices for the next."""
+        self.clock.finished(worker, request)
+        self._held[worker] = keys, request
+        self._release()
+
+    def _release(self) -> None:
+        for worker, (keys, request) in list(self._held.items()):
+            if self.clock.may_start(request):
+                del self._held[worker]
+                if self._compensation:
+                    for key in keys:
+                        self._given[worker, key] = self._shard.store.values[key].flatten().clone()
+                self._shard.pull(worker, keys, request, None)

@@ -1,0 +1,194 @@
+"""Barrier, broadcast, all-gather and reductions among the workers of a run, through its coordinator."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+
+from cnnstrategies.paramserver.codec import Buffer, decode, encode
+from cnnstrategies.paramserver.control import ControlError, Message, parse, send, waiting
+from cnnstrategies.paramserver.dispatch import Chunk
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.view import RunEnded
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda stacked: stacked.sum(0),
+    "mean": lambda stacked: stacked.sum(0) / len(stacked),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+    "product": lambda stacked: stacked.prod(0),
+}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a collective brought together.
+
+    Attributes:
+        values: The value of each worker that took part, by its number.
+        joined: Whether this worker has just been let into a group that is already training.
+        admitted: The workers that have just been let in.
+    """
+
+    values: dict[int, Any]
+    joined: bool = False
+    admitted: tuple[int, ...] = ()
+
+    @property
+    def leader(self) -> int:
+        """The lowest number that took part."""
+        return min(self.values)
+
+
+class Collectives:
+    """A worker's side of the coordinator's collectives. Used by one thread.
+
+    Every worker of the group calls the same ones in the same order. One that dies is no longer waited for, so the
+    results are those of the workers that are there.
+
+    Args:
+        membership: This worker's; its errors come through all methods here.
+        keys: The run's CURVE keys.
+    """
+
+    def __init__(self, membership: Membership, keys: KeyPair | None = None) -> None:
+        membership.wait_registered()
+        self.membership = membership
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = membership.address.connect(self._context, keys)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(membership.fileno(), zmq.POLLIN)
+        self._sequence = 0
+
+    def gather(self, value: Any, operation: str = "gather") -> Gathered:
+        """Bring the values of all workers together.
+
+        Args:
+            value: What :func:`~cnnstrategies.paramserver.codec.encode` takes.
+            operation: A name; workers that meet under different names are told so.
+        """
+        return self._collect(value, operation)
+
+    def start(self) -> Gathered:
+        """The end of the set-up: training begins when all are here.
+
+        A worker that is started later is let in at a :meth:`boundary`, whose values it then gets.
+        """
+        return self._collect(None, "start", seal=True)
+
+    def boundary(self, value: Any) -> Gathered:
+        """Stand still together for a moment in which workers that were started later are let in.
+
+        Args:
+            value: What such a worker needs in order to go on from here.
+        """
+        return self._collect(value, "boundary", boundary=True)
+
+    def barrier(self, name: str = "barrier") -> None:
+        """Wait for all workers."""
+        self._collect(None, name)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of one worker, on all; if it died, that of the lowest number."""
+        while True:
+            mine = source == self.membership.address.id
+            gathered = self._collect(value if mine else None, f"broadcast from {source}")
+            if source in gathered.values:
+                return gathered.values[source]
+            source = gathered.leader
+
+    def reduce(self, tensor: Tensor, how: str) -> Tensor:
+        """Combine tensors of the same shape.
+
+        Args:
+            tensor: This worker's.
+            how: ``sum``, ``mean``, ``max``, ``min`` or ``product``.
+
+        Returns:
+            The result, the same on every worker, on the tensor's device and with its type.
+        """
+        values = self._collect(tensor, f"reduce {how}").values
+        stacked = torch.stack([values[number] for number in sorted(values)])
+        return REDUCTIONS[how](stacked).to(tensor)
+
+    def put(self, name: str, frames: list[Buffer]) -> None:
+        """Publish buffers under a name, for :func:`get`; the first to do so decides."""
+        send(self._socket, Message("put", {"name": name}, frames))
+
+    def get(self, name: str) -> list[Buffer]:
+        """The buffers that were published under a name; waits for them."""
+        send(self._socket, Message("get", {"name": name}))
+        return list(self._receive("value", lambda message: message.string("name") == name).frames)
+
+    def begin_epoch(self, number: int, samples: int, chunk: int) -> None:
+        """Have the coordinator cut an epoch into chunks."""
+        fields = {**self.membership.address.fields(), "epoch": number, "samples": samples, "chunk": chunk}
+        send(self._socket, Message("epoch", fields))
+        self._receive("epoch", lambda message: message.integer("epoch") == number)
+
+    def take(self, epoch: int, processed: int) -> Chunk:
+        """The next chunk of an epoch for this worker; an empty one when there are no more.
+
+        Args:
+            epoch: The epoch.
+            processed: Positions that this worker has processed in it.
+        """
+        send(
+            self._socket, Message("take", {**self.membership.address.fields(), "epoch": epoch, "processed": processed})
+        )
+        message = self._receive("chunk")
+        return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()
+
+    def _collect(self, value: Any, operation: str, seal: bool = False, boundary: bool = False) -> Gathered:
+        fields = {
+            **self.membership.address.fields(),
+            "sequence": self._sequence,
+            "operation": operation,
+            "seal": seal,
+            "boundary": boundary,
+        }
+        send(self._socket, Message("collect", fields, encode(value)))
+        # One that is let in later answers its `start` with a later collective.
+        message = self._receive("result", lambda one: seal or one.integer("sequence") == self._sequence)
+        self._sequence = message.integer("sequence") + 1
+        if seal or boundary:
+            self.membership.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
+        ids, sizes = message.fields["ids"], message.fields["sizes"]
+        values, position = {}, 0
+        for number, size in zip(ids, sizes, strict=True):
+            values[number] = decode(message.frames[position : position + size])
+            position += size
+        return Gathered(values, message.flag("joined"), tuple(message.fields["admitted"]))
+
+    def _receive(self, kind: str, wanted: Callable[[Message], bool] = lambda message: True) -> Message:
+        while True:
+            self.membership.current()  # Raises when the run is over.
+            self._poller.poll(1000)
+            while waiting(self._socket):
+                try:
+                    message = parse(self._socket.recv_multipart(), routed=False)
+                    if message.kind == kind and wanted(message):
+                        return message
+                    if message.kind == "ended":
+                        raise RunEnded(message.string("message"), message.flag("clean"))
+                except ControlError:
+                    continue
+
+
+def get(membership: Membership, name: str, keys: KeyPair | None = None) -> list[Buffer]:
+    """What a worker published under a name, for a process that takes no part in collectives."""
+    collectives = Collectives(membership, keys)
+    try:
+        return collectives.get(name)
+    finally:
+        collectives.close()

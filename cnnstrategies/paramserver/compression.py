@@ -1,0 +1,123 @@
+"""Encodings of pushed gradients, with error feedback where something is left out.
+
+Top-k with error feedback: Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018). One bit: Seide et al., "1-Bit
+Stochastic Gradient Descent" (Interspeech 2014), with one mean for the positive and one for the negative elements.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
+from cnnstrategies.paramserver.specification import Compression
+
+ENCODINGS: dict[Compression, Encoding] = {
+    "none": Encoding.DENSE,
+    "fp16": Encoding.FP16,
+    "bf16": Encoding.BF16,
+    "topk": Encoding.TOPK,
+    "onebit": Encoding.ONEBIT,
+}
+_HALF = {Encoding.FP16: torch.float16, Encoding.BF16: torch.bfloat16}
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; keeps it alive."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
+    """A one-dimensional tensor on the memory of a payload."""
+    if len(payload) == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(payload, dtype=dtype)
+
+
+class Encoder:
+    """Encodes the gradients of one slice; remembers what it left out and adds it to the next.
+
+    Args:
+        compression: The encoding.
+        ratio: Share of the elements that ``topk`` sends; at least one.
+    """
+
+    def __init__(self, compression: Compression, ratio: float) -> None:
+        self.encoding = ENCODINGS[compression]
+        self._ratio = ratio
+        self._left_out: Tensor | None = None
+
+    def encode(self, gradient: Tensor) -> Any:
+        """A payload for a flat, contiguous gradient; without compression the gradient's own memory."""
+        if self.encoding == Encoding.DENSE:
+            return as_bytes(gradient)
+        if self.encoding in _HALF:
+            return as_bytes(gradient.to(_HALF[self.encoding]))
+        wanted = gradient.float() if self._left_out is None else gradient.float() + self._left_out
+        if self.encoding == Encoding.TOPK:
+            count = max(1, round(self._ratio * wanted.numel()))
+            indices = torch.topk(wanted.abs(), count, sorted=False).indices.sort().values
+            payload = np.concatenate(
+                [indices.numpy().astype("<u4").view(np.uint8), wanted[indices].numpy().astype("<f4").view(np.uint8)]
+            )
+        else:
+            positive = wanted > 0
+            means = torch.stack([_mean(wanted[~positive]), _mean(wanted[positive])])
+            payload = np.concatenate([means.numpy().astype("<f4").view(np.uint8), np.packbits(positive.numpy())])
+        sent = decode(payload.data, self.encoding, wanted.numel(), torch.float32)
+        self._left_out = wanted - sent
+        return payload.data
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.mean() if values.numel() else torch.zeros(())
+
+
+def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype) -> None:
+    """Refuse a payload whose size does not fit.
+
+    Raises:
+        InvalidMessageError: It cannot hold a gradient of `numel` elements in this encoding.
+    """
+    fits = {
+        Encoding.NOTHING: length == 0,
+        Encoding.DENSE: length == numel * dtype.itemsize,
+        Encoding.FP16: length == 2 * numel,
+        Encoding.BF16: length == 2 * numel,
+        Encoding.TOPK: length % 8 == 0 and 0 < length <= 8 * numel,
+        Encoding.ONEBIT: length == 8 + (numel + 7) // 8,
+    }
+    if not fits.get(encoding, False):
+        raise InvalidMessageError("a payload of another size than its slice needs")
+
+
+def decode(payload: memoryview, encoding: Encoding, numel: int, dtype: torch.dtype) -> Tensor:
+    """The gradient in a payload, flat; it may lie on the payload's memory.
+
+    Args:
+        payload: Of a length that :func:`check_length` accepts.
+        encoding: Its encoding, not `NOTHING`.
+        numel: Elements of the slice.
+        dtype: Of the slice's elements.
+
+    Raises:
+        InvalidMessageError: Indices are out of range or not in rising order.
+    """
+    if encoding == Encoding.DENSE:
+        return from_bytes(payload, dtype)
+    if encoding in _HALF:
+        return from_bytes(payload, _HALF[encoding]).to(dtype)
+    if encoding == Encoding.TOPK:
+        count = len(payload) // 8
+        indices = np.frombuffer(payload[: 4 * count], "<u4").astype(np.int64)
+        if indices[-1] >= numel or (np.diff(indices) <= 0).any():
+            raise InvalidMessageError("indices that are out of range or not in order")
+        gradient = torch.zeros(numel, dtype=dtype)
+        gradient[torch.from_numpy(indices)] = torch.from_numpy(np.frombuffer(payload[4 * count :], "<f4").copy()).to(
+            dtype
+        )
+        return gradient
+    low, high = np.frombuffer(payload[:8], "<f4")
+    bits = np.unpackbits(np.frombuffer(payload[8:], np.uint8), count=numel).astype(bool)
+    return torch.from_numpy(np.where(bits, high, low)).to(dtype)

@@ -1,0 +1,245 @@
+"""A worker's connections to the servers, and what it knows of who is alive."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import zmq
+
+from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.messages import (
+    HEADER_BYTES,
+    LARGEST_JSON,
+    SERVER,
+    Bounds,
+    Header,
+    InvalidMessageError,
+    Kind,
+    pack_json,
+    unpack,
+)
+from cnnstrategies.paramserver.security import KeyPair, check_endpoint
+from cnnstrategies.paramserver.slicing import Slice, largest_payload
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.transport import Context, Socket, client_socket, receive, send
+from cnnstrategies.paramserver.view import ServerInfo, ViewSource
+
+POLL_SECONDS = 0.05
+
+
+class Links:
+    """Sends to servers and receives from them; never blocks but in :meth:`receive`, for a moment.
+
+    Args:
+        specification: What all processes of the run agree on.
+        slices: All slices.
+        views: Tells of the membership.
+        id: This worker's number.
+        incarnation: Its incarnation.
+        keys: CURVE keys; None for no encryption.
+        insecure: Allow `keys` None with servers on other machines.
+
+    Attributes:
+        view: The view that is followed.
+        sequence: Number of the last message sent.
+    """
+
+    def __init__(
+        self,
+        specification: Specification,
+        slices: Sequence[Slice],
+        views: ViewSource,
+        id: int,
+        incarnation: int,
+        keys: KeyPair | None,
+        insecure: bool,
+    ) -> None:
+        self.view = views.current()
+        self.sequence = 0
+        self._views = views
+        self._specification = specification
+        self._bounds = Bounds(largest_payload(slices) + LARGEST_JSON, max(1, len(slices)))
+        self._id = id
+        self._incarnation = incarnation
+        self._keys = keys
+        self._insecure = insecure
+        self._context: Context = zmq.Context()
+        self._sockets: dict[int, tuple[ServerInfo, Socket]] = {}
+        self._poller = zmq.Poller()
+        self._descriptor = views.fileno()
+        if self._descriptor is not None:
+            self._poller.register(self._descriptor, zmq.POLLIN)
+        self._last: dict[int, int] = {}
+        self._heard: dict[int, float] = {}
+        self._probed: dict[int, float] = {}
+        self._orphaned_since: float | None = None
+        self._was_member = False
+        self._connect()
+
+    def wait_for_members(self) -> None:
+        """Wait until all servers and this worker are in the view.
+
+        Raises:
+            ServersUnreachableError: They did not come within the time-out.
+        """
+        deadline = time.monotonic() + self._specification.timeout
+        while len(self.view.servers) < self._specification.servers or not self._is_member():
+            try:
+                self.view = self._views.wait_newer(self.view.number, max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                missing = set(range(self._specification.servers)) - {server.id for server in self.view.servers}
+                who = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
+                raise ServersUnreachableError(
+                    f"worker {self._id}: {who} did not join within {self._specification.timeout} s: look at their "
+                    "logs, or raise timeout"
+                ) from None
+        self._was_member = True
+        self._connect()
+
+    def _is_member(self) -> bool:
+        return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)
+
+    def follow(self) -> bool:
+        """Take over a newer view; whether its servers are others.
+
+        Raises:
+            RemovedError: This worker is not in it.
+        """
+        view = self._views.current()
+        if view.number <= self.view.number:
+            return False
+        before, self.view = self.view, view
+        if self._was_member and not self._is_member():
+            raise RemovedError(
+                f"worker {self._id} (incarnation {self._incarnation}) is no longer in the view (number {view.number}): "
+                "it was taken for dead; start it again as a new incarnation"
+            )
+        if view.servers == before.servers:
+            return False
+        self._connect()
+        return True
+
+    def _connect(self) -> None:
+        now = {server.id: server for server in self.view.servers}
+        for server, (info, socket) in list(self._sockets.items()):
+            if now.get(server) != info:
+                self._poller.unregister(socket)
+                socket.close(linger=0)
+                del self._sockets[server]
+                self._last.pop(server, None)
+        for server, info in now.items():
+            if server not in self._sockets:
+                check_endpoint(info.endpoint, self._keys is not None, self._insecure)
+                largest = self._bounds.payload + HEADER_BYTES
+                socket = client_socket(self._context, info, self._keys, largest)
+                self._sockets[server] = info, socket
+                self._poller.register(socket, zmq.POLLIN)
+                self._heard[server] = time.monotonic()
+
+    def send(
+        self, server: int, kind: Kind, payload: Any = b"", json: dict[str, Any] | None = None, **fields: Any
+    ) -> int:
+        """Send a message; nothing if the server is not in the view.
+
+        Returns:
+            Bytes sent.
+        """
+        if server not in self._sockets:
+            return 0
+        meta = 0
+        if json is not None:
+            text = pack_json(json)
+            meta = len(text)
+            payload = text + bytes(payload)
+        self.sequence += 1
+        header = Header(
+            kind, self._id, self._specification.session, self.sequence, incarnation=self._incarnation,
+            length=len(payload), meta=meta, **fields,
+        )  # fmt: skip
+        send(self._sockets[server][1], header, payload)
+        return HEADER_BYTES + len(payload)
+
+    def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
+        """The messages that are waiting; waits for the first, but not for longer than some seconds."""
+        ready = dict(self._poller.poll(int(1000 * seconds)))
+        for server, (_, socket) in list(self._sockets.items()):
+            if socket not in ready:
+                continue
+            while not socket.closed:
+                try:
+                    received = receive(socket, False, self._keys is not None)
+                except zmq.Again:
+                    break
+                try:
+                    if received is None:
+                        raise InvalidMessageError("a message of another number of frames")
+                    header = unpack(received.header, len(received.payload), self._specification.session, self._bounds)
+                    if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
+                        raise InvalidMessageError("a replay")
+                except InvalidMessageError:
+                    continue
+                self._last[server] = header.sequence
+                self._heard[server] = time.monotonic()
+                yield server, header, received.payload
+
+    # Who is alive
+
+    def begin_waiting(self) -> None:
+        """From now on silence counts."""
+        now = time.monotonic()
+        self._heard = dict.fromkeys(self._sockets, now)
+        self._probed = dict.fromkeys(self._sockets, now)
+
+    def silent(self, seconds: float) -> list[int]:
+        """The servers that have been silent, and not been asked, for some seconds; they count as asked now."""
+        now = time.monotonic()
+        asked = [
+            server
+            for server in self._sockets
+            if now - max(self._heard.get(server, now), self._probed.get(server, 0.0)) >= seconds
+        ]
+        self._probed.update(dict.fromkeys(asked, now))
+        return asked
+
+    def check(self, slices_without_server: int) -> None:
+        """Give up if a server has not answered for the time-out, or slices have had no server for so long.
+
+        Raises:
+            ServersUnreachableError: One of them is the case.
+        """
+        now = time.monotonic()
+        limit = self._specification.timeout
+        dead = [server for server in self._sockets if now - self._heard.setdefault(server, now) > limit]
+        if dead:
+            names = ", ".join(f"{server} ({self._sockets[server][0].endpoint})" for server in dead)
+            raise ServersUnreachableError(
+                f"worker {self._id} had no answer from server {names} for {limit} s: look at its log, or raise timeout"
+            )
+        if not slices_without_server:
+            self._orphaned_since = None
+        elif self._orphaned_since is None:
+            self._orphaned_since = now
+        elif now - self._orphaned_since > limit:
+            missing = sorted(set(range(self._specification.servers)) - {server.id for server in self.view.servers})
+            raise ServersUnreachableError(
+                f"server {', '.join(map(str, missing))} died, and {slices_without_server} slices of the parameters "
+                f"with it; no other took its place within {limit} s: use replication=2, or snapshot_every with "
+                "servers that are restarted"
+            )
+
+    def lost(self, server: int) -> None:
+        """A server was replaced by one that has no values.
+
+        Raises:
+            ServersUnreachableError: Always.
+        """
+        raise ServersUnreachableError(
+            f"server {server} was started again, but its slices of the parameters are lost: use replication=2 or "
+            "snapshot_every to go on after a server's death"
+        )
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for _, socket in self._sockets.values():
+            socket.close()
+        self._context.term()

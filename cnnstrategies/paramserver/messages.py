@@ -1,0 +1,171 @@
+"""The wire format: a fixed binary header, then a payload; nothing of it is ever unpickled or evaluated.
+
+A message is two frames: the header (little-endian, 72 bytes) and the payload. A payload may begin with a JSON object of
+`Header.meta` bytes. Everything is checked before it is used, and a message that fails a check is dropped as a whole.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+MAGIC = b"CNPS"
+VERSION = 1
+LARGEST_JSON = 1 << 18
+SERVER = 1 << 31  # added to a server's id where a sender is named
+NOBODY = (1 << 32) - 1
+NO_STEP = (1 << 64) - 1
+
+_LAYOUT = struct.Struct("<4sBBBxIIIII4xQQQQd")
+HEADER_BYTES = _LAYOUT.size
+
+
+class Kind(IntEnum):
+    """What a message asks or tells."""
+
+    HELLO = 1  # worker: I am here, at this step (or new)
+    WELCOME = 2  # server: begin with this step
+    LEAVE = 3  # worker: do not wait for me any more
+    VALUE = 4  # worker: a slice's first value
+    STATE = 5  # worker: a part of a slice's optimizer state; sent before its value
+    BEGIN = 6  # worker: hyper-parameters and weight of the step whose pushes follow
+    PUSH = 7
+    PULL = 8  # worker: send these slices, at least this new
+    PULLED = 9
+    GET_STATE = 10
+    STATE_IS = 11
+    STATUS = 12  # server to leader: what it has, after a change of view
+    VOTE = 13  # server to leader: it has all of a worker's pushes of a step
+    DECIDE = 14  # leader: these workers make up the step
+    NORM = 15  # server to leader: squared norm of its part of the mean gradient
+    SCALE = 16  # leader: factor that clips the mean gradient
+    RELAY_BEGIN = 17  # primary to backup: hyper-parameters of what follows
+    RELAY = 18  # primary to backup: an update that it has applied
+    ACKNOWLEDGE = 19  # backup: it has the slice up to this version
+    COPY_STATE = 20  # primary to a new backup
+    COPY = 21  # primary to a new backup
+
+
+class Encoding(IntEnum):
+    """How a payload holds numbers."""
+
+    NOTHING = 0  # no payload, or JSON only; in a push: the parameter has no gradient
+    DENSE = 1  # the parameter's own dtype
+    FP16 = 2
+    BF16 = 3
+    TOPK = 4  # uint32 indices, then as many float32 values
+    ONEBIT = 5  # two float32 means, then a bit for each element
+    KEYS = 6  # uint32 numbers of slices
+
+
+class InvalidMessageError(ValueError):
+    """A message that no member of this run sends; its text is short and holds nothing of the payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The fixed part of a message.
+
+    Attributes:
+        kind: What it is.
+        sender: Id of the worker, or `SERVER` plus that of the server.
+        session: `Specification.session`.
+        sequence: Grows with each message of the sender: an old one is a replay.
+        encoding: How the payload holds numbers.
+        incarnation: Of the worker.
+        key: Number of the slice.
+        length: Bytes of the payload.
+        meta: Bytes of the JSON object at the payload's start.
+        step: The step it belongs to.
+        base: Depends on the kind: a view's number, a version, or the worker whose update is relayed.
+        weight: Samples, or a norm, or a factor.
+    """
+
+    kind: Kind
+    sender: int
+    session: int
+    sequence: int
+    encoding: Encoding = Encoding.NOTHING
+    incarnation: int = 0
+    key: int = 0
+    length: int = 0
+    meta: int = 0
+    step: int = 0
+    base: int = 0
+    weight: float = 0.0
+
+    def pack(self) -> bytes:
+        """The header as bytes."""
+        return _LAYOUT.pack(
+            MAGIC, VERSION, self.kind, self.encoding, self.sender, self.incarnation, self.key, self.length, self.meta,
+            self.session, self.step, self.base, self.sequence, self.weight,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a receiver accepts at most, known before the first message.
+
+    Attributes:
+        payload: Bytes of a payload.
+        slices: Number of slices.
+    """
+
+    payload: int
+    slices: int
+
+
+def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) -> Header:
+    """The header of a received message, checked against everything that does not depend on the receiver's state.
+
+    Args:
+        data: The first frame.
+        length: Bytes of the second frame.
+        session: The run's number.
+        bounds: What is accepted at most.
+
+    Raises:
+        InvalidMessageError: It is no message of this run.
+    """
+    if len(data) != HEADER_BYTES:
+        raise InvalidMessageError("a header of another size")
+    magic, version, kind, encoding, sender, incarnation, key, size, meta, run, step, base, sequence, weight = (
+        _LAYOUT.unpack(data)
+    )
+    if magic != MAGIC:
+        raise InvalidMessageError("not a message of cnnstrategies")
+    if version != VERSION:
+        raise InvalidMessageError("another version of the format")
+    if run != session:
+        raise InvalidMessageError("of another run")
+    try:
+        kind, encoding = Kind(kind), Encoding(encoding)
+    except ValueError:
+        raise InvalidMessageError("unknown kind or encoding") from None
+    if size != length or length > bounds.payload or meta > min(length, LARGEST_JSON):
+        raise InvalidMessageError("a length that is wrong or too large")
+    if key >= bounds.slices or not math.isfinite(weight) or weight < 0:
+        raise InvalidMessageError("a key or weight out of range")
+    return Header(kind, sender, run, sequence, encoding, incarnation, key, size, meta, step, base, weight)
+
+
+def pack_json(values: dict[str, Any]) -> bytes:
+    """A small dictionary as payload."""
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
+    """The JSON object at the start of a payload.
+
+    Raises:
+        InvalidMessageError: There is none.
+    """
+    try:
+        values = json.loads(bytes(payload[: header.meta]))
+    except (ValueError, RecursionError):
+        raise InvalidMessageError("not JSON") from None
+    if not isinstance(values, dict):
+        raise InvalidMessageError("not a JSON object")
+    return values

@@ -1,0 +1,82 @@
+"""What a server sends: to workers over its ROUTER, to other servers over a DEALER for each."""
+
+from typing import Any
+
+from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.transport import Context, Socket, client_socket, send
+from cnnstrategies.paramserver.view import ServerInfo, View
+
+
+class Post:
+    """Sends a server's messages. Nothing here waits.
+
+    Args:
+        context: The process's context.
+        server: Id of this server.
+        session: The run's number.
+        keys: CURVE keys; None for no encryption.
+        largest: Bytes of the largest frame.
+        router: This server's ROUTER.
+
+    Attributes:
+        routes: The route to each worker, learned from its last message.
+    """
+
+    def __init__(
+        self, context: Context, server: int, session: int, keys: KeyPair | None, largest: int, router: Socket
+    ) -> None:
+        self.routes: dict[int, bytes] = {}
+        self._context = context
+        self._server = server
+        self._session = session
+        self._keys = keys
+        self._largest = largest
+        self._router = router
+        self._sequence = 0
+        self._servers: dict[int, ServerInfo] = {}
+        self._dealers: dict[int, Socket] = {}
+
+    def follow(self, view: View) -> None:
+        """Connect to the servers of a view, drop those that are gone or replaced, and the routes of dead workers."""
+        now = {server.id: server for server in view.servers if server.id != self._server}
+        for server in list(self._dealers):
+            if now.get(server) != self._servers[server]:
+                self._dealers.pop(server).close(linger=0)
+        self._servers = now
+        for server, info in now.items():
+            if server not in self._dealers:
+                self._dealers[server] = client_socket(self._context, info, self._keys, self._largest)
+        alive = {worker.id for worker in view.workers}
+        self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}
+
+    def to_worker(self, worker: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
+        """Send to a worker; nothing happens if none of its messages has come yet."""
+        route = self.routes.get(worker)
+        if route is not None:
+            header, body = self._header(kind, payload, fields)
+            send(self._router, header, body, route)
+
+    def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
+        """Send to another server; nothing happens if it is not in the view."""
+        if server in self._dealers:
+            header, body = self._header(kind, payload, fields)
+            send(self._dealers[server], header, body)
+
+    def _header(self, kind: Kind, payload: Any, fields: dict[str, Any]) -> tuple[Header, Any]:
+        described = fields.pop("json", None)
+        meta = 0
+        if described is not None:
+            text = pack_json(described)
+            meta = len(text)
+            payload = text + bytes(payload)
+        self._sequence += 1
+        header = Header(
+            kind, SERVER + self._server, self._session, self._sequence, meta=meta, length=len(payload), **fields
+        )
+        return header, payload
+
+    def close(self) -> None:
+        """Close the sockets to other servers."""
+        for dealer in self._dealers.values():
+            dealer.close()

@@ -1,0 +1,63 @@
+"""Which copies of a slice have which version, so that nothing is acknowledged that a server's death could lose."""
+
+from collections.abc import Mapping, Sequence
+
+from cnnstrategies.paramserver.slicing import Slice, holders
+from cnnstrategies.paramserver.view import View
+
+
+class Replicas:
+    """The copies of the slices that one server holds, as the present view places them.
+
+    Args:
+        server: Id of the server.
+        slices: The slices it holds, as primary or backup.
+    """
+
+    def __init__(self, server: int, slices: Mapping[int, Slice]) -> None:
+        self._server = server
+        self._slices = slices
+        self._holders: dict[int, Sequence[int]] = {}
+        self._since: dict[int, int] = {}
+        self._acknowledged: dict[tuple[int, int], int] = {}
+
+    def place(self, view: View) -> list[tuple[int, int]]:
+        """Follow a change of the view.
+
+        Returns:
+            (slice, server) of the backups that are new to this primary, and need a copy. At the run's start every
+            backup is new; its copies are of slices without a value then, and cost nothing.
+        """
+        before = self._holders
+        since = {server.id: server.since for server in view.servers}
+        renewed = {server for server, number in since.items() if self._since.get(server, number) != number}
+        self._since = since
+        self._holders = {key: holders(slice_, view) for key, slice_ in self._slices.items()}
+        needed = []
+        for key in self._slices:
+            was_primary = before.get(key, [-1])[:1] == [self._server]
+            for backup in self.backups(key):
+                if not was_primary or backup not in before[key] or backup in renewed:
+                    self._acknowledged.pop((key, backup), None)
+                    needed.append((key, backup))
+        return needed
+
+    def owns(self, key: int) -> bool:
+        """Whether this server is the slice's primary."""
+        return self._holders.get(key, [])[:1] == [self._server]
+
+    def primary(self, key: int) -> int:
+        """The slice's primary; -1 if no live server holds it."""
+        return next(iter(self._holders.get(key, [])), -1)
+
+    def backups(self, key: int) -> Sequence[int]:
+        """The servers that this primary sends the slice's updates to; none if it is not the primary."""
+        return self._holders[key][1:] if self.owns(key) else []
+
+    def acknowledged(self, key: int, backup: int, version: int) -> None:
+        """A backup has the slice up to a version."""
+        self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
+
+    def safe(self, key: int, version: int) -> bool:
+        """Whether every copy of a slice has a version, so that workers may see it."""
+        return all(self._acknowledged.get((key, backup), -1) >= version for backup in self.backups(key))

@@ -1,0 +1,117 @@
+"""CURVE keys, who may connect, and where encryption may be left out."""
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from cnnstrategies.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A CURVE key pair in Z85 form; the secret part is left out of its representation."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    @classmethod
+    def create(cls) -> "KeyPair":
+        """A new random pair."""
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode("ascii"), secret.decode("ascii"))
+
+    def save(self, path: str | Path) -> None:
+        """Write the pair to a new file that only its owner can read.
+
+        Raises:
+            FileExistsError: The file exists: keys are never overwritten.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{self.public}\n{self.secret}\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "KeyPair":
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ConfigurationError: Others than the owner may read the file, or it does not hold a pair of keys.
+        """
+        mode = os.stat(path).st_mode & 0o777
+        if mode & 0o077:
+            raise ConfigurationError(f"{path} has mode {mode:o}, so others can read the secret key: chmod 600 {path}")
+        lines = Path(path).read_text().split()
+        if len(lines) != 2 or zmq.curve_public(lines[1].encode()) != lines[0].encode():
+            raise ConfigurationError(f"{path} does not hold a pair of CURVE keys: create a new one")
+        return cls(lines[0], lines[1])
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only processes of this machine reach an endpoint: ipc, inproc, or a loopback address."""
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    match = re.fullmatch(r"tcp://\[?([^\]]+?)\]?:(\d+|\*)", endpoint)
+    if match is None:
+        raise ConfigurationError(f"endpoint {endpoint!r}: use ipc://path or tcp://address:port")
+    if match[1] == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(match[1]).is_loopback
+    except ValueError:
+        return False
+
+
+def check_endpoint(endpoint: str, encrypted: bool, insecure: bool = False) -> None:
+    """Refuse an open network without encryption.
+
+    Args:
+        endpoint: Where a socket is bound, or what it connects to.
+        encrypted: Whether it uses CURVE.
+        insecure: The user has said that the network may be used without.
+
+    Raises:
+        ConfigurationError: Anyone on the network could read and change the parameters.
+    """
+    if not (encrypted or insecure or is_local(endpoint)):
+        raise ConfigurationError(
+            f"endpoint {endpoint} is reached from other machines, and security='none' lets anyone there change the "
+            "parameters: use security='curve', or say insecure=True on a network of your own"
+        )
+
+
+class Gatekeeper:
+    """Admits connections by their CURVE key, in the thread that polls :attr:`socket` (ZAP, zeromq RFC 27).
+
+    An unknown key is refused for the moment (status 300): the peer tries again, and may have become a member.
+
+    Args:
+        context: The context whose sockets are guarded; it can have one gatekeeper.
+        admitted: Whether a public key in Z85 form may connect.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], admitted: Callable[[str], bool]) -> None:
+        self.socket = context.socket(zmq.REP)
+        self.socket.linger = 0
+        self.socket.bind("inproc://zeromq.zap.01")
+        self.refused = 0
+        self._admitted = admitted
+
+    def answer(self) -> None:
+        """Answer the request that is waiting."""
+        version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
+        key = z85.encode(credentials[0]).decode("ascii") if mechanism == b"CURVE" and credentials else ""
+        if key and self._admitted(key):
+            self.socket.send_multipart([version, request, b"200", b"", key.encode("ascii"), b""])
+        else:
+            self.refused += 1
+            self.socket.send_multipart([version, request, b"300", b"unknown key", b"", b""])
+
+    def close(self) -> None:
+        """Close its socket."""
+        self.socket.close()

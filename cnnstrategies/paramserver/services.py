@@ -1,0 +1,164 @@
+"""The processes beside the workers: the coordinator and the servers, forked or started as programs.
+
+A program reads its settings as JSON from its standard input, so that they appear neither in the list of processes nor
+in the environment.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import zmq
+
+from cnnstrategies.paramserver.collectives import get
+from cnnstrategies.paramserver.coordinator import Coordinator, CoordinatorSettings
+from cnnstrategies.paramserver.membership import Address, Membership
+from cnnstrategies.paramserver.processes import Forked, Handle
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.server import Server
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.transport import Listener
+from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.processes import end_with_parent, name_process
+
+SPECIFICATION = "specification"  # the name under which rank 0 publishes it
+StartMethod = Literal["fork", "program"]
+
+
+@dataclass(frozen=True)
+class CoordinatorProcess:
+    """A coordinator to start.
+
+    Attributes:
+        settings: Of the coordinator.
+        key_file: The run's CURVE keys; None for no encryption.
+        directory: The run's directory, which is removed when the process that started this one is killed.
+    """
+
+    settings: CoordinatorSettings
+    key_file: str | None = None
+    directory: str | None = None
+
+    def run(self) -> None:
+        """Serve until told to stop, or until the parent is gone."""
+        parent = os.getppid()
+        with Coordinator(self.settings, load_keys(self.key_file)) as coordinator:
+            coordinator.run(lambda: os.getppid() != parent)
+        if os.getppid() != parent and self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class ServerProcess:
+    """A server to start.
+
+    Attributes:
+        address: Its place, and the coordinator's.
+        endpoint: Where it listens.
+        key_file: The run's CURVE keys; None for no encryption.
+        insecure: No encryption although other machines reach the endpoint.
+    """
+
+    address: Address
+    endpoint: str
+    key_file: str | None = None
+    insecure: bool = False
+
+    def run(self) -> None:
+        """Serve one run.
+
+        Raises:
+            RunEnded: The run cannot go on; the message says why.
+        """
+        end_with_parent()
+        torch.set_num_threads(1)
+        keys = None if self.key_file is None else KeyPair.create()
+        run_keys = load_keys(self.key_file)
+        listener = Listener(self.endpoint, encrypted=keys is not None, insecure=self.insecure)
+        public = "" if keys is None else keys.public
+        membership = Membership(self.address, listener.endpoint, public, run_keys)
+        views = membership.source()
+        try:
+            (text,) = get(membership, SPECIFICATION, run_keys)
+            specification = Specification.from_json(bytes(text).decode())
+            Server(specification, views, self.address.id, listener, keys, self.insecure).run()
+        except RunEnded as ended:
+            if not ended.clean:
+                raise
+        finally:
+            listener.close()
+            membership.close()
+            if self.endpoint.startswith("ipc://"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.endpoint.removeprefix("ipc://"))
+
+
+def load_keys(path: str | None) -> KeyPair | None:
+    """The run's keys; None for no encryption."""
+    return None if path is None else KeyPair.load(path)
+
+
+Service = CoordinatorProcess | ServerProcess
+
+
+def to_json(service: Service) -> str:
+    """The settings as text for the program."""
+    return json.dumps({"kind": type(service).__name__, **asdict(service)})
+
+
+def from_json(text: str) -> Service:
+    """The settings that :func:`to_json` wrote."""
+    values: dict[str, Any] = json.loads(text)
+    if values.pop("kind") == CoordinatorProcess.__name__:
+        return CoordinatorProcess(CoordinatorSettings(**values.pop("settings")), **values)
+    return ServerProcess(Address(**values.pop("address")), **values)
+
+
+def start(service: Service, method: StartMethod) -> Handle:
+    """Start the process of a service."""
+    if method == "fork":
+        process = multiprocessing.get_context("fork").Process(target=_forked, args=(service,), daemon=True)
+        process.start()
+        return Forked(process)
+    # -u: what it prints last must not be lost when it is killed.
+    command = f"from {__name__} import main; main()"
+    program = subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
+    assert program.stdin is not None
+    program.stdin.write(to_json(service).encode())
+    program.stdin.close()
+    return program
+
+
+def _forked(service: Service) -> None:
+    sys.exit(serve(service))
+
+
+def serve(service: Service) -> int:
+    """Run a service in this process until it ends; its exit code."""
+    # The terminal sends Ctrl-C to all: the workers stop at the end of their step and still need the servers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
+    try:
+        service.run()
+    except RunEnded as ended:
+        assert isinstance(service, ServerProcess)
+        print(f"server {service.address.id} ends: {ended}", file=sys.stderr, flush=True)
+        return 1
+    except (OSError, zmq.ZMQError) as error:
+        print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def main() -> None:
+    """Serve what the standard input describes."""
+    sys.exit(serve(from_json(sys.stdin.read())))

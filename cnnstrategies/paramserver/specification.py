@@ -1,0 +1,230 @@
+"""What workers and servers of one run agree on, as JSON."""
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cnnstrategies.errors import ConfigurationError
+
+Mode = Literal["sync", "async", "ssp", "local"]
+Compression = Literal["none", "fp16", "bf16", "topk", "onebit"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """Name, shape and dtype of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class Group:
+    """A parameter group of the optimizer.
+
+    Attributes:
+        parameters: Indices into `Specification.parameters`, in the optimizer's order.
+        options: The group's hyper-parameters at the start.
+    """
+
+    parameters: tuple[int, ...]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Specification:
+    """What workers and servers of one run agree on; the same object everywhere.
+
+    Attributes:
+        parameters: The trained parameters, in the order of their first use as far as it is known.
+        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``.
+        groups: The optimizer's parameter groups.
+        workers: Workers that the first step waits for.
+        servers: Number of servers; their ids are 0 to `servers` - 1.
+        mode: ``sync``: one step on the mean gradient of all workers. ``async``: each gradient is applied as it
+            comes. ``ssp``: as async, but no worker runs further ahead of the slowest than `staleness` steps.
+            ``local``: workers step on their own and push weights, of which the servers form the mean.
+        staleness: For ssp; 0 is sync.
+        compression: How pushed gradients are encoded.
+        compression_ratio: Share of a slice's elements that ``topk`` sends.
+        delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
+        replication: Servers that hold each slice.
+        clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
+        clip_value: Largest absolute value of a gradient's elements, likewise.
+        snapshot_every: Updates between two snapshots of a server; 0 for none.
+        snapshot_directory: Where snapshots are written, seen by a server that replaces another.
+        slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
+        timeout: Seconds without an answer after which a worker gives up.
+        session: Random number of this run: messages of another run are dropped.
+    """
+
+    parameters: tuple[ParameterInfo, ...]
+    optimizer: str
+    groups: tuple[Group, ...]
+    workers: int
+    servers: int = 1
+    mode: Mode = "sync"
+    staleness: int = 0
+    compression: Compression = "none"
+    compression_ratio: float = 0.01
+    delay_compensation: float = 0.0
+    replication: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    snapshot_every: int = 0
+    snapshot_directory: str | None = None
+    slice_bytes: int = 1 << 20
+    timeout: float = 60.0
+    session: int = field(default_factory=lambda: secrets.randbits(63))
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether a step waits for all workers: sync, local, and ssp that allows no staleness."""
+        return self.mode in ("sync", "local") or (self.mode == "ssp" and self.staleness == 0)
+
+    @classmethod
+    def of(
+        cls, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, workers: int, **options: Any
+    ) -> "Specification":
+        """The specification for an optimizer as it is now.
+
+        Args:
+            named_parameters: The trained parameters by name, as ``network.named_parameters()`` gives them; those that
+                the optimizer does not hold are left out.
+            optimizer: The user's optimizer.
+            workers: Workers that the first step waits for.
+            options: Further attributes.
+
+        Raises:
+            ConfigurationError: An option of the optimizer cannot travel, a parameter has no name, or an attribute is
+                out of range.
+        """
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        named = [(name, parameter) for name, parameter in named_parameters if id(parameter) in held]
+        index = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+        groups = []
+        for group, group_options in zip(optimizer.param_groups, hyperparameters(optimizer), strict=True):
+            for parameter in group["params"]:
+                if id(parameter) not in index:
+                    raise ConfigurationError(
+                        f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of the "
+                        "named parameters: make it part of the network"
+                    )
+            groups.append(Group(tuple(index[id(parameter)] for parameter in group["params"]), group_options))
+        kind = type(optimizer)
+        infos = tuple(ParameterInfo(name, tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in named)
+        return cls(infos, f"{kind.__module__}.{kind.__qualname__}", tuple(groups), workers, **options)
+
+    def to_json(self) -> str:
+        """This specification as text for :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Specification":
+        """The specification that :meth:`to_json` wrote.
+
+        Raises:
+            ConfigurationError: A field is unknown or out of range.
+        """
+        values = json.loads(text)
+        unknown = set(values) - {entry.name for entry in fields(cls)}
+        if unknown:
+            raise ConfigurationError(f"unknown entries in the specification: {sorted(unknown)}: remove them")
+        values["parameters"] = tuple(
+            ParameterInfo(p["name"], tuple(p["shape"]), p["dtype"]) for p in values["parameters"]
+        )
+        values["groups"] = tuple(Group(tuple(g["parameters"]), g["options"]) for g in values["groups"])
+        return cls(**values)
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each parameter group as what JSON can hold: learning rate, momentum and so on.
+
+    Raises:
+        ConfigurationError: An option is neither a number, text, None nor a list of those.
+    """
+    return [
+        {name: _plain(name, value) for name, value in group.items() if name not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(name, entry) for entry in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ConfigurationError(
+        f"the optimizer's option {name}={value!r} cannot be sent to the servers: use numbers, text or lists of them"
+    )
+
+
+def _check(spec: Specification) -> None:
+    at_least: Mapping[str, float] = {
+        "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
+        "delay_compensation": 0, "timeout": 0,
+    }  # fmt: skip
+    for name, least in at_least.items():
+        if getattr(spec, name) < least:
+            raise ConfigurationError(f"{name}={getattr(spec, name)}: use at least {least}")
+    for name, allowed in (("mode", get_args(Mode)), ("compression", get_args(Compression))):
+        if getattr(spec, name) not in allowed:
+            raise ConfigurationError(f"{name}={getattr(spec, name)!r}: use one of {', '.join(allowed)}")
+    if spec.replication > spec.servers:
+        raise ConfigurationError(
+            f"replication={spec.replication} needs as many servers, but servers={spec.servers}: change one of them"
+        )
+    if not 0 < spec.compression_ratio <= 1:
+        raise ConfigurationError(f"compression_ratio={spec.compression_ratio}: use more than 0 and at most 1")
+    if spec.staleness and spec.mode != "ssp":
+        raise ConfigurationError(f"staleness={spec.staleness} is for mode='ssp', not mode={spec.mode!r}: leave it out")
+    if spec.delay_compensation and spec.aggregates:
+        raise ConfigurationError(
+            f"delay_compensation={spec.delay_compensation} is for async and ssp: gradients have no delay in "
+            f"mode={spec.mode!r}, so leave it out"
+        )
+    if spec.mode == "local" and spec.compression in ("topk", "onebit"):
+        raise ConfigurationError(
+            f"compression={spec.compression!r} leaves out parts of what is pushed, and mode='local' pushes weights: "
+            "use none, fp16 or bf16"
+        )
+    if spec.mode == "local" and (spec.clip_norm is not None or spec.clip_value is not None):
+        raise ConfigurationError("mode='local' pushes weights: clip the gradients in the worker's own optimizer step")
+    if spec.clip_norm is not None and spec.clip_value is not None:
+        raise ConfigurationError(f"clip_norm={spec.clip_norm} and clip_value={spec.clip_value}: give one of them")
+    for name in ("clip_norm", "clip_value"):
+        value = getattr(spec, name)
+        if value is not None and value <= 0:
+            raise ConfigurationError(f"{name}={value}: use a positive number, or None for no clipping")
+    if spec.snapshot_every and not spec.snapshot_directory:
+        raise ConfigurationError(f"snapshot_every={spec.snapshot_every} needs a snapshot_directory: name one")
+    for parameter in spec.parameters:
+        if parameter.dtype not in DTYPES:
+            raise ConfigurationError(
+                f"parameter {parameter.name} is {parameter.dtype}: the servers hold {', '.join(DTYPES)}"
+            )
+    listed = sorted(index for group in spec.groups for index in group.parameters)
+    if listed != list(range(len(spec.parameters))):
+        raise ConfigurationError("every parameter must be in exactly one parameter group of the optimizer")

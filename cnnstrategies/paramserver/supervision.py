@@ -1,0 +1,224 @@
+"""Watches the processes of one node: restarts those that die, tells the coordinator, and leaves nothing behind."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import zmq
+
+from cnnstrategies.paramserver.control import ControlError, Message, parse, send
+from cnnstrategies.paramserver.coordinator import SERVER, WORKER
+from cnnstrategies.paramserver.membership import Address
+from cnnstrategies.paramserver.processes import Handle, ending
+from cnnstrategies.paramserver.security import KeyPair
+
+COORDINATOR = "coordinator"
+POLL = 0.02  # seconds
+ASK_EVERY = 1.0  # seconds
+GRACE = 5.0  # seconds
+PREFIX = "cnnstrategies-"
+
+
+@dataclass
+class Watched:
+    """A process that is watched.
+
+    Attributes:
+        role: ``worker``, ``server`` or ``coordinator``.
+        id: Its number among those of its role.
+        start: Starts its process; takes the incarnation.
+        restarts: How often it may be started again when it is killed.
+    """
+
+    role: str
+    id: int
+    start: Callable[[int], Handle]
+    restarts: int = 0
+    incarnation: int = 0
+    handle: Handle | None = None
+    code: int | None = None
+
+    def __str__(self) -> str:
+        number = "" if self.role == COORDINATOR else f" {self.id}"
+        process = "" if self.handle is None else f" (process {self.handle.pid} on {os.uname().nodename})"
+        return f"{self.role}{number}{process}"
+
+
+class Supervision:
+    """Starts this node's processes and watches them until its workers have ended.
+
+    Killed processes (by a signal: a fault) are started again as often as they may be. One that ends with an error
+    ends the run: it would fail again. The coordinator learns of a death at once, and of what follows.
+
+    It holds no socket and no thread while it starts processes, so they may be forked.
+
+    Args:
+        coordinator: The coordinator's address, as this node's supervision sees it.
+        keys: The run's CURVE keys.
+    """
+
+    def __init__(self, coordinator: Address, keys: KeyPair | None = None) -> None:
+        self.coordinator = coordinator
+        self.keys = keys
+        self.watched: list[Watched] = []
+        self.deaths: list[str] = []
+        self._asked_at = time.monotonic()
+        self._ended_at: float | None = None
+        self._stopping = False
+
+    def start(self, watched: Watched) -> None:
+        """Start a process and watch it from now on."""
+        watched.handle = watched.start(watched.incarnation)
+        self.watched.append(watched)
+
+    @property
+    def workers(self) -> list[Watched]:
+        """The workers among the processes."""
+        return [one for one in self.watched if one.role == WORKER]
+
+    def watch(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Wait until every worker has ended.
+
+        Args:
+            tick: Called many times a second.
+        """
+        while any(worker.code is None for worker in self.workers):
+            self.look()
+            tick()
+            time.sleep(POLL)
+
+    def look(self) -> None:
+        """Look once at every process, and now and then ask the coordinator who has gone silent."""
+        for one in self.watched:
+            if one.code is None and one.handle is not None:
+                code = one.handle.poll()
+                if code is not None:
+                    self._on_end(one, code)
+        now = time.monotonic()
+        if now - self._asked_at > ASK_EVERY and not self._stopping:
+            self._ask_for_the_silent()
+            self._asked_at = time.monotonic()
+        if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
+            for one in self.workers:
+                if one.code is None and one.handle is not None:
+                    self.deaths.append(f"{one} did not end by itself")
+                    one.handle.send_signal(signal.SIGKILL)
+            self._ended_at = now
+
+    def send_signal(self, signum: int) -> None:
+        """Send a signal to every worker that runs."""
+        for one in self.workers:
+            if one.code is None and one.handle is not None:
+                one.handle.send_signal(signum)
+
+    def stop(self) -> None:
+        """End the servers and the coordinator, and whatever still runs."""
+        self._stopping = True
+        if any(one.role == COORDINATOR and one.code is None for one in self.watched):
+            self._send(Message("end", {"message": "the run is over", "clean": True}))
+        self._end(SERVER, GRACE)
+        self._send(Message("stop"))
+        self._end(COORDINATOR, GRACE)
+        self._end(WORKER, 0.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # Ends
+
+    def _on_end(self, one: Watched, code: int) -> None:
+        if self._stopping or (code == 0 and one.role == WORKER):
+            one.code = code
+            return
+        killed = code < 0
+        replaced = killed and one.restarts > 0 and self._ended_at is None
+        what = f"{one} {ending(code)}"
+        if killed or one.role != WORKER:
+            self.deaths.append(what)
+            print(f"{what}; {'it is started again' if replaced else 'it is not replaced'}", file=sys.stderr, flush=True)
+        if one.role == COORDINATOR:
+            one.code = code
+            self._run_ends()
+            return
+        assert one.handle is not None
+        if killed:
+            fields = {"role": one.role, "id": one.id, "incarnation": one.incarnation, "process": one.handle.pid}
+            self._send(Message("died", {**fields, "how": ending(code), "replaced": replaced}))
+        elif code < 128:  # 128 + a signal's number: the user has stopped the run.
+            self._send(Message("end", {"message": what, "clean": False}))
+        if replaced:
+            one.restarts -= 1
+            one.incarnation += 1
+            one.handle = one.start(one.incarnation)
+            return
+        one.code = code
+        if one.role == WORKER and not killed:
+            self._run_ends()
+
+    def _run_ends(self) -> None:
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+
+    def _ask_for_the_silent(self) -> None:
+        answer = self._send(Message("status"), answer="status")
+        if answer is None:
+            return
+        if answer.fields.get("ended") is not None:
+            self._run_ends()
+        for role, identity, incarnation in answer.fields.get("silent", []):
+            for one in self.watched:
+                same = (one.role, one.id, one.incarnation) == (role, identity, incarnation)
+                if same and one.code is None and one.handle is not None:
+                    one.handle.send_signal(signal.SIGKILL)
+
+    def _end(self, role: str, grace: float) -> None:
+        deadline = time.monotonic() + grace
+        for one in self.watched:
+            if one.role != role or one.handle is None or one.code is not None:
+                continue
+            while (code := one.handle.poll()) is None and time.monotonic() < deadline:
+                time.sleep(POLL)
+            if code is None:
+                with contextlib.suppress(ProcessLookupError):
+                    one.handle.send_signal(signal.SIGKILL)
+            while (code := one.handle.poll()) is None:
+                time.sleep(POLL)
+            one.code = code
+
+    def _send(self, message: Message, answer: str = "") -> Message | None:
+        """Send one message over a connection of its own; wait a moment for an answer if there will be one."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = self.coordinator.connect(context, self.keys)
+        try:
+            send(socket, message)
+            if answer and socket.poll(500):
+                with contextlib.suppress(ControlError):
+                    return parse(socket.recv_multipart(), routed=False)
+            return None
+        finally:
+            socket.close()
+            context.term()
+
+
+def make_run_directory() -> Path:
+    """A new directory for a run's sockets and keys that only its owner can read.
+
+    Its name holds the number of this process; those of processes that are gone are removed.
+    """
+    place = Path(tempfile.gettempdir())
+    for old in place.glob(f"{PREFIX}*-*"):
+        number = old.name.removeprefix(PREFIX).partition("-")[0]
+        if number.isdigit() and not Path(f"/proc/{number}").exists() and old.stat().st_uid == os.getuid():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))

@@ -1,0 +1,82 @@
+"""``cnnstrategies-server``: a dedicated server of the parameter server, from the configuration of the run.
+
+On each machine that is to hold parameters::
+
+    cnnstrategies-server --config run.yaml --index 0
+
+The strategy in the configuration names ``endpoints``, of which ``--index`` is this one, and ``coordinator``, which the
+machine of rank 0 runs. A server serves one run, and may be started before or after it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator import SERVER
+from cnnstrategies.paramserver.membership import Address
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.services import ServerProcess, serve
+from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
+
+APPEAR = 600.0  # seconds to wait for the run
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point; exits with 2 and one line for a mistake in the configuration."""
+    parser = argparse.ArgumentParser(prog="cnnstrategies-server", description="A dedicated parameter server.")
+    parser.add_argument("--config", type=Path, action="append", help="the run's configuration; later ones add to it")
+    parser.add_argument("--index", type=int, default=0, help="which of the strategy's endpoints this server is")
+    parser.add_argument("--make-keys", type=Path, help="write a new pair of keys for a run to this file, and end")
+    options = parser.parse_args(args)
+    try:
+        if options.make_keys is not None:
+            KeyPair.create().save(options.make_keys)
+            print(f"Wrote {options.make_keys}: copy it to every machine of the run and set key_file to it")
+            return
+        sys.exit(serve(server_of(options.config or [], options.index)))
+    except FileExistsError:
+        print(f"cnnstrategies-server: {options.make_keys} exists, and keys are not overwritten", file=sys.stderr)
+    except (ConfigurationError, OSError, TypeError) as error:
+        print(f"cnnstrategies-server: {error}", file=sys.stderr)
+    sys.exit(2)
+
+
+def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
+    """The server that configurations describe.
+
+    Args:
+        configs: The files.
+        index: Which of the strategy's endpoints it is.
+
+    Raises:
+        ConfigurationError: They describe no such server.
+    """
+    arguments: dict[str, Any] = {}
+    for path in configs:
+        strategy = ((yaml.safe_load(path.read_text()) or {}).get("trainer") or {}).get("strategy")
+        if isinstance(strategy, dict):
+            arguments |= strategy.get("init_args") or {}
+    strategy_arguments = {name: value for name, value in arguments.items() if name != "start_method"}
+    options = ParameterServerStrategy(**strategy_arguments).options
+    if not options.endpoints or options.coordinator is None:
+        raise ConfigurationError(
+            "the configuration names no endpoints: dedicated servers need trainer.strategy.init_args.endpoints and "
+            "coordinator of a ParameterServerStrategy; without them each node of the run starts its own servers"
+        )
+    if not 0 <= index < len(options.endpoints):
+        raise ConfigurationError(
+            f"--index {index}: the configuration names {len(options.endpoints)} endpoints, so use 0 to "
+            f"{len(options.endpoints) - 1}"
+        )
+    key_file = options.key_file if options.encrypted(options.coordinator) else None
+    address = Address(options.coordinator, SERVER, index, 0, options.heartbeat, options.timeout, APPEAR)
+    return ServerProcess(address, options.endpoints[index], key_file, options.security == "none")
+
+
+if __name__ == "__main__":
+    main()

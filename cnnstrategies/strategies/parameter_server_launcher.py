@@ -1,0 +1,317 @@
+"""Launchers that watch the ranks: one that is killed is started again, or the others go on without it.
+
+The process that launches only watches: rank 0 is one of its children, and may die like the others.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.multiprocessing.spawn import ProcessRaisedException
+from typing_extensions import override
+
+from cnnstrategies._lightning_private import (
+    GlobalState,
+    MultiProcessingLauncher,
+    ScriptLauncher,
+    check_start,
+    script_command,
+)
+from cnnstrategies.paramserver.coordinator import WORKER
+from cnnstrategies.paramserver.processes import Forked, Handle
+from cnnstrategies.paramserver.services import StartMethod
+from cnnstrategies.paramserver.supervision import Supervision, Watched
+from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.processes import end_with_parent
+from cnnstrategies.strategies.parameter_server_options import Options
+from cnnstrategies.strategies.parameter_server_run import INCARNATION, Layout, choose_place, open_supervision
+
+ENDED = 75  # exit code of a rank whose run was ended by another's failure: EX_TEMPFAIL
+FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+@contextlib.contextmanager
+def supervised(options: Options, layout: Layout, training: bool, method: StartMethod) -> Iterator[Supervision]:
+    """The coordinator and the servers of this node run while in here, and nothing of them is left afterwards."""
+    place = choose_place(options, layout, supervised=True)
+    place.publish()
+    try:
+        with open_supervision(options, layout, place, training, method) as supervision:
+            yield supervision
+    finally:
+        if place.directory is not None:
+            shutil.rmtree(place.directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def forwarding(supervision: Supervision) -> Iterator[None]:
+    """Signals to this process go on to the workers, which stop at the end of their step.
+
+    Ctrl-C reaches them from the terminal itself.
+    """
+
+    def forward(signum: int, frame: FrameType | None) -> None:
+        supervision.send_signal(signum)
+
+    handlers = {signum: signal.signal(signum, forward) for signum in FORWARDED}
+    handlers[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+
+
+class WatchingProcessLauncher(MultiProcessingLauncher):
+    """Starts the ranks by fork or spawn and watches them.
+
+    Args:
+        strategy: The strategy.
+        start_method: ``fork`` or ``spawn``.
+        options: The strategy's options.
+        layout: Gives the nodes, when they are known.
+    """
+
+    def __init__(self, strategy: Any, start_method: Any, options: Options, layout: Callable[[], Layout]) -> None:
+        super().__init__(strategy, start_method=start_method)
+        self._options = options
+        self._layout = layout
+        self._supervision: Supervision | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Run a function on every rank.
+
+        Returns:
+            What it returned on rank 0.
+
+        Raises:
+            RunEnded: The run could not go on; the message says who died.
+            ProcessRaisedException: It raised on a rank.
+        """
+        check_start(self._start_method)
+        training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if self._already_fit and training:
+            raise NotImplementedError("trainer.fit was called twice on one Trainer: make a new one for the second")
+        assert self._strategy.cluster_environment is not None
+        os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
+        forked = self._start_method == "fork"
+        state = None if forked else GlobalState.capture()
+        context = multiprocessing.get_context(self._start_method)
+        pipes: list[Connection] = []
+        processes: list[BaseProcess] = []
+        dispositions = {signum: signal.getsignal(signum) for signum in (*FORWARDED, signal.SIGINT)} if forked else {}
+
+        def start_rank(local_rank: int, incarnation: int) -> Handle:
+            receiver, sender = context.Pipe(duplex=False)
+            rank_args = (self, local_rank, incarnation, sender, dispositions, trainer, function, args, kwargs, state)
+            process = context.Process(target=_run_rank, args=rank_args, name=f"rank {local_rank}")  # type: ignore[attr-defined]
+            process.start()
+            sender.close()
+            pipes.append(receiver)
+            processes.append(process)
+            return Forked(process)
+
+        news = _News()
+        layout = self._layout()
+        with supervised(self._options, layout, training, "fork" if forked else "program") as supervision:
+            self._supervision = supervision
+            for local_rank in range(layout.processes):
+                start = _Start(start_rank, local_rank)
+                rank = layout.node * layout.processes + local_rank
+                supervision.start(Watched(WORKER, rank, start, self._options.max_restarts))
+            with forwarding(supervision):
+                supervision.watch(lambda: news.read(pipes))
+        self._supervision = None
+        news.read(pipes)
+        code = max((worker.code or 0 for worker in supervision.workers), default=0)
+        output = news.result(supervision.deaths, code)
+        if trainer is None:
+            return output
+        self._already_fit |= training
+        self._recover_results_in_main_process(output, trainer)
+        return output.trainer_results
+
+    @override
+    def kill(self, signum: int) -> None:
+        if self._supervision is not None:
+            self._supervision.send_signal(signum)
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_supervision": None, "_layout": None}
+
+
+class WatchingScriptLauncher(ScriptLauncher):
+    """Starts this program once for each rank and watches them; where something else starts the ranks, does nothing.
+
+    Args:
+        cluster_environment: Says which ranks this node has.
+        num_processes: Ranks of a node.
+        num_nodes: Nodes.
+        options: The strategy's options.
+        layout: Gives the nodes.
+    """
+
+    def __init__(
+        self,
+        cluster_environment: Any,
+        num_processes: int,
+        num_nodes: int,
+        options: Options,
+        layout: Callable[[], Layout],
+    ) -> None:
+        super().__init__(cluster_environment, num_processes, num_nodes)
+        self._options = options
+        self._layout = layout
+        self._supervision: Supervision | None = None
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Run this program on every rank, and end with them; on a rank, run the function.
+
+        Raises:
+            SystemExit: In the process that has watched the ranks: it has nothing more to do.
+        """
+        if self.cluster_environment.creates_processes_externally:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        layout = self._layout()
+        with supervised(self._options, layout, training, "program") as supervision:
+            self._supervision = supervision
+            for local_rank in range(layout.processes):
+                start = _Start(self._start_rank, local_rank)
+                rank = layout.node * layout.processes + local_rank
+                supervision.start(Watched(WORKER, rank, start, self._options.max_restarts))
+            with forwarding(supervision):
+                supervision.watch()
+        codes = [worker.code or 0 for worker in supervision.workers]
+        # A worker that was killed and not replaced has not ended the run, unless the others say so.
+        sys.exit(2 if 2 in codes else max(0, *codes) or int(all(code < 0 for code in codes)))
+
+    def _start_rank(self, local_rank: int, incarnation: int) -> Handle:
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": self.cluster_environment.main_address,
+            "MASTER_PORT": str(self.cluster_environment.main_port),
+            "NODE_RANK": str(self.cluster_environment.node_rank()),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.num_processes * self.num_nodes),
+            INCARNATION: str(incarnation),
+        }
+        return subprocess.Popen(script_command(), env=environment)
+
+    @override
+    def kill(self, signum: int) -> None:
+        if self._supervision is not None:
+            self._supervision.send_signal(signum)
+
+
+class _Start:
+    """Starts one rank; takes the incarnation."""
+
+    def __init__(self, start: Callable[[int, int], Handle], local_rank: int) -> None:
+        self.start = start
+        self.local_rank = local_rank
+
+    def __call__(self, incarnation: int) -> Handle:
+        return self.start(self.local_rank, incarnation)
+
+
+class _News:
+    """What the ranks have said: a result, or why they ended."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, int, Any]] = []
+
+    def read(self, pipes: list[Connection]) -> None:
+        """Take what has come; a large result waits in the pipe until it is read."""
+        for pipe in list(pipes):
+            try:
+                while pipe.poll():
+                    self.said.append(pipe.recv())
+            except (EOFError, OSError):
+                pipes.remove(pipe)
+
+    def result(self, deaths: list[str], code: int) -> Any:
+        """The result of rank 0.
+
+        Raises:
+            RunEnded: There is none.
+            ProcessRaisedException: A rank has raised.
+            SystemExit: The user has stopped the run.
+        """
+        failed = [(rank, text) for kind, rank, text in self.said if kind == "failed"]
+        failed.sort(key=lambda one: "ConfigurationError" not in one[1])
+        for rank, text in failed:
+            message = f"\n\n-- Process {rank} terminated with the following error:\n{text}"
+            raise ProcessRaisedException(message, rank, os.getpid())
+        for kind, _, value in self.said:
+            if kind == "result":
+                return value
+        if code > 128:
+            sys.exit(code)
+        for kind, _, value in self.said:
+            if kind == "ended":
+                raise RunEnded(value)
+        raise RunEnded("; ".join(deaths) or f"the ranks ended with exit code {code} and without a result")
+
+
+class _ResultPipe:
+    """Takes the place of the queue into which Lightning puts rank 0's result."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self.connection = connection
+        self.rank = rank
+
+    def put(self, value: Any) -> None:
+        """Send a result to the process that watches."""
+        self.connection.send(("result", self.rank, value))
+
+
+def _run_rank(
+    launcher: WatchingProcessLauncher,
+    local_rank: int,
+    incarnation: int,
+    pipe: Connection,
+    dispositions: dict[int, Any],
+    trainer: Trainer | None,
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    state: Any,
+) -> None:
+    for signum, handler in dispositions.items():
+        signal.signal(signum, handler)
+    end_with_parent()
+    os.environ[INCARNATION] = str(incarnation)
+    try:
+        queue: Any = _ResultPipe(pipe, local_rank)
+        launcher._wrapping_function(local_rank, trainer, function, args, kwargs, queue, state)
+    except RunEnded as ended:
+        print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
+        pipe.send(("ended", local_rank, str(ended)))
+        sys.exit(ENDED)
+    except Exception as error:
+        # Lightning does this in the process that has called `fit`, which here is not the one that has failed.
+        launcher._strategy.on_exception(error)
+        text = traceback.format_exc()
+        pipe.send(("failed", local_rank, text))
+        print(text, file=sys.stderr, flush=True)
+        sys.exit(1)
+    finally:
+        strategy: Any = launcher._strategy
+        strategy.leave_run()

@@ -1,0 +1,131 @@
+"""A training loader whose batches are given out by the coordinator, to whoever asks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.dispatch import Chunk
+
+
+class ChunkSampler:
+    """Yields those of a sampler's items whose positions are given out to this worker.
+
+    Args:
+        sampler: A batch sampler or sampler over a ``DistributedSampler``, which is asked for the items of all ranks.
+        begin: Announces an epoch and its number of items.
+        take: Takes the next chunk of an epoch.
+    """
+
+    def __init__(self, sampler: Any, begin: Callable[[int, int], None], take: Callable[[int], Chunk]) -> None:
+        self.sampler = sampler
+        self.begin = begin
+        self.take = take
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Give out that epoch from now on."""
+        self.epoch = epoch
+
+    def items(self, epoch: int) -> Sequence[Any]:
+        """All items of an epoch, those of all ranks in turn."""
+        inner = distributed(self.sampler)
+        inner.set_epoch(epoch)
+        own, shares = inner.rank, []
+        for rank in range(inner.num_replicas):
+            inner.rank = rank
+            shares.append(list(self.sampler))
+        inner.rank = own
+        return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The items of this worker, while there are some."""
+        epochs = {self.epoch: self.items(self.epoch)}
+        self.begin(self.epoch, len(epochs[self.epoch]))
+        while chunk := self.take(self.epoch):
+            if chunk.epoch not in epochs:
+                # Left behind by a worker that died at the end of an earlier epoch.
+                epochs[chunk.epoch] = self.items(chunk.epoch)
+            yield from epochs[chunk.epoch][chunk.start : chunk.stop]
+
+
+def distributed(sampler: Any) -> DistributedSampler[Any]:
+    """The distributed sampler in a batch sampler or sampler.
+
+    Raises:
+        ConfigurationError: There is none, so workers would not agree on what a position means.
+    """
+    inner = getattr(sampler, "sampler", sampler)
+    if not isinstance(inner, DistributedSampler):
+        raise ConfigurationError(
+            f"the training data is sampled by {type(inner).__name__}: data_dispatch: dynamic needs a "
+            "DistributedSampler, which Lightning puts in place unless use_distributed_sampler is false"
+        )
+    return inner
+
+
+class DispatchedLoader:
+    """A ``DataLoader`` without a length: how many batches a worker gets shows only while they are given out.
+
+    Args:
+        loader: The worker's own loader.
+        epoch: The trainer's epoch.
+        begin: Announces an epoch and its number of batches.
+        take: Takes the next chunk of an epoch.
+
+    Raises:
+        ConfigurationError: Its samples have no order that all workers know.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        epoch: Callable[[], int],
+        begin: Callable[[int, int], None],
+        take: Callable[[int], Chunk],
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise ConfigurationError(
+                f"the training data is a {type(loader).__name__}: data_dispatch: dynamic gives out the positions of a "
+                "torch DataLoader; use data_dispatch: static"
+            )
+        self.epoch = epoch
+        whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        distributed(whole)
+        self.sampler = ChunkSampler(whole, begin, take)
+        options: dict[str, Any] = {
+            "num_workers": loader.num_workers,
+            "collate_fn": loader.collate_fn,
+            "pin_memory": loader.pin_memory,
+            "timeout": loader.timeout,
+            "worker_init_fn": loader.worker_init_fn,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "generator": loader.generator,
+            "persistent_workers": loader.persistent_workers,
+        }
+        if loader.num_workers:
+            options["prefetch_factor"] = loader.prefetch_factor
+        by = (
+            {"sampler": self.sampler, "batch_size": None}
+            if whole is loader.sampler
+            else {"batch_sampler": self.sampler}
+        )
+        self.loader: DataLoader[Any] = DataLoader(loader.dataset, **by, **options)
+
+    @property
+    def worker_init_fn(self) -> Any:
+        """The loader's own; Lightning sets it to seed the workers."""
+        return self.loader.worker_init_fn
+
+    @worker_init_fn.setter
+    def worker_init_fn(self, function: Any) -> None:
+        self.loader.worker_init_fn = function
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the trainer's epoch that this worker is given."""
+        self.sampler.set_epoch(self.epoch())
+        for batch in self.loader:
+            if isinstance(batch, ConfigurationError):
+                raise ConfigurationError(str(batch))
+            yield batch

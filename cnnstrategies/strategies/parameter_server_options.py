@@ -1,0 +1,164 @@
+"""What a user asks of the parameter server, checked before any process starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule
+from torch.optim import LBFGS, Optimizer
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.security import check_endpoint, is_local
+from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+
+Dispatch = Literal["static", "dynamic"]
+Security = Literal["auto", "curve", "none"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The strategy's arguments; see there.
+
+    Raises:
+        ConfigurationError: They contradict each other or are out of range.
+    """
+
+    mode: Mode
+    staleness: int
+    sync_every: int
+    servers: int
+    endpoints: Sequence[str]
+    coordinator: str | None
+    compression: Compression
+    compression_ratio: float
+    delay_compensation: float
+    replication: int
+    snapshot_every: int
+    snapshot_directory: str | None
+    data_dispatch: Dispatch
+    security: Security
+    key_file: str | None
+    heartbeat: float
+    timeout: float
+    max_restarts: int
+
+    def __post_init__(self) -> None:
+        Specification((), "torch.optim.SGD", (), 1, self.server_count(1), **self._engine())  # Has its own checks.
+        for name, accepted in (("data_dispatch", ("static", "dynamic")), ("security", ("auto", "curve", "none"))):
+            value = getattr(self, name)
+            if value not in accepted:
+                raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
+        if self.sync_every < 1:
+            raise ConfigurationError(f"sync_every={self.sync_every}: average every 1 step or more; 4 to 16 is usual")
+        if self.sync_every > 1 and self.mode != "local":
+            raise ConfigurationError(
+                f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
+            )
+        if self.max_restarts < 0:
+            raise ConfigurationError(f"max_restarts={self.max_restarts} is negative; 0 restarts no process")
+        if self.heartbeat <= 0:
+            raise ConfigurationError(f"heartbeat={self.heartbeat}: use a number of seconds above 0; 0.5 is usual")
+        if self.timeout < 3 * self.heartbeat:
+            raise ConfigurationError(
+                f"timeout={self.timeout}: a process that misses one heartbeat (every {self.heartbeat} s) is not dead; "
+                f"use at least {3 * self.heartbeat:g} s"
+            )
+        if self.data_dispatch == "dynamic" and self.mode not in ("async", "ssp"):
+            raise ConfigurationError(
+                f"data_dispatch: dynamic is for mode: async and ssp: in mode: {self.mode} every worker makes the same "
+                "number of steps; use data_dispatch: static"
+            )
+        for endpoint in self.endpoints:
+            if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
+                raise ConfigurationError(
+                    f"endpoint {endpoint!r}: name where the dedicated server listens as tcp://address:port"
+                )
+            check_endpoint(endpoint, encrypted=self.security != "none", insecure=self.security == "none")
+        if self.endpoints and self.coordinator is None:
+            raise ConfigurationError(
+                "endpoints: dedicated servers must find the coordinator, which the machine of rank 0 runs: set "
+                "coordinator: tcp://address:port"
+            )
+        if self.endpoints and self.servers > 1:
+            raise ConfigurationError(
+                f"servers={self.servers} are started on each node, and endpoints names dedicated ones: leave one out"
+            )
+        if self.key_file is not None and not Path(self.key_file).is_file():
+            raise ConfigurationError(
+                f"key_file: {self.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
+                f"{self.key_file}` and copy it to every machine"
+            )
+
+    def server_count(self, nodes: int) -> int:
+        """Number of servers of a run."""
+        return len(self.endpoints) or self.servers * nodes
+
+    def encrypted(self, coordinator: str) -> bool:
+        """Whether a run whose coordinator listens there uses CURVE.
+
+        Raises:
+            ConfigurationError: It must, and there is no key file that every machine has.
+        """
+        local = is_local(coordinator) and all(is_local(endpoint) for endpoint in self.endpoints)
+        wanted = self.security == "curve" or (self.security == "auto" and not local)
+        if wanted and self.key_file is None and not coordinator.startswith("ipc://"):
+            raise ConfigurationError(
+                f"the coordinator listens at {coordinator}, and its connections are encrypted: make a key file with "
+                "`cnnstrategies-server --make-keys FILE`, copy it to every machine and set key_file; on a network of "
+                "your own, security: none"
+            )
+        return wanted
+
+    def specification(
+        self, module: LightningModule, optimizer: Optimizer, nodes: int, workers: int, **changes: Any
+    ) -> Specification:
+        """The engine's specification for a module and its optimizer."""
+        options = {"servers": self.server_count(nodes), **self._engine(), **changes}
+        return Specification.of(module.named_parameters(), optimizer, workers, **options)
+
+    def _engine(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "staleness": self.staleness,
+            "compression": self.compression,
+            "compression_ratio": self.compression_ratio,
+            "delay_compensation": self.delay_compensation,
+            "replication": self.replication,
+            "snapshot_every": self.snapshot_every,
+            "snapshot_directory": self.snapshot_directory,
+        }
+
+
+def check_module(module: LightningModule) -> None:
+    """Refuse a module that the parameter server cannot train.
+
+    Raises:
+        ConfigurationError: It optimises by hand.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False: with strategy parameter_server the servers "
+            "make the optimizer's step; leave it on, or use strategy ddp"
+        )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> Optimizer:
+    """Refuse what the servers cannot do.
+
+    Returns:
+        The only optimizer.
+
+    Raises:
+        ConfigurationError: There is none or more than one, or one that evaluates the loss itself.
+    """
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers gave {len(optimizers)} optimizers: the servers run one; use its parameter groups"
+        )
+    if isinstance(optimizers[0], LBFGS):
+        raise ConfigurationError(
+            "LBFGS evaluates the loss several times in a step, which servers cannot: use SGD, Adam or another "
+            "optimizer that takes one gradient, or strategy ddp"
+        )
+    return optimizers[0]

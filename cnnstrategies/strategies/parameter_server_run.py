@@ -1,0 +1,163 @@
+"""Where the processes of a run meet, and which of them a node starts."""
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from cnnstrategies.paramserver.coordinator import SERVER, CoordinatorSettings
+from cnnstrategies.paramserver.membership import Address
+from cnnstrategies.paramserver.processes import Handle
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.services import (
+    CoordinatorProcess,
+    ServerProcess,
+    Service,
+    StartMethod,
+    load_keys,
+    start,
+)
+from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched, make_run_directory
+from cnnstrategies.strategies.parameter_server_options import Options
+
+VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
+INCARNATION = "CNNSTRATEGIES_INCARNATION"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run's processes meet; the processes of a node read it from the environment.
+
+    Attributes:
+        coordinator: The coordinator's endpoint.
+        directory: For sockets and keys, where all processes are on one machine.
+        key_file: The run's keys; None for no encryption.
+        insecure: No encryption although other machines are reached.
+        supervised: Whether the processes are watched and restarted.
+    """
+
+    coordinator: str
+    directory: str | None = None
+    key_file: str | None = None
+    insecure: bool = False
+    supervised: bool = False
+
+    def publish(self) -> None:
+        """Tell the processes that this one starts."""
+        os.environ[VARIABLE] = json.dumps(asdict(self))
+
+    @classmethod
+    def published(cls) -> "Place | None":
+        """What the process that started this one has told."""
+        text = os.environ.get(VARIABLE)
+        return None if text is None else cls(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The nodes of a run as Lightning knows them."""
+
+    nodes: int
+    node: int
+    processes: int
+    main_address: str
+    main_port: int
+
+
+def choose_place(options: Options, layout: Layout, supervised: bool) -> Place:
+    """Decide where the processes meet.
+
+    Args:
+        options: The strategy's.
+        layout: The nodes.
+        supervised: Whether this process starts those of its node; then one node alone needs no network.
+
+    Raises:
+        ConfigurationError: The network needs keys, and there are none.
+    """
+    if supervised and layout.nodes == 1 and options.coordinator is None:
+        directory = make_run_directory()
+        coordinator = f"ipc://{directory}/coordinator"
+        key_file = options.key_file
+        if options.encrypted(coordinator) and key_file is None:
+            key_file = str(directory / "keys")
+            KeyPair.create().save(key_file)
+        return Place(coordinator, str(directory), key_file, supervised=True)
+    coordinator = options.coordinator or f"tcp://{layout.main_address}:{layout.main_port}"
+    key_file = str(Path(str(options.key_file)).resolve()) if options.encrypted(coordinator) else None
+    return Place(coordinator, None, key_file, options.security == "none", supervised)
+
+
+def open_supervision(
+    options: Options, layout: Layout, place: Place, training: bool, method: StartMethod
+) -> Supervision:
+    """Start this node's coordinator and servers.
+
+    Args:
+        options: The strategy's.
+        layout: The nodes.
+        place: Where the processes meet.
+        training: Whether there is something for servers to do.
+        method: How to start them.
+    """
+    servers = options.server_count(layout.nodes) if training else 0
+    address = partial(Address, place.coordinator, heartbeat=options.heartbeat, timeout=options.timeout)
+    supervision = Supervision(address(role="supervision", id=layout.node), load_keys(place.key_file))
+    recoverable = options.replication > 1 or options.snapshot_every > 0
+    if layout.node == 0:
+        settings = CoordinatorSettings(
+            _listening(place.coordinator),
+            layout.nodes * layout.processes,
+            servers,
+            options.timeout,
+            survivable=options.replication - 1,
+            supervised=place.supervised,
+        )
+        service = CoordinatorProcess(settings, place.key_file, place.directory)
+        supervision.start(Watched(COORDINATOR, 0, partial(_start, service, method)))
+    if servers and not options.endpoints:
+        for index in range(options.servers):
+            identity = layout.node * options.servers + index
+            restarts = options.max_restarts if recoverable and place.supervised else 0
+            server = partial(_start_server, options, place, identity, method)
+            supervision.start(Watched(SERVER, identity, server, restarts))
+    return supervision
+
+
+def worker_address(options: Options, place: Place, rank: int) -> Address:
+    """Who a rank is to the coordinator."""
+    incarnation = int(os.environ.get(INCARNATION, "0"))
+    return Address(place.coordinator, "worker", rank, incarnation, options.heartbeat, options.timeout)
+
+
+def _start(service: Service, method: StartMethod, incarnation: int) -> Handle:
+    return start(service, method)
+
+
+def _start_server(options: Options, place: Place, identity: int, method: StartMethod, incarnation: int) -> Handle:
+    if place.directory is not None:
+        endpoint = f"ipc://{place.directory}/server-{identity}-{incarnation}"
+    else:
+        endpoint = f"tcp://{own_address(place.coordinator)}:*"
+    address = Address(place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout)
+    return start(ServerProcess(address, endpoint, place.key_file, place.insecure), method)
+
+
+def _listening(coordinator: str) -> str:
+    """The endpoint to bind for one that others connect to: a name may resolve to loopback on its own machine."""
+    if coordinator.startswith("ipc://"):
+        return coordinator
+    host, _, port = coordinator.removeprefix("tcp://").rpartition(":")
+    return (
+        coordinator.replace("localhost", "127.0.0.1") if host in ("localhost", "127.0.0.1") else f"tcp://0.0.0.0:{port}"
+    )
+
+
+def own_address(coordinator: str) -> str:
+    """The address of this machine from which it reaches the coordinator."""
+    host, _, port = coordinator.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))  # Sends nothing.
+        return str(probe.getsockname()[0])

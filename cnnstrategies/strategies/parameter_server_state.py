@@ -1,0 +1,59 @@
+"""What a worker that is started again needs of a running trainer, as plain values."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.optim import Optimizer
+
+from cnnstrategies._lightning_private import set_batches_that_stepped
+from cnnstrategies.paramserver.codec import CodecError, encode
+from cnnstrategies.paramserver.specification import hyperparameters
+
+
+def trainer_state(trainer: Trainer, optimizer: Optimizer) -> dict[str, Any]:
+    """Where training stands, at the first batch of an epoch: counters, schedulers, callbacks, learning rates.
+
+    The parameters and the optimizer's state are the servers'.
+    """
+    callbacks = {}
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
+        state = callback.state_dict()
+        if state and _can_be_sent(state):
+            callbacks[callback.state_key] = state
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "batches": trainer.fit_loop.epoch_loop.batch_progress.total.completed,
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "callbacks": callbacks,
+        "options": hyperparameters(optimizer),
+    }
+
+
+def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Put a trainer that is about to begin its first epoch where the others stand."""
+    loop = trainer.fit_loop
+    epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
+    for progress in (epochs.current, epochs.total):
+        progress.ready = progress.started = progress.processed = progress.completed = int(state["epoch"])  # type: ignore[attr-defined]
+    total = batches.total
+    total.ready = total.started = total.processed = total.completed = int(state["batches"])  # type: ignore[attr-defined]
+    step = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    step.ready = step.completed = int(state["global_step"])
+    set_batches_that_stepped(trainer, int(state["global_step"]))
+    for config, values in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(values)
+    for group, options in zip(optimizer.param_groups, state["options"], strict=True):
+        for name, value in options.items():
+            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+
+
+def _can_be_sent(state: Any) -> bool:
+    try:
+        encode(state)
+    except CodecError:
+        return False
+    return True

@@ -1,0 +1,129 @@
+"""How gradients leave during backward, and how a forward waits for its own parameters only."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+
+
+class Stepper:
+    """Connects a module's training to a worker.
+
+    Each gradient is pushed by a hook as soon as backward has accumulated it, and each module waits for its own
+    parameters right before its forward.
+
+    Args:
+        module: The module that is trained.
+        worker: Its connection to the servers.
+        specification: Names the parameters.
+        optimizer: The user's; its parameter groups hold the hyper-parameters of each step.
+        eager: Wait for all parameters at the end of each step, since something else reads them.
+        local_every: In mode ``local``, steps between two averages; 0 in the other modes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        worker: Worker,
+        specification: Specification,
+        optimizer: Optimizer,
+        eager: bool,
+        local_every: int,
+    ) -> None:
+        self.worker = worker
+        self.optimizer = optimizer
+        self.eager = eager
+        self.local_every = local_every
+        self.accumulating = False
+        self.samples = 0
+        named = dict(module.named_parameters())
+        self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._in_step = False
+        self._pushed: set[int] = set()
+        self._steps = 0
+        self._handles: list[Any] = []
+        if not local_every:
+            for index, parameter in enumerate(self.parameters):
+                handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+        for child in module.modules():
+            own = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
+            if own:
+                self._handles.append(child.register_forward_pre_hook(self._waiter(own)))
+        if not local_every:
+            self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def before_backward(self) -> None:
+        """The next backward is the last one of a step, unless gradients are being accumulated."""
+        if not (self.accumulating or self.local_every):
+            self._begin()
+
+    def after_step(self) -> None:
+        """The optimizer's step was made: in mode ``local`` by the optimizer itself."""
+        if self.local_every:
+            self._steps += 1
+            if self._steps % self.local_every == 0:
+                self.average()
+        if self.eager:
+            self.worker.wait_all()
+
+    def average(self) -> None:
+        """In mode ``local``, replace the weights by their average over the workers."""
+        self._begin()
+        for index, parameter in enumerate(self.parameters):
+            self.worker.push(index, parameter.detach())
+        self._end()
+        self.worker.wait_all()
+
+    def _begin(self) -> None:
+        if not self._in_step:
+            self.worker.begin_step(hyperparameters(self.optimizer), max(self.samples, 1))
+            self._in_step = True
+            self._pushed.clear()
+
+    def _end(self) -> None:
+        self.worker.end_step()
+        self._in_step = False
+        self.samples = 0
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def push(parameter: Tensor) -> None:
+            if self._in_step and parameter.grad is not None:
+                self.worker.push(index, parameter.grad)
+                self._pushed.add(index)
+
+        return push
+
+    def _waiter(self, indices: list[int]) -> Callable[[nn.Module, Any], None]:
+        def wait(module: nn.Module, args: Any) -> None:
+            for index in indices:
+                self.worker.wait(index)
+
+        return wait
+
+    def _take_gradients(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Have the optimizer's step run its closure, and find no gradients after it: the servers have them."""
+        closure = kwargs["closure"]
+
+        def closure_then_push() -> Any:
+            output = closure()
+            self._begin()
+            for index, parameter in enumerate(self.parameters):
+                if parameter.grad is not None and index not in self._pushed:
+                    self.worker.push(index, parameter.grad)
+                parameter.grad = None
+            self._end()
+            return output
+
+        return args, {**kwargs, "closure": closure_then_push}

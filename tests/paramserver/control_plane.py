@@ -1,0 +1,98 @@
+"""A coordinator and members in forked processes, for the tests of the control plane."""
+
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cnnstrategies.paramserver.collectives import Collectives
+from cnnstrategies.paramserver.coordinator import Coordinator, CoordinatorSettings
+from cnnstrategies.paramserver.membership import Address, Membership
+
+_context = multiprocessing.get_context("fork")
+
+
+@dataclass
+class Run:
+    """One run: start members, kill them, see what they returned."""
+
+    directory: Path
+    workers: int = 2
+    servers: int = 0
+    timeout: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.endpoint = f"ipc://{self.directory}/coordinator"
+        settings = CoordinatorSettings(self.endpoint, self.workers, self.servers, self.timeout, **self.options)
+        self.processes = {}
+        self.pipes = {}
+        self.coordinator = self._fork(("coordinator", 0), lambda: Coordinator(settings).run())
+
+    def address(self, role, identity, incarnation=0):
+        return Address(self.endpoint, role, identity, incarnation, self.timeout / 10, self.timeout)
+
+    def worker(self, identity, function: Callable[[Collectives], Any], incarnation=0):
+        def main():
+            membership = Membership(self.address("worker", identity, incarnation))
+            collectives = Collectives(membership)
+            result = function(collectives)
+            collectives.close()
+            membership.close()
+            return result
+
+        return self._fork(("worker", identity, incarnation), main)
+
+    def server(self, identity, incarnation=0, see=True):
+        def main():
+            membership = Membership(self.address("server", identity, incarnation), endpoint=f"ipc://{identity}")
+            number = -1
+            while True:
+                number = membership.wait_newer(number, 60).number if see else time.sleep(60)
+
+        return self._fork(("server", identity, incarnation), main)
+
+    def result(self, *key, timeout=20.0):
+        pipe, process = self.pipes[key], self.processes[key]
+        assert pipe.poll(timeout), f"{key} gave no answer"
+        state, value = pipe.recv()
+        process.join(5)
+        return value if state == "ok" else f"{state}: {value}"
+
+    def kill(self, *key, how=signal.SIGKILL):
+        os.kill(self.processes[key].pid, how)
+
+    def close(self):
+        for process in self.processes.values():
+            process.kill()
+            process.join(5)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _fork(self, key, function):
+        receiver, sender = _context.Pipe(duplex=False)
+
+        def main():
+            torch.set_num_threads(1)
+            try:
+                sender.send(("ok", function()))
+            except BaseException as error:
+                name = type(error).__name__
+                sender.send((name, str(error) if name == "RunEnded" else traceback.format_exc()))
+
+        process = _context.Process(target=main)
+        process.start()
+        sender.close()
+        self.processes[key], self.pipes[key] = process, receiver
+        return process

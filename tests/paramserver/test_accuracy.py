@@ -1,0 +1,87 @@
+"""Modes in which workers run on their own reach the accuracy of sync, on the digits with four workers."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cluster import Cluster
+from conftest import PlainCNN
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+
+WORKERS, EPOCHS, BATCH = 4, 12, 8
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    data = load_digits()
+    images, targets = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    return images[order[:1300]], targets[order[:1300]], images[order[1300:]], targets[order[1300:]]
+
+
+def network_and_optimizer(rate: float) -> tuple[PlainCNN, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    network = PlainCNN()
+    return network, torch.optim.SGD(network.parameters(), lr=rate)
+
+
+def meet(directory: Path, name: str, id: int) -> None:
+    """A barrier: epochs begin together, as they do under a trainer."""
+    (directory / f"{name}-{id}").touch()
+    while not all((directory / f"{name}-{other}").exists() for other in range(WORKERS)):
+        time.sleep(0.002)
+
+
+def train(connect: Callable[..., Any], id: int, rate: float, directory: Path) -> float:
+    images, targets, test_images, test_targets = digits()
+    network, optimizer = network_and_optimizer(rate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, EPOCHS)
+    parameters = list(network.parameters())
+    worker = connect([parameter.data for parameter in parameters])
+    worker.initialise()
+    worker.join()
+    for epoch in range(EPOCHS):
+        meet(directory, f"epoch-{epoch}", id)
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))[id::WORKERS]
+        for start in range(0, len(order), BATCH):
+            batch = order[start : start + BATCH]
+            worker.wait_all()
+            optimizer.zero_grad()
+            F.cross_entropy(network(images[batch]), targets[batch]).backward()
+            worker.begin_step(hyperparameters(optimizer), len(batch))
+            for index, parameter in enumerate(parameters):
+                worker.push(index, parameter.grad)
+            worker.end_step()
+        schedule.step()
+    worker.leave()
+    meet(directory, "done", id)
+    worker.refresh()
+    return (network(test_images).argmax(1) == test_targets).float().mean().item()
+
+
+def accuracy(mode: str, rate: float, directory: Path, **options: Any) -> float:
+    network, optimizer = network_and_optimizer(rate)
+    named = network.named_parameters()
+    specification = Specification.of(named, optimizer, WORKERS, mode=mode, servers=2, **options)
+    directory.mkdir()
+    with Cluster(specification, directory) as cluster:
+        cluster.start_workers(train, rate, directory)
+        results = cluster.results()
+    assert len(set(results)) == 1, "all workers hold the servers' parameters"
+    return results[0]
+
+
+def test_async_and_ssp_are_as_accurate_as_sync(tmp_path: Path) -> None:
+    """A quarter of the learning rate, for four times the updates; staleness is itself a momentum, so none is added."""
+    sync = accuracy("sync", 0.4, tmp_path / "sync")
+    others = {
+        "async": accuracy("async", 0.1, tmp_path / "async"),
+        "ssp": accuracy("ssp", 0.1, tmp_path / "ssp", staleness=3),
+    }
+    assert sync > 0.97
+    assert min(others.values()) > sync - 0.005, (sync, others)

@@ -1,0 +1,71 @@
+"""A worker's side: pushes overlap with backward, pulls come in the order of use, each layer waits for its own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from cluster import Cluster
+from torch import Tensor, nn
+
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+
+WIDTH, DEPTH = 512, 6
+
+
+class Reversed(nn.Module):
+    """Its layers are used in the reverse order of their definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_a_forward_waits_for_its_own_layer_and_pulls_come_in_the_order_of_use(tmp_path: Path) -> None:
+    network = Reversed()
+    specification = Specification.of(
+        network.named_parameters(), torch.optim.SGD(network.parameters(), lr=0.01), 1, slice_bytes=1 << 18, servers=2
+    )
+
+    def train(connect: Callable[..., Any], id: int) -> Any:
+        network = Reversed()
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+        worker = connect([p.data for p in network.parameters()])
+        for index, layer in enumerate(network.layers):
+            layer.register_forward_pre_hook(lambda _module, _input, index=index: worker.wait(index))
+            layer.weight.register_post_accumulate_grad_hook(lambda p, index=index: worker.push(index, p.grad))
+        worker.initialise()
+        worker.join()
+        for step in range(4):
+            worker.trace = [] if step == 3 else None
+            optimizer.zero_grad()
+            if step == 3:
+                worker.trace = trace
+            loss = network(torch.randn(256, WIDTH)).square().mean()
+            worker.begin_step(hyperparameters(optimizer), 256)
+            loss.backward()
+            worker.end_step()
+        ended = len(trace)
+        worker.wait_all()
+        return trace[:ended], worker.counters
+
+    trace: list[tuple[str, int, float]] = []
+    with Cluster(specification, tmp_path) as cluster:
+        cluster.start_workers(train)
+        (events, counters) = cluster.results()[0]
+    use = list(reversed(range(DEPTH)))
+    assert [index for what, index, _ in events if what == "wait"] == use
+    assert [index for what, index, _ in events if what == "push"] == use[::-1], "pushed as backward gets to them"
+    arrived = [index for what, index, _ in events if what == "arrived"]
+    assert arrived[0] == use[0]
+    misplaced = sum(abs(use.index(index) - place) for place, index in enumerate(arrived))
+    assert misplaced <= 4, f"{arrived}: two servers may swap neighbours"
+    at = {(what, index): time for what, index, time in events}
+    assert at["wait", use[0]] < at["arrived", use[-1]], "the first layer ran while the last was on its way"
+    assert counters.seconds_waited > 0
+    assert counters.bytes_received > counters.steps * DEPTH * WIDTH * WIDTH * 4

@@ -1,0 +1,81 @@
+"""The state machines of the modes, on random histories."""
+
+import random
+
+import pytest
+
+from cnnstrategies.paramserver.clocks import StaleClock, SyncClock
+
+
+def test_the_first_step_waits_for_all_expected_workers_even_if_one_of_them_died() -> None:
+    clock = SyncClock(expected=3)
+    assert clock.join(0) == clock.join(1) == 0
+    assert clock.ready({0, 1}) is None
+    clock.leave(2)
+    assert clock.ready({0, 1}) == {0, 1}
+    assert clock.ready({0}) is None
+
+
+def test_a_newcomer_counts_from_its_first_step_on() -> None:
+    clock = SyncClock(expected=1)
+    clock.join(0)
+    clock.decide(0, [0])
+    assert clock.join(1, 3) == 3
+    assert clock.members == {0}
+    clock.decide(1, [0])
+    clock.decide(2, [0])
+    assert clock.members == {0, 1}
+    assert clock.ready({0}) is None
+    clock.decide(2, [0])
+    assert clock.log == [(step, frozenset({0})) for step in range(3)], "the same decision twice counts once"
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_random_workers_stay_within_the_staleness_and_never_all_wait(staleness: int) -> None:
+    chance = random.Random(staleness)
+    clock = StaleClock(staleness)
+    clocks = dict.fromkeys(range(4), 0)
+    for worker in clocks:
+        clock.join(worker)
+    for _ in range(2000):
+        if chance.random() < 0.01:
+            worker = chance.choice(list(clocks))
+            clock.leave(worker)
+            clocks.pop(worker)
+            clocks[worker] = clock.join(worker)
+            assert clocks[worker] == min(clocks.values())
+        able = [worker for worker, finished in clocks.items() if clock.may_start(finished)]
+        assert able, "somebody may always go on"
+        worker = chance.choice(able)
+        clocks[worker] += 1
+        clock.finished(worker, clocks[worker])
+        assert clocks[worker] - 1 - clock.slowest <= staleness
+
+
+def test_async_never_waits() -> None:
+    clock = StaleClock(None)
+    clock.join(0)
+    clock.join(1)
+    clock.finished(0, 10**6)
+    assert clock.may_start(10**6)
+
+
+def test_workers_that_have_not_come_yet_are_waited_for() -> None:
+    clock = StaleClock(1, expected=3)
+    clock.join(0)
+    clock.join(1)
+    clock.finished(0, 2)
+    clock.finished(1, 2)
+    assert not clock.may_start(2)
+    clock.leave(2)
+    assert clock.may_start(2)
+
+
+def test_clocks_go_on_after_all_workers_have_left_for_a_while() -> None:
+    clock = StaleClock(2, expected=2)
+    for worker in range(2):
+        clock.join(worker)
+        clock.finished(worker, 7)
+    clock.leave(0)
+    clock.leave(1)
+    assert clock.join(0) == clock.join(1) == 7

@@ -1,0 +1,49 @@
+"""Encodings give back what they should, and error feedback makes up for what they leave out."""
+
+import pytest
+import torch
+
+from cnnstrategies.paramserver.compression import Encoder, check_length, decode
+from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
+from cnnstrategies.paramserver.specification import Compression
+
+
+def sent(encoder: Encoder, gradient: torch.Tensor) -> torch.Tensor:
+    payload = memoryview(encoder.encode(gradient)).cast("B")
+    check_length(len(payload), encoder.encoding, gradient.numel(), gradient.dtype)
+    return decode(payload, encoder.encoding, gradient.numel(), gradient.dtype)
+
+
+def test_without_compression_no_bit_changes_and_nothing_is_copied() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        gradient = torch.randn(33).to(dtype)
+        got = sent(Encoder("none", 0.1), gradient)
+        assert torch.equal(got, gradient)
+        assert got.data_ptr() == gradient.data_ptr()
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_half_precision_rounds(compression: Compression) -> None:
+    gradient = torch.randn(100)
+    torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
+
+
+def test_topk_sends_the_largest_elements_first() -> None:
+    gradient = torch.tensor([0.1, -5.0, 0.2, 3.0])
+    assert sent(Encoder("topk", 0.5), gradient).tolist() == [0, -5, 0, 3]
+
+
+@pytest.mark.parametrize("compression", ["topk", "onebit"])
+def test_error_feedback_sends_everything_in_the_end(compression: Compression) -> None:
+    torch.manual_seed(0)
+    encoder = Encoder(compression, 0.1)
+    gradient = torch.randn(101)
+    total = sum((sent(encoder, gradient) for _ in range(1000)), torch.zeros(101))
+    assert (total / 1000 - gradient).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("indices", [[0, 0], [1, 0], [0, 10]])
+def test_topk_refuses_indices_that_are_not_rising_or_too_large(indices: list[int]) -> None:
+    payload = torch.tensor(indices, dtype=torch.int32).numpy().tobytes() + bytes(8)
+    with pytest.raises(InvalidMessageError, match="indices"):
+        decode(memoryview(payload), Encoding.TOPK, 10, torch.float32)

@@ -1,0 +1,60 @@
+"""The optimizers of torch on slices do what they do on whole parameters, state included."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cnnstrategies.paramserver.optimizers import cut_state, join_state
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.store import Store
+
+SHAPES = [(40, 5), (7,), (3, 1, 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True}), ("Adam", {"amsgrad": True}), ("AdamW", {}),
+        ("Adamax", {}), ("NAdam", {}), ("RAdam", {}), ("RMSprop", {"momentum": 0.5, "centered": True}),
+        ("Adagrad", {}), ("Adadelta", {}), ("ASGD", {}), ("Rprop", {}), ("Adafactor", {}),
+    ],
+)  # fmt: skip
+def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    optimizer = getattr(torch.optim, name)(parameters, **options)
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    specification = Specification.of(named, optimizer, 1, slice_bytes=64)
+    slices = cut(specification)
+    stores = [Store(specification, slices), Store(specification, slices)]
+    store = stores[0]
+
+    def fill(store: Store) -> None:
+        for slice_ in slices:
+            value = parameters[slice_.parameter].detach().flatten()[slice_.start : slice_.stop]
+            store.put(slice_.key, value, 0)
+
+    fill(store)
+    hyper = [group.options for group in specification.groups]
+    for step in range(6):
+        if step == 3:  # The state goes through a plain state dict into another server.
+            state = join_state(specification, slices, {s.key: store.state(s.key) for s in slices}, hyper)
+            assert state["param_groups"] == optimizer.state_dict()["param_groups"]
+            store = stores[1]
+            fill(store)
+            for key, parts in cut_state(specification, slices, state).items():
+                for part, value in parts.items():
+                    store.set_state(key, part, value)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape)
+        for slice_ in slices:
+            gradient = parameters[slice_.parameter].grad
+            assert gradient is not None
+            store.apply(slice_.key, gradient.flatten()[slice_.start : slice_.stop], hyper)
+        optimizer.step()
+    for slice_ in slices:
+        whole = parameters[slice_.parameter].detach().flatten()[slice_.start : slice_.stop]
+        torch.testing.assert_close(store.values[slice_.key].flatten(), whole)

@@ -1,0 +1,51 @@
+"""Slices cover every element once, are balanced, and move to their copies when a server dies."""
+
+import torch
+from torch import nn
+
+from cnnstrategies.paramserver.slicing import Slice, cut, holders
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.view import ServerInfo, View
+
+
+class Norm(torch.optim.SGD):
+    """An optimizer that is not known to work element by element."""
+
+
+def specify(kind: type[torch.optim.Optimizer] = torch.optim.SGD, **options: object) -> Specification:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in [(100, 50), (7,), (), (3, 1000), (64, 3, 3, 3)]]
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    return Specification.of(named, kind(parameters, lr=0.1), 1, **options)
+
+
+def load(slices: tuple[Slice, ...], server: int) -> int:
+    return sum(slice_.nbytes for slice_ in slices if slice_.servers[0] == server)
+
+
+def test_slices_cover_every_element_once_and_are_balanced() -> None:
+    specification = specify(servers=3, slice_bytes=1024, replication=2)
+    slices = cut(specification)
+    assert [slice_.key for slice_ in slices] == list(range(len(slices)))
+    for index, parameter in enumerate(specification.parameters):
+        own = [slice_ for slice_ in slices if slice_.parameter == index]
+        assert [slice_.start for slice_ in own] == [0, *(slice_.stop for slice_ in own[:-1])]
+        assert own[-1].stop == parameter.numel
+    assert all(slice_.nbytes <= 1024 and len(set(slice_.servers)) == 2 for slice_ in slices)
+    loads = [load(slices, server) for server in range(3)]
+    assert max(loads) - min(loads) <= 1024
+    assert cut(Specification.from_json(specification.to_json())) == slices
+
+
+def test_tensors_stay_whole_for_other_optimizers() -> None:
+    slices = cut(specify(Norm, slice_bytes=64))
+    assert [slice_.shape for slice_ in slices] == [(100, 50), (7,), (), (3, 1000), (64, 3, 3, 3)]
+
+
+def test_the_oldest_live_copy_is_the_primary() -> None:
+    slice_ = Slice(0, 0, 0, 1, torch.float32, (1,), (2, 0))
+    servers = [ServerInfo(id, f"ipc://{id}", since=1) for id in range(3)]
+    assert holders(slice_, View(1, tuple(servers), ())) == [2, 0]
+    assert holders(slice_, View(2, tuple(servers[:2]), ())) == [0]
+    restarted = (*servers[:2], ServerInfo(2, "ipc://new", since=3))
+    assert holders(slice_, View(3, restarted, ())) == [0, 2], "the new process has no state"
+    assert holders(slice_, View(4, (servers[1],), ())) == []

@@ -1,0 +1,54 @@
+"""Mistakes are named before a process starts, and a specification survives its way as JSON."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import ADAMW, specify
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.optimizers import load_optimizer
+from cnnstrategies.paramserver.specification import Specification
+
+
+def test_json_gives_back_the_same_specification() -> None:
+    specification = specify(ADAMW | {"groups": True}, 3, servers=2, mode="ssp", staleness=4)
+    assert Specification.from_json(specification.to_json()) == specification
+    assert specify(ADAMW, 1).session != specify(ADAMW, 1).session
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, r"mode='fast': use one of sync, async, ssp, local"),
+        ({"servers": 0}, r"servers=0: use at least 1"),
+        ({"replication": 3, "servers": 2}, r"replication=3 needs as many servers, but servers=2"),
+        ({"staleness": 2}, r"staleness=2 is for mode='ssp', not mode='sync'"),
+        ({"delay_compensation": 0.1}, r"delay_compensation=0.1 is for async and ssp"),
+        ({"compression": "zip"}, r"compression='zip': use one of none, fp16"),
+        ({"compression_ratio": 0.0}, r"compression_ratio=0.0: use more than 0"),
+        ({"mode": "local", "compression": "topk"}, r"mode='local' pushes weights"),
+        ({"clip_norm": 1.0, "clip_value": 1.0}, r"give one of them"),
+        ({"clip_norm": -1.0}, r"clip_norm=-1.0: use a positive number"),
+        ({"snapshot_every": 5}, r"snapshot_every=5 needs a snapshot_directory"),
+    ],
+)
+def test_nonsense_is_refused_with_the_remedy(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        specify(ADAMW, 2, **options)
+
+
+def test_optimizers_that_cannot_run_on_servers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="needs the loss again"):
+        load_optimizer("torch.optim.lbfgs.LBFGS")
+    with pytest.raises(ConfigurationError, match="cannot import it"):
+        load_optimizer("nowhere.Optimizer")
+    with pytest.raises(ConfigurationError, match=r"not a torch.optim.Optimizer"):
+        load_optimizer("collections.OrderedDict")
+
+
+def test_an_optimizer_with_a_parameter_of_no_name_is_refused() -> None:
+    named, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    with pytest.raises(ConfigurationError, match=r"shape \(3,\)"):
+        Specification.of([("w", named)], torch.optim.SGD([named, other], lr=0.1), 1)

@@ -1,0 +1,162 @@
+"""Sync mode trains the same model as one process on the same global batch."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import Cluster
+from ranks import run_apart
+from torch import Tensor
+from training import (
+    ADAMW,
+    SGD,
+    Replica,
+    batches,
+    make_network,
+    make_optimizer,
+    specify,
+    train_alone,
+    train_from,
+)
+
+from cnnstrategies.paramserver.specification import hyperparameters
+
+STEPS = 5
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        error = (got[name] - value).norm() / value.norm().clamp(min=1e-3)
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def train(
+    connect: Callable[..., Any],
+    id: int,
+    options: dict[str, Any],
+    shares: list[slice],
+    size: int,
+    accumulate: int = 1,
+    state: dict[str, Any] | None = None,
+) -> Any:
+    replica = Replica(connect, options)
+    if id == 0:
+        replica.worker.initialise(state)
+    else:
+        with torch.no_grad():
+            replica.parameters[0].zero_()  # must come from worker 0
+    replica.worker.join()
+    for images, targets in batches(STEPS, size):
+        replica.step(images[shares[id]], targets[shares[id]], accumulate)
+    replica.worker.wait_all()
+    state = replica.worker.optimizer_state() if id == 0 else {}
+    replica.worker.leave()
+    replica.worker.close()
+    return replica.network.state_dict(), state
+
+
+def shares_of(workers: int, size: int) -> list[slice]:
+    """Parts of unequal sizes: the mean is over samples."""
+    edges = [0, *(size * (worker + 1) // workers - (worker + 1 < workers) for worker in range(workers))]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("options", [SGD, ADAMW | {"groups": True}], ids=["sgd", "adamw-groups"])
+def test_sync_equals_one_process(options: dict[str, Any], servers: int, workers: int, tmp_path: Path) -> None:
+    expected, state = run_apart(train_alone, options, batches(STEPS, 12))
+    with Cluster(specify(options, workers, servers=servers), tmp_path) as cluster:
+        cluster.start_workers(train, options, shares_of(workers, 12), 12)
+        for network, got in cluster.results():
+            assert_same(network, expected)
+            if got:
+                assert_same_state(got, state)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("limit", [{"clip_norm": 0.3}, {"clip_value": 0.02}], ids=str)
+def test_clipping_is_of_the_mean_gradient_of_all_workers(limit: dict[str, float], servers: int, tmp_path: Path) -> None:
+    def clip(parameters: list[Tensor]) -> None:
+        if "clip_norm" in limit:
+            torch.nn.utils.clip_grad_norm_(parameters, limit["clip_norm"])
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, limit["clip_value"])
+
+    expected, _ = run_apart(train_alone, SGD, batches(STEPS, 12), clip)
+    unclipped, _ = run_apart(train_alone, SGD, batches(STEPS, 12))
+    assert (expected["0.weight"] - unclipped["0.weight"]).norm() > 1e-3
+    with Cluster(specify(SGD, 2, servers=servers, **limit), tmp_path) as cluster:
+        cluster.start_workers(train, SGD, shares_of(2, 12), 12)
+        for network, _ in cluster.results():
+            assert_same(network, expected)
+
+
+@pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "ssp", "staleness": 0}], ids=["sync", "ssp-0"])
+def test_accumulated_gradients_and_ssp_without_staleness_are_sync(mode: dict[str, Any], tmp_path: Path) -> None:
+    expected, _ = run_apart(train_alone, SGD, batches(STEPS, 12))
+    with Cluster(specify(SGD, 2, **mode), tmp_path) as cluster:
+        cluster.start_workers(train, SGD, [slice(0, 4), slice(4, 12)], 12, 2)
+        for network, _ in cluster.results():
+            assert_same(network, expected)
+
+
+def test_optimizer_state_is_resumed_from_one_process_and_back(tmp_path: Path) -> None:
+    """Five steps here after five steps alone are ten steps alone, with the schedule starting anew as there."""
+    network, state = run_apart(train_alone, ADAMW, batches(STEPS, 12))
+
+    def go_on() -> Any:
+        alone = make_network()
+        alone.load_state_dict(network)
+        optimizer = make_optimizer(alone, ADAMW)
+        optimizer.load_state_dict(state)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"]
+        return train_from(alone, optimizer, batches(STEPS, 12))
+
+    def start(connect: Callable[..., Any], id: int) -> Any:
+        def connected(parameters: list[Tensor]) -> Any:
+            for parameter, value in zip(parameters, network.values(), strict=True):
+                parameter.copy_(value)
+            return connect(parameters)
+
+        return train(connected, id, ADAMW, shares_of(2, 12), 12, 1, state)
+
+    expected, expected_state = run_apart(go_on)
+    with Cluster(specify(ADAMW, 2, servers=2), tmp_path) as cluster:
+        cluster.start_workers(start)
+        results = cluster.results()
+        assert_same(results[0][0], expected)
+        assert_same_state(results[0][1], expected_state)
+
+
+def test_a_parameter_without_gradient_keeps_its_value_and_one_of_some_workers_counts_zeros(tmp_path: Path) -> None:
+    def step(connect: Callable[..., Any], id: int) -> list[Tensor]:
+        replica = Replica(connect, options)
+        replica.worker.initialise()
+        replica.worker.join()
+        before = [parameter.detach().clone() for parameter in replica.parameters]
+        replica.worker.begin_step(hyperparameters(replica.optimizer), 1)
+        if id == 0:
+            replica.worker.push(1, torch.ones(4))
+        replica.worker.end_step()
+        replica.worker.wait_all()
+        return [after.detach() - value for after, value in zip(replica.parameters, before, strict=True)]
+
+    options = SGD | {"weight_decay": 0.0}
+    with Cluster(specify(options, 2), tmp_path) as cluster:
+        cluster.start_workers(step)
+        for moved in cluster.results():
+            assert all(not change.any() for index, change in enumerate(moved) if index != 1)
+            torch.testing.assert_close(moved[1], torch.full((4,), -0.1 * 0.5))
+
+
+def assert_same_state(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got["param_groups"] == expected["param_groups"]
+    for index, values in expected["state"].items():
+        assert got["state"][index].keys() == values.keys()
+        for name, value in values.items():
+            torch.testing.assert_close(got["state"][index][name], value, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,147 @@
+"""What happens to a run when one of its processes is killed or stopped, through the command line.
+
+Every test also checks that nothing is left behind: `run_cli` fails for processes, `Run` for directories of sockets.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from test_hybrid_pipeline import COMMON, checkpoint, logged
+from test_parameter_server import served
+
+FAST = {"heartbeat": 0.1, "timeout": 1.5}
+
+
+class Kill(Callback):
+    """Kills a process of the run from within the first incarnation of a rank, after some step.
+
+    Args:
+        victim: ``self`` for the rank itself, or the name of a service's process.
+        rank: The rank that does it.
+        step: After how many steps.
+        how: The signal.
+    """
+
+    def __init__(self, victim: str = "self", rank: int = 1, step: int = 7, how: int = int(signal.SIGKILL)) -> None:
+        self.victim, self.rank, self.step, self.how = victim, rank, step, how
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        first = os.environ.get("CNNSTRATEGIES_INCARNATION") == "0"
+        if trainer.global_rank == self.rank and trainer.global_step == self.step and first:
+            os.kill(self.find(), self.how)
+            time.sleep(0.01)
+
+    def find(self) -> int:
+        if self.victim == "self":
+            return os.getpid()
+        for directory in Path("/proc").iterdir():
+            if directory.name.isdigit():
+                name, _, rest = directory.joinpath("stat").read_text().rpartition(")")
+                if name.endswith(f"({self.victim}") and int(rest.split()[1]) == os.getppid():
+                    return int(directory.name)
+        raise AssertionError(f"no process {self.victim}")
+
+
+def train(run_cli, quick, kill, *args, workers=2, epochs=4, **options):
+    before = set(Path(tempfile.gettempdir()).glob("cnnstrategies-*"))
+    callback = ["--trainer.callbacks+=test_parameter_server_faults.Kill"]
+    callback += [f"--trainer.callbacks.init_args.{name}={value}" for name, value in kill.items()]
+    code, output = run_cli(
+        "fit",
+        *quick,
+        *COMMON,
+        *served(workers, **{**FAST, **options}),
+        *callback,
+        "--trainer.logger.init_args.name=run",
+        f"--trainer.max_epochs={epochs}",
+        *args,
+    )
+    left = set(Path(tempfile.gettempdir()).glob("cnnstrategies-*")) - before
+    # Other tests may run beside this one.
+    left = {place for place in left if not Path("/proc", place.name.split("-")[1]).exists()}
+    assert not left, "a directory of sockets was left behind"
+    return code, output
+
+
+def accuracy(version=0):
+    return [row["val_acc"] for row in logged("run", version) if "val_acc" in row]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "ssp"])
+def test_the_others_go_on_without_a_worker_that_is_killed(run_cli, quick, mode):
+    options = {"mode": mode, **({"staleness": 3} if mode == "ssp" else {})}
+    code, output = train(run_cli, quick, {}, **options)
+    assert code == 0, output
+    assert "worker 1 (process" in output
+    assert "was killed by SIGKILL; it is not replaced" in output
+    assert len(accuracy()) == 4
+    assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 24
+
+
+def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick):
+    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)}, "--data.init_args.batch_size=4", epochs=8)
+    assert code == 0, output
+    assert len(accuracy()) == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank):
+    # Epochs of a second or two, so that it comes back before the last one.
+    small = ["--data.init_args.batch_size=4", "--trainer.limit_val_batches=2"]
+    code, output = train(run_cli, quick, {"rank": rank}, *small, epochs=6, max_restarts=1)
+    assert code == 0, output
+    assert "was killed by SIGKILL; it is started again" in output
+    last = torch.load(next(Path("runs/run").glob("version_*/checkpoints/last.ckpt")), weights_only=True)
+    assert last["epoch"] == 5
+    if rank == 0:
+        assert "Rank 0 was started again and goes on in epoch" in output
+
+
+def test_without_restarts_the_death_of_rank_0_ends_the_run_for_all(run_cli, quick):
+    code, output = train(run_cli, quick, {"rank": 0})
+    assert code != 0
+    assert "worker 0 (process" in output
+    assert "Rank 1 ends: worker 0 (process" in output
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, how):
+    code, output = train(run_cli, quick, {"victim": "ps-coordinator", "how": int(how)}, epochs=200)
+    assert code != 0
+    for rank in range(2):
+        assert f"Rank {rank} ends: the coordinator at ipc://" in output
+
+
+def test_a_lost_server_ends_the_run_for_all(run_cli, quick):
+    code, output = train(run_cli, quick, {"victim": "ps-server-0"}, epochs=200)
+    assert code != 0
+    for rank in range(2):
+        assert f"Rank {rank} ends: server 0 (process" in output
+    assert "its parameters are lost; with replication: 2 or snapshots a run survives this" in output
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_with_a_copy_a_lost_server_changes_nothing(run_cli, quick, restarts):
+    options = {"servers": 2, "replication": 2, "max_restarts": restarts}
+    code, output = train(run_cli, quick, {"victim": "ps-server-1"}, **options)
+    assert code == 0, output
+    assert "server 1 (process" in output
+    whole = torch.load(checkpoint("run"), weights_only=True)
+    code, output = train(run_cli, quick, {"step": -1}, **options)
+    assert code == 0, output
+    untouched = torch.load(checkpoint("run", version=1), weights_only=True)
+    for name, value in untouched["state_dict"].items():
+        assert torch.allclose(whole["state_dict"][name], value, rtol=1e-9, atol=1e-12), name
+
+
+def test_an_error_in_one_worker_ends_the_run_with_its_message(run_cli, quick):
+    code, output = train(run_cli, quick, {"victim": "nobody"}, epochs=200)
+    assert code != 0
+    assert "AssertionError: no process nobody" in output
+    assert "ends: worker 1 failed: AssertionError: no process nobody" in output

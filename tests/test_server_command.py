@@ -1,0 +1,73 @@
+"""Dedicated servers, started from the configuration of the run."""
+
+import multiprocessing
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.server_command import main, server_of
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def configuration(**arguments):
+    path = Path("servers.yaml")
+    strategy = {"class_path": "cnnstrategies.strategies.ParameterServerStrategy", "init_args": arguments}
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    return path
+
+
+@pytest.mark.parametrize("security", ["none", "curve"])
+def test_a_run_with_dedicated_servers_trains(run_cli, quick, security):
+    arguments = {
+        "endpoints": [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)],
+        "coordinator": f"tcp://127.0.0.1:{free_port()}",
+        "security": security,
+        "start_method": "fork",
+    }
+    if security == "curve":
+        main(["--make-keys", "keys"])
+        assert stat.S_IMODE(Path("keys").stat().st_mode) == 0o600
+        arguments["key_file"] = "keys"
+    path = configuration(**arguments)
+    context = multiprocessing.get_context("fork")
+    servers = [context.Process(target=main, args=(["--config", str(path), "--index", str(i)],)) for i in range(2)]
+    for server in servers:
+        server.start()
+    code, output = run_cli("fit", *quick, f"--config={path}", "--trainer.max_epochs=2", "--trainer.limit_val_batches=1")
+    assert code == 0, output
+    for server in servers:
+        server.join(10)
+    assert [server.exitcode for server in servers] == [0, 0]
+
+
+def test_keys_are_not_overwritten(capsys):
+    main(["--make-keys", "keys"])
+    before = Path("keys").read_text()
+    with pytest.raises(SystemExit, match="2"):
+        main(["--make-keys", "keys"])
+    assert "keys are not overwritten" in capsys.readouterr().err
+    assert Path("keys").read_text() == before
+
+
+def test_refuses_configurations_without_such_a_server():
+    with pytest.raises(ConfigurationError, match="names no endpoints"):
+        server_of([configuration(mode="sync")], 0)
+    path = configuration(endpoints=["tcp://127.0.0.1:4000"], coordinator="tcp://127.0.0.1:4001")
+    with pytest.raises(ConfigurationError, match="--index 1: the configuration names 1 endpoints"):
+        server_of([path], 1)
+
+
+@pytest.mark.parametrize("security", ["auto", "curve"])
+def test_another_machine_is_not_reached_without_keys(security):
+    path = configuration(endpoints=["tcp://10.0.0.1:4000"], coordinator="tcp://10.0.0.1:4001", security=security)
+    with pytest.raises(ConfigurationError, match="make a key file with"):
+        server_of([path], 0)
