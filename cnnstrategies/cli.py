@@ -189,17 +189,6 @@ def main() -> None:
 
     Exits with 2 and one line for a mistake in the configuration, with 128 + the signal's number after a signal.
     """
-    code: Any = 0
-    try:
-        _main()
-    except SystemExit as end:
-        # Raised again without its traceback, whose frames would keep what libraries report as leaked at the very end.
-        code = end.code
-    if code:
-        sys.exit(code)
-
-
-def _main() -> None:
     for message in QUIET:
         warnings.filterwarnings("ignore", message=message)
     # As an exception it passes through `CLI._run`, which ends the other processes. In training GracefulStop takes over.
