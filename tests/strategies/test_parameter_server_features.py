@@ -62,7 +62,8 @@ def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quic
 def test_weight_averaging_equals_one_process(run_cli, quick):
     average = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--trainer.callbacks.decay=0.8"]
     single = fit(run_cli, quick, "single", *average, *ONE)
-    assert_same_run(fit(run_cli, quick, "served", *average, *served()), single)
+    # The average is made before Lightning converts the module to float64.
+    assert_same_run(fit(run_cli, quick, "served", *average, *served()), single, rtol=1e-5)
 
 
 def test_early_stopping_and_the_best_checkpoint_are_those_of_one_process(run_cli, quick):
