@@ -31,6 +31,7 @@ from cnnstrategies.cli_errors import (
     refusal_in,
 )
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent, refused_elsewhere
 from cnnstrategies.trainer import Trainer
 
@@ -212,6 +213,9 @@ def main() -> None:
         if "JSONARGPARSE_DEBUG" in os.environ:
             raise
         fail(explain_build_error(error))
+    except RunEnded as ended:
+        print(f"The run cannot go on: {ended}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

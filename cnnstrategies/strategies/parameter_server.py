@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
@@ -261,6 +261,10 @@ class ParameterServerStrategy(DDPStrategy):
 
     def _is_shared(self) -> bool:
         return self.world_size > 1
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        """This strategy itself: weight averaging copies the module with its trainer, but the run stays one."""
+        return self
 
     # Data
 

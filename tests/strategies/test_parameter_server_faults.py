@@ -87,7 +87,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(run_cli, quick, mode):
 def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick):
     code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)}, "--data.init_args.batch_size=4", epochs=8)
     assert code == 0, output
-    assert len(accuracy()) == 6
+    assert len(accuracy()) == 8
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,0 +1,127 @@
+"""What users switch on around the parameter server: averaging, early stopping, precision, metrics, refusals."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from test_hybrid_pipeline import COMMON, ONE, assert_same_run, checkpoint, fit, logged
+from test_parameter_server import served
+from torch import nn
+
+NORMALISED = ["--model.init_args.network=test_parameter_server_features.NormalisedCNN"]
+
+
+class NormalisedCNN(nn.Sequential):
+    """A CNN for the digits with batch normalisation."""
+
+    def __init__(self, num_classes: int = 10) -> None:
+        layers = nn.Conv2d(1, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(num_classes)
+        super().__init__(*layers)
+        self(torch.zeros(2, 1, 8, 8))
+
+
+class SameEverywhere(Callback):
+    """Fails when the ranks do not validate with the same weights and buffers."""
+
+    def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+        if batch_idx > 0 or trainer.sanity_checking:
+            return
+        flat = torch.cat([t.detach().double().flatten() for t in pl_module.network.state_dict().values()])
+        everyone = trainer.strategy.all_gather(flat)
+        assert len(everyone) == trainer.world_size
+        assert all(torch.equal(one, flat) for one in everyone)
+
+
+class Collectives(Callback):
+    """Checks the strategy's collectives with what Lightning and users pass to them."""
+
+    def on_train_start(self, trainer, pl_module):
+        strategy, rank, world = trainer.strategy, trainer.global_rank, trainer.world_size
+        assert strategy.broadcast({"path": rank, "none": None}, src=1) == {"path": 1, "none": None}
+        value = torch.tensor([float(rank), 1.0])
+        assert strategy.reduce(value, reduce_op="sum").tolist() == [sum(range(world)), world]
+        assert strategy.reduce(value).tolist() == [sum(range(world)) / world, 1]
+        assert strategy.reduce(value, reduce_op="max").tolist() == [world - 1, 1]
+        assert strategy.reduce("text") == "text"
+        assert strategy.reduce_boolean_decision(rank == 0, all=False)
+        assert not strategy.reduce_boolean_decision(rank == 0)
+        assert pl_module.all_gather(value).shape == (world, 2)
+        assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "local"])
+def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, mode):
+    options = {"mode": mode, **({"sync_every": 4} if mode == "local" else {})}
+    names = ("SameEverywhere", "Collectives")
+    callbacks = [f"--trainer.callbacks+=test_parameter_server_features.{name}" for name in names]
+    fit(run_cli, quick, "run", *served(3, **options), *NORMALISED, *callbacks, "--data.init_args.batch_size=20")
+    saved = torch.load(checkpoint("run"), weights_only=True)["state_dict"]
+    assert any("running_mean" in name for name in saved)
+    assert not any(name.endswith("grad") for name in saved)
+
+
+def test_weight_averaging_equals_one_process(run_cli, quick):
+    average = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--trainer.callbacks.decay=0.8"]
+    single = fit(run_cli, quick, "single", *average, *ONE)
+    # The average is made before Lightning converts the module to float64.
+    assert_same_run(fit(run_cli, quick, "served", *average, *served()), single, rtol=1e-5)
+
+
+def test_early_stopping_and_the_best_checkpoint_are_those_of_one_process(run_cli, quick):
+    options = ["--trainer.max_epochs=12", "--checkpoint.monitor=val_loss", "--checkpoint.mode=min"]
+    options += ["--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"]
+    options += ["--trainer.callbacks.init_args.monitor=val_loss", "--trainer.callbacks.init_args.patience=1"]
+    options += ["--trainer.callbacks.init_args.min_delta=0.2"]
+    single = fit(run_cli, quick, "single", *options, *ONE)
+    got = fit(run_cli, quick, "served", *options, *served())
+    assert single["epoch"] < 11
+    assert got["epoch"] == single["epoch"]
+    best = [checkpoint(name).with_name("best.ckpt") for name in ("single", "served")]
+    epochs = [torch.load(path, weights_only=True)["epoch"] for path in best]
+    assert epochs[0] == epochs[1]
+
+
+def test_mixed_precision_trains(run_cli, quick):
+    fit(run_cli, quick, "run", *served(), *NORMALISED, "--trainer.precision=bf16-mixed", "--trainer.max_epochs=4")
+    losses = [row["train_loss"] for row in logged("run") if "train_loss" in row]
+    assert losses[-1] < losses[0]
+
+
+class ByHand(LightningModule):
+    """Optimises by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+REFUSALS = {
+    "staleness of another mode": (["staleness=3"], "is for mode='ssp'"),
+    "sync_every of another mode": (["sync_every=3"], "is for mode: local"),
+    "more copies than servers": (["replication=2"], "needs as many servers"),
+    "dynamic dispatch in sync": (["data_dispatch=dynamic"], "dynamic is for mode: async and ssp"),
+    "a time-out of one heartbeat": (["heartbeat=5"], "a process that misses one heartbeat"),
+    "an open endpoint": (["endpoints=[tcp://10.0.0.1:4000]"], "coordinator: tcp://address:port"),
+    "a missing key file": (["key_file=nowhere"], "does not exist; make it with"),
+    "snapshots to nowhere": (["snapshot_every=10"], "needs a snapshot_directory"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSALS)
+def test_refuses_nonsense_before_a_process_starts(run_cli, quick, reason):
+    options, message = REFUSALS[reason]
+    arguments = [f"--trainer.strategy.init_args.{option}" for option in options]
+    code, output = run_cli("fit", *quick, *COMMON, *served(), *arguments)
+    assert code == 2, output
+    assert message in output.splitlines()[-1]
+
+
+def test_refuses_modules_it_cannot_train(run_cli, quick):
+    code, output = run_cli(
+        "fit",
+        *quick,
+        "--model=test_parameter_server_features.ByHand",
+        "--trainer.devices=2",
+        "--trainer.strategy=parameter_server_fork",
+    )
+    assert code == 2, output
+    assert "automatic_optimization=False" in output.splitlines()[-1]
