@@ -1,0 +1,90 @@
+"""A parameter server without Lightning: one server and two asynchronous workers, as processes of this machine.
+
+python docs/examples/parameter_server_torch.py
+"""
+
+import multiprocessing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.server import Server
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.view import FileViews, ServerInfo, View, WorkerInfo
+
+WORKERS, BATCH, STEPS = 2, 16, 20
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10))
+    return network, torch.optim.SGD(network.parameters(), lr=0.05)
+
+
+def specify() -> Specification:
+    """What servers and workers agree on: parameters, optimizer, mode."""
+    network, optimizer = make()
+    return Specification.of(network.named_parameters(), optimizer, WORKERS, servers=1, mode="async")
+
+
+def serve(specification: Specification, folder: Path) -> None:
+    """Hold the parameters and make the optimizer's steps, until the process is ended."""
+    torch.set_num_threads(1)
+    views = FileViews(folder / "view.json")
+    server = Server(specification, views, 0, f"ipc://{folder}/server")
+    views.publish(View(1, (ServerInfo(0, server.endpoint),), tuple(WorkerInfo(id, 0) for id in range(WORKERS))))
+    server.run()
+
+
+def work(specification: Specification, folder: Path, id: int) -> None:
+    """Train on noise."""
+    torch.set_num_threads(1)
+    network, optimizer = make()
+    parameters = list(network.parameters())
+    worker = Worker(specification, [parameter.data for parameter in parameters], FileViews(folder / "view.json"), id)
+    worker.initialise()  # The servers take the first values that come.
+    worker.join()
+    for index, parameter in enumerate(parameters):
+        # Each gradient leaves while backward goes on with the layers before.
+        parameter.register_post_accumulate_grad_hook(lambda p, index=index: worker.push(index, p.grad))
+    generator = torch.Generator().manual_seed(id)
+    for step in range(STEPS):
+        images = torch.randn(BATCH, 1, 16, 16, generator=generator)
+        targets = (images.mean(dim=(1, 2, 3)) > 0).long()
+        loss = F.cross_entropy(network(images), targets)
+        worker.begin_step(hyperparameters(optimizer), samples=BATCH)
+        loss.backward()
+        worker.end_step()
+        network.zero_grad()
+        worker.wait_all()  # Or worker.wait(index), layer by layer, in the next forward.
+        if step % 5 == 0:
+            print(f"worker {id}, step {step}: loss {loss.item():.3f}", flush=True)
+    sent = worker.counters.bytes_sent / 1e3
+    print(f"worker {id}: {sent:.0f} kB sent, {worker.counters.seconds_waited:.2f} s waited", flush=True)
+    worker.close()
+
+
+def main() -> None:
+    """Start a server and the workers, and end the server with the last of them."""
+    specification = specify()
+    context = multiprocessing.get_context("fork")
+    with TemporaryDirectory() as name:
+        server = context.Process(target=serve, args=(specification, Path(name)))
+        workers = [context.Process(target=work, args=(specification, Path(name), id)) for id in range(WORKERS)]
+        for process in (server, *workers):
+            process.start()
+        for process in workers:
+            process.join()
+        server.terminate()
+        server.join()
+    if any(process.exitcode for process in workers):
+        raise SystemExit("a worker failed")
+
+
+if __name__ == "__main__":
+    main()
