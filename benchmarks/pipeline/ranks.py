@@ -61,10 +61,8 @@ def report(path: Path, title: str, text: str, rows: Sequence[Sequence[str]]) -> 
     lines = [f"# {title}", "", text.strip(), "", "| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
     lines += ["| " + " | ".join(row) + " |" for row in body]
     command = f"python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
-    lines += [
-        "",
-        f"{machine()} Command: `{command}`, in `{Path(sys.argv[0]).resolve().parent.relative_to(Path(__file__).resolve().parents[2])}`.",
-    ]
+    folder = Path(sys.argv[0]).resolve().parent.relative_to(Path(__file__).resolve().parents[2])
+    lines += ["", f"{machine()} Command: `{command}`, in `{folder}`."]
     page = "\n".join(lines) + "\n"
     print(page)
     path.write_text(page, encoding="utf-8")
