@@ -31,3 +31,12 @@ def test_pipeline_with_plain_torch():
     assert [rank.exitcode for rank in ranks] == [0, 0, 0]
     weights = torch.load("resnet18.pt", weights_only=True)
     assert weights.keys() == resnet18(num_classes=10).state_dict().keys()
+
+
+def test_parameter_server_with_plain_torch(capfd):
+    runpy.run_path(str(ROOT / "docs/examples/parameter_server_torch.py"), run_name="__main__")
+    output = capfd.readouterr().out
+    for worker in (0, 1):
+        losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith(f"worker {worker}, step")]
+        assert len(losses) == 4
+        assert losses[-1] < losses[0]
