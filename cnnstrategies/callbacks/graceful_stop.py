@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at a step boundary, with a checkpoint, on every rank at the same step."""
+"""Ctrl-C, SIGTERM and a scheduler's warning end a run at a step boundary, with a checkpoint, on every rank."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -18,7 +18,7 @@ CHECK_SECONDS = 0.5
 
 
 class GracefulStop(Callback):
-    """On SIGINT or SIGTERM, finishes the step, saves ``last.ckpt`` on all ranks' behalf and ends every process.
+    """On SIGINT, SIGTERM or a warning, finishes the step, saves ``last.ckpt`` and ends every process.
 
     Lightning's own handler runs a broadcast inside the signal handler, while a rank may be in the middle of another
     collective. Here the handler sets a flag. Rank 0's flag is broadcast about twice a second (at steps that rank 0
@@ -26,14 +26,24 @@ class GracefulStop(Callback):
     ``grace`` seconds, because a step is long or a peer is gone, is killed; the last checkpoint is whole because it
     was renamed into place. A second signal kills at once.
 
-    The exit code is 128 + the signal's number.
+    The warning is what a scheduler such as SLURM sends some time before it ends a job. It leaves more time than the
+    other signals, and may come more than once.
+
+    The exit code is 128 + the signal's number. By it a job's script tells a warned run from one that failed.
 
     Args:
         grace: Seconds until a run that has not reached a step boundary is killed.
+        warning_signal: The scheduler's signal.
+        warning_grace: Seconds until that happens after a warning.
     """
 
-    def __init__(self, grace: float = 10.0) -> None:
+    def __init__(
+        self, grace: float = 10.0, warning_signal: Literal["USR1", "USR2"] = "USR1", warning_grace: float = 60.0
+    ) -> None:
         self.grace = grace
+        self.warning_signal = warning_signal
+        self.warning_grace = warning_grace
+        self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
@@ -80,18 +90,22 @@ class GracefulStop(Callback):
         self._trainer = trainer
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, self._warning):
             self._previous[signum] = signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        warned = signum == self._warning
         if self._received is not None:
+            if warned:
+                return
             self._kill()
         self._received = signum
+        grace = self.warning_grace if warned else self.grace
         rank_zero_info(
-            f"\n{signal.Signals(signum).name}: stopping after this step, within {self.grace:g} s; "
-            "once more to stop at once"
+            f"\n{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
+            + ("" if warned else "; once more to stop at once")
         )
-        timer = threading.Timer(self.grace, self._kill)
+        timer = threading.Timer(grace, self._kill)
         timer.daemon = True
         timer.start()
 

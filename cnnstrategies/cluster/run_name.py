@@ -25,15 +25,15 @@ def run_name() -> str | None:
     return None
 
 
-def keep_version(trainer: Any) -> None:
-    """Give the loggers of a configuration the run's name as version, so that a run started again writes to its folder.
+def keep_version(trainer: Any, name: str) -> None:
+    """Give the loggers of a configuration a version, so that a run started again writes to the same folder.
 
     Args:
         trainer: ``trainer`` of the configuration; changed. A version that the user gave stays, and so does a logger
             that has none.
+        name: The version.
     """
-    name = run_name()
-    if name is None or trainer.logger is False:
+    if trainer.logger is False:
         return
     if trainer.logger is None or trainer.logger is True:
         # What Lightning would make.
