@@ -1,5 +1,6 @@
 """What ``cnnstrategies doctor`` does on each host: find out about this one and try the connections to the others."""
 
+import contextlib
 import json
 import platform
 import socket
@@ -252,7 +253,8 @@ def _try_directory(directory: Path, hosts: dict[int, Facts], me: Facts, findings
     findings.shared += [f"does not see what {hosts[node].host} writes there" for node in unseen]
     meetings.all_here("seen")
     for path in (mine, mine.with_name(mine.name + ".partial")):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # Where it could not write.
+            path.unlink(missing_ok=True)
 
 
 def _file(directory: Path, token: str, node: int) -> Path:

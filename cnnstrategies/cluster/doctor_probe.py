@@ -6,7 +6,6 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 CLOCK, ECHO, COUNT = b"C", b"E", b"N"
@@ -35,13 +34,11 @@ class Probe:
 
     Args:
         address: The IP address to listen on.
-        clock: Gives the time in seconds.
     """
 
-    def __init__(self, address: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-        self._clock = clock
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="probe", daemon=True).start()
 
@@ -64,7 +61,7 @@ class Probe:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while request := connection.recv(1):
                 if request == CLOCK:
-                    connection.sendall(struct.pack("!d", self._clock()))
+                    connection.sendall(struct.pack("!d", time.time()))
                 elif request == ECHO:
                     connection.sendall(ECHO)
                 elif request == COUNT:
@@ -74,14 +71,13 @@ class Probe:
                     connection.sendall(struct.pack("!Q", received))
 
 
-def measure(address: str, port: int, timeout: float, clock: Callable[[], float] = time.time) -> Measured:
+def measure(address: str, port: int, timeout: float) -> Measured:
     """Measure the connection to another host's :class:`Probe`; takes about half a second.
 
     Args:
         address: Its IP address.
         port: Its port.
         timeout: Seconds to wait for any answer.
-        clock: Gives the time in seconds.
 
     Raises:
         OSError: There is no connection.
@@ -94,10 +90,10 @@ def measure(address: str, port: int, timeout: float, clock: Callable[[], float] 
             connection.sendall(ECHO)
             _receive(connection, 1)
             times.append(time.perf_counter() - start)
-            before = clock()
+            before = time.time()
             connection.sendall(CLOCK)
             there = struct.unpack("!d", _receive(connection, 8))[0]
-            offsets.append(there - (before + clock()) / 2)
+            offsets.append(there - (before + time.time()) / 2)
         start = time.perf_counter()
         connection.sendall(COUNT)
         while time.perf_counter() - start < SEND_SECONDS:

@@ -7,9 +7,11 @@ import socket
 import sys
 from collections.abc import Iterator
 
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
+from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import use_interface
 from cnnstrategies.cluster.meeting import interface_of, meet, open_store
 from cnnstrategies.cluster.watch import Watch
@@ -56,6 +58,7 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     if trainer.num_nodes == 1 or not isinstance(strategy, ParallelStrategy) or environment is None:
         yield
         return
+    _check(strategy, environment, trainer.num_nodes)
     watch, beacon = None, None
     address, port = environment.main_address, environment.main_port
     store = open_store(address, port, strategy.global_rank == 0, network.wait)
@@ -93,3 +96,16 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
             beacon.close()
         # Until here: rank 0's process shares the server with torch's own.
         del store
+
+
+def _check(strategy: ParallelStrategy, environment: ClusterEnvironment, nodes: int) -> None:
+    """Refuse what cannot run on several hosts, before waiting for any."""
+    if ranks_are_children(strategy.launcher):
+        raise ConfigurationError(
+            f"trainer.num_nodes={nodes} with a strategy that forks or spawns its ranks: use the one without _fork or "
+            "_spawn in its name"
+        )
+    try:
+        environment.validate_settings(num_devices=len(strategy.parallel_devices or ()), num_nodes=nodes)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigurationError(str(error)) from error

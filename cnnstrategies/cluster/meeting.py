@@ -92,7 +92,7 @@ def meet(
     me = socket.gethostname()
     if node == 0:
         # The route to its own address would be the loopback's.
-        _wait_for(store, ["source"], me, nodes, seconds)
+        _wait_for(store, ["source"], node, nodes, seconds)
         mine = choose_interface(interface, store.get("source").decode())
     else:
         mine = choose_interface(interface, resolve(main_address))
@@ -100,7 +100,7 @@ def meet(
     beacon = Beacon(mine.address)
     store.set(f"host/{node}", json.dumps([me, mine.address, beacon.port]))
     keys = [f"host/{number}" for number in range(nodes)]
-    _wait_for(store, keys, me, nodes, seconds)
+    _wait_for(store, keys, node, nodes, seconds)
     everyone = [Peer(number, *json.loads(store.get(key))) for number, key in enumerate(keys)]
     others = [peer for peer in everyone if peer.node != node]
     failures = []
@@ -110,7 +110,7 @@ def meet(
             failures.append(f"{me} ({mine.address} on {mine.name}) cannot reach {peer} on port {peer.port}: {reason}")
     store.set(f"failures/{node}", json.dumps(failures))
     keys = [f"failures/{number}" for number in range(nodes)]
-    _wait_for(store, keys, me, nodes, seconds + nodes * PING_SECONDS)
+    _wait_for(store, keys, node, nodes, seconds + nodes * PING_SECONDS)
     failures = [failure for key in keys for failure in json.loads(store.get(key))]
     if failures:
         raise ConfigurationError(
@@ -123,20 +123,20 @@ def meet(
 
 def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:
     """The name of the interface that this host's first process has chosen."""
-    _wait_for(store, [f"interface/{node}"], socket.gethostname(), nodes, seconds)
+    _wait_for(store, [f"interface/{node}"], node, nodes, seconds)
     return store.get(f"interface/{node}").decode()
 
 
-def _wait_for(store: Store, keys: list[str], me: str, nodes: int, seconds: float) -> None:
+def _wait_for(store: Store, keys: list[str], node: int, nodes: int, seconds: float) -> None:
     """Wait until the hosts have written these keys; a missing host is named by its number, those present by name."""
     deadline = time.monotonic() + seconds
     while not store.check(keys):
         if time.monotonic() > deadline:
             come = {number: store.get(f"host/{number}") for number in range(nodes) if store.check([f"host/{number}"])}
             known = [f"{Peer(number, *json.loads(record))}" for number, record in come.items()]
-            missing = [f"node {number}" for number in range(nodes) if number not in come]
+            missing = [f"node {number}" for number in range(nodes) if number not in (node, *come)]
             raise ConfigurationError(
-                f"{me} has waited {seconds:g} s for {', '.join(missing) or 'the other hosts'}"
+                f"{socket.gethostname()} has waited {seconds:g} s for {', '.join(missing) or 'the other hosts'}"
                 f"{'; here are ' + ', '.join(known) if known else ''}: start the run on all {nodes} machines with the "
                 "same MASTER_ADDR and MASTER_PORT; --network.wait sets how long to wait"
             )

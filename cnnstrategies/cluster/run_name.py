@@ -8,20 +8,27 @@ from jsonargparse import Namespace
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from cnnstrategies.errors import ConfigurationError
+
 
 def run_name() -> str | None:
     """A name that stays the same when the launcher starts the run again; None where it never does.
 
-    Under torchrun it is the one given with ``--rdzv-id``. Without one, on a single machine, the torchrun process
-    itself stands for it.
+    Under torchrun it is that of ``--rdzv-id``; torchrun makes one up where ``--nnodes`` is 1.
+
+    Raises:
+        ConfigurationError: The run may be started again, but has no name.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     name = os.environ["TORCHELASTIC_RUN_ID"]
     if name != "none":
         return f"torchrun_{name}"
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        return f"torchrun_pid_{os.getppid()}"
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise ConfigurationError(
+            "torchrun --max-restarts without a name for the run: restarted processes would not find its checkpoints; "
+            "add --rdzv-backend=c10d --rdzv-endpoint=<first machine>:29400 --rdzv-id=<name>"
+        )
     return None
 
 
