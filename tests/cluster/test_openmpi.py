@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import PYTHON, Program, fit
+from cluster.processes_of import PYTHON, Program, environment, fit
+from cluster.two_hosts import NO_SSHD, SSHD, missing, start_sshd, two_hosts
 
 from cnnstrategies.cluster.openmpi import OpenMPIEnvironment
 from cnnstrategies.errors import ConfigurationError
@@ -38,6 +39,34 @@ def test_two_ranks_train_one_model(tmp_path: Path, strategy: str) -> None:
     assert os.listdir(tmp_path / "runs/quickstart") == ["version_0"]
     checkpoint = torch.load(tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1
+
+
+@needs_mpi
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+@pytest.mark.skipif(SSHD is None, reason=NO_SSHD)
+def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        program, *options = start_sshd(hosts, tmp_path).split()
+        words = [
+            *(
+                *MPIRUN,
+                "--host",
+                "alpha:1,beta:1",
+                "-x",
+                "MASTER_ADDR=alpha",
+                "-x",
+                "PYTHONPATH",
+                "-x",
+                "OMP_NUM_THREADS",
+            ),
+            *("--mca", "plm_rsh_agent", program, "--mca", "plm_rsh_args", " ".join(options)),
+            *("--mca", "oob_tcp_if_include", "wire", "--mca", "btl_tcp_if_include", "wire", PYTHON),
+            *fit("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.max_epochs=1"),
+        ]
+        mpirun = hosts.start(0, lambda: os.execvpe("mpirun", words, environment()))
+        assert mpirun.wait() == 0, mpirun.output()
+        assert "Starting with 2 processes" in mpirun.output()
+        assert (tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt").exists()
 
 
 @needs_mpi

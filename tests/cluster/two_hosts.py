@@ -17,6 +17,8 @@ from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # linux/sched.h
 MS_REC, MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
+SSHD = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
+NO_SSHD = "sshd is not installed (Debian: apt-get install openssh-server)"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -161,6 +163,23 @@ def two_hosts() -> Iterator[TwoHosts]:
             yield hosts
         finally:
             hosts.remove()
+
+
+def start_sshd(hosts: TwoHosts, folder: Path) -> str:
+    """Starts a real SSH server on both hosts; the ssh command that gets in without a password."""
+    for name in ("server", "client"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    options = [
+        *("-p", "2222", "-h", folder / "server", "-o", f"AuthorizedKeysFile={folder / 'client.pub'}"),
+        *("-o", "StrictModes=no", "-o", "UsePAM=no", "-o", "PermitRootLogin=yes", "-o", "PidFile=none"),
+    ]
+    for number in (0, 1):
+        server = hosts.start(number, lambda: os.execv(str(SSHD), [str(SSHD), "-D", "-e", *map(str, options)]))
+        while "Server listening" not in server.output():
+            time.sleep(0.05)
+    quiet = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+    return f"ssh -p 2222 -i {folder / 'client'} {quiet}"
 
 
 def _check(result: int) -> None:
