@@ -9,13 +9,12 @@ from rich.console import Console
 
 from cnnstrategies.cluster.doctor import examine
 from cnnstrategies.cluster.doctor_place import find_place
-from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends
+from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
 from cnnstrategies.cluster.doctor_ssh import run_over_ssh
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
 
 PORT = 29480
-FILE_WIDTH = 140  # of the tables where they go into a file
 
 
 def main(args: Sequence[str]) -> None:
@@ -48,10 +47,8 @@ def main(args: Sequence[str]) -> None:
     if report is None:
         return
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=FILE_WIDTH)
-    console.print(hosts_table(report))
-    console.print(links_table(report))
+    for table in (hosts_table(report), versions_table(report), links_table(report)):
+        console.print(table)
     problems = mends(report)
     for problem in problems:
         print(f"mend: {problem}")

@@ -9,11 +9,21 @@ CLOCK_SECONDS = 1.0  # of difference are told
 
 def hosts_table(report: Report) -> Table:
     """One row for each host."""
-    some = next(iter(report.hosts.values()))
-    table = Table("host", "address", *some.versions, "clock, s", title="Hosts", title_justify="left")
+    table = Table("host", "address", "interface", "clock, s", title="Hosts", title_justify="left")
     for node, facts in sorted(report.hosts.items()):
         clock = "0" if node == 0 else _clock(report, node)
-        table.add_row(f"{node} {facts.host}", f"{facts.address} ({facts.interface})", *facts.versions.values(), clock)
+        table.add_row(f"{node} {facts.host}", facts.address, facts.interface, clock)
+    return table
+
+
+def versions_table(report: Report) -> Table:
+    """One row for each version of each program."""
+    table = Table("program", "version", "on", title="Versions", title_justify="left")
+    for name in report.hosts[0].versions:
+        found = {facts.host: facts.versions[name] for facts in report.hosts.values()}
+        for version in dict.fromkeys(found.values()):
+            hosts = [host for host, other in found.items() if other == version]
+            table.add_row(name, version, "all" if len(hosts) == len(found) else ", ".join(hosts))
     return table
 
 
