@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
-from cnnstrategies.callbacks import GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
+from cnnstrategies.callbacks import EpochMetrics, GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cli_errors import (
@@ -152,7 +152,13 @@ class CLI(LightningCLI):
             plugins.append(AtomicCheckpointIO())
         plugins += environment_plugins(plugins)
         callbacks = _as_list(config.trainer.callbacks)
-        defaults: list[Callback] = [SamplesPerSecond(), TrainingSummary(), config.predictions, config.stop]
+        defaults: list[Callback] = [
+            EpochMetrics(),
+            SamplesPerSecond(),
+            TrainingSummary(),
+            config.predictions,
+            config.stop,
+        ]
         if config.trainer.logger is not False and not config.trainer.fast_dev_run:
             defaults.append(LearningRateMonitor())
         if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):

@@ -15,10 +15,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 CHECK_SECONDS = 0.5
+# Where each step is logged or validated, there is no better one to wait for.
+MOST_PUT_OFF = 3
 
 
 class GracefulStop(Callback):
     """On SIGINT, SIGTERM or a warning, finishes the step, saves ``last.ckpt`` and ends every process.
+
+    A step after which something is logged or validated is not the last: Lightning does that after this callback, and
+    a resumed run would go on without it.
 
     Lightning's own handler runs a broadcast inside the signal handler, while a rank may be in the middle of another
     collective. Here the handler sets a flag. Rank 0's flag is broadcast about twice a second (at steps that rank 0
@@ -50,6 +55,7 @@ class GracefulStop(Callback):
         self._next_check = 0
         self._checked_at = 0.0
         self._checked_step = 0
+        self._put_off = 0
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -77,8 +83,13 @@ class GracefulStop(Callback):
         stop, self._next_check = trainer.strategy.broadcast(
             (self._received, step + max(1, min(1000, int(CHECK_SECONDS / pace))))
         )
-        if stop is not None:
-            self._stop(trainer, stop)
+        if stop is None:
+            return
+        if self._put_off < MOST_PUT_OFF and _more_follows(trainer, batch_idx):
+            self._put_off += 1
+            self._next_check = step + 1
+            return
+        self._stop(trainer, stop)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -128,3 +139,11 @@ class GracefulStop(Callback):
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
         os._exit(128 + (self._received or signal.SIGKILL))
+
+
+def _more_follows(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether Lightning still logs or validates at this step, or ends the epoch."""
+    validate_every = trainer.val_check_batch
+    validates = isinstance(validate_every, int) and (batch_idx + 1) % validate_every == 0
+    logs = bool(trainer.loggers) and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+    return trainer.is_last_batch or validates or logs
