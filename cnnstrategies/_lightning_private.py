@@ -3,6 +3,8 @@
 `tests/test_lightning_private.py` fails when one of them changes.
 """
 
+from typing import Any
+
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.pytorch import Trainer
@@ -17,6 +19,7 @@ __all__ = [
     "ScriptLauncher",
     "built_by_cli",
     "check_start",
+    "ranks_are_children",
     "script_command",
     "set_batches_that_stepped",
 ]
@@ -50,3 +53,12 @@ def script_command() -> list[str]:
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
     """Have a trainer log as if it had made that many optimizer steps; only loading a checkpoint does it in public."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
+
+
+def ranks_are_children(launcher: Any) -> bool:
+    """Whether a launcher spawns or forks all ranks, so that none of them is the process that runs the command line.
+
+    On several hosts rank 0 could then not serve the port that its parent has used to find the other hosts.
+    Lightning's public property tells only fork from the others.
+    """
+    return isinstance(launcher, MultiProcessingLauncher)

@@ -14,12 +14,13 @@ from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_info
 from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
-from cnnstrategies.callbacks import GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
+from cnnstrategies.callbacks import EpochMetrics, GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cli_errors import (
@@ -30,6 +31,11 @@ from cnnstrategies.cli_errors import (
     fail,
     refusal_in,
 )
+from cnnstrategies.cluster.environment import environment_plugins, local_rank
+from cnnstrategies.cluster.hosts import Network, across_hosts
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_name
+from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent, refused_elsewhere
@@ -101,6 +107,9 @@ class CLI(LightningCLI):
         )
         parser.add_class_arguments(PredictionWriter, "predictions")
         parser.add_class_arguments(GracefulStop, "stop")
+        # What `submit` reads, so that one file serves both.
+        parser.add_class_arguments(ClusterOptions, "cluster")
+        parser.add_class_arguments(Network, "network")
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -118,6 +127,8 @@ class CLI(LightningCLI):
             check_checkpoint(config.ckpt_path, words=())
         else:
             check_checkpoint(config.ckpt_path)
+        if (name := run_name()) is not None:
+            keep_version(config.trainer, name)
 
     @override
     def instantiate_classes(self) -> None:
@@ -140,8 +151,15 @@ class CLI(LightningCLI):
         plugins = _as_list(config.trainer.plugins)
         if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
             plugins.append(AtomicCheckpointIO())
+        plugins += environment_plugins(plugins)
         callbacks = _as_list(config.trainer.callbacks)
-        defaults: list[Callback] = [SamplesPerSecond(), TrainingSummary(), config.predictions, config.stop]
+        defaults: list[Callback] = [
+            EpochMetrics(),
+            SamplesPerSecond(),
+            TrainingSummary(),
+            config.predictions,
+            config.stop,
+        ]
         if config.trainer.logger is not False and not config.trainer.fast_dev_run:
             defaults.append(LearningRateMonitor())
         if config.trainer.enable_checkpointing is not False and not _has(callbacks, ModelCheckpoint):
@@ -153,6 +171,9 @@ class CLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train."""
+        if (last := last_checkpoint(self.trainer)) is not None:
+            rank_zero_info(f"Going on from {last}")
+            kwargs["ckpt_path"] = last
         self._run(self.trainer.fit, **kwargs)
 
     def validate(self, **kwargs: Any) -> None:
@@ -169,11 +190,12 @@ class CLI(LightningCLI):
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
         """Run a trainer's function; when it fails here, end the processes that it started."""
-        if os.environ.get("LOCAL_RANK", "0") == "0" and self.datamodule is not None:
+        if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
         try:
-            function(**kwargs)
+            with own_store(), across_hosts(self.trainer, self.config_init[self.subcommand].network):
+                function(**kwargs)
         except BaseException as error:
             launcher = self.trainer.strategy.launcher
             refused = isinstance(error, Exception) and refused_elsewhere(launcher)
@@ -202,6 +224,14 @@ def main() -> None:
             from cnnstrategies.plan_command import main as plan
 
             plan(sys.argv[2:])
+        elif sys.argv[1:2] == ["submit"]:
+            from cnnstrategies.submit_command import main as submit
+
+            submit(sys.argv[2:])
+        elif sys.argv[1:2] == ["doctor"]:
+            from cnnstrategies.doctor_command import main as doctor
+
+            doctor(sys.argv[2:])
         else:
             CLI()
     except ProcessRaisedException as error:

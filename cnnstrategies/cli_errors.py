@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from cnnstrategies.callbacks import GracefulStop, PredictionWriter
+from cnnstrategies.cluster.hosts import Network
+from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
 # The keys of a configuration that have no class_path, and what they configure.
@@ -29,6 +31,8 @@ ROOTS: dict[str, type | None] = {
     "checkpoint": ModelCheckpoint,
     "predictions": PredictionWriter,
     "stop": GracefulStop,
+    "cluster": ClusterOptions,
+    "network": Network,
     "seed_everything": None,
     "ckpt_path": None,
 }

@@ -38,6 +38,7 @@ FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--m
 ARGS = {
     "quickstart.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
     "cluster/one_node_4_gpus.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
+    **{f"cluster/slurm_{kind}_nodes.yaml": [*TWO, "--trainer.strategy=ddp_fork"] for kind in ("cpu", "gpu")},
     "cluster/two_nodes_4_gpus.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
     "data/cifar10.yaml": [*FEW, *NO_WORKERS, *COLOUR],
     "data/cifar100.yaml": [*FEW, *COLOUR, "--model.init_args.num_classes=100"],

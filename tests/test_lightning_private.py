@@ -1,9 +1,11 @@
 """Fails loudly when a private Lightning name that the package uses changes; see `_lightning_private.py`."""
 
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
+from lightning.pytorch.strategies import DDPStrategy
 
-from cnnstrategies._lightning_private import built_by_cli
+from cnnstrategies._lightning_private import built_by_cli, ranks_are_children
 
 
 def test_built_by_cli_is_true_only_in_lightnings_context():
@@ -11,6 +13,13 @@ def test_built_by_cli_is_true_only_in_lightnings_context():
     with _given_hyperparameters_context(hparams={}, instantiator="x"):
         assert built_by_cli()
     assert not built_by_cli()
+
+
+def test_the_launchers_that_make_all_ranks_their_children_are_told_from_the_other():
+    for start_method, expected in (("fork", True), ("spawn", True), ("popen", False)):
+        strategy = DDPStrategy(start_method=start_method, cluster_environment=LightningEnvironment())
+        strategy._configure_launcher()
+        assert ranks_are_children(strategy.launcher) is expected
 
 
 def test_the_method_that_overrides_the_configuration_is_still_called_so():

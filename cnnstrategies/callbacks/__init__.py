@@ -1,5 +1,6 @@
 """Lightning callbacks that the command line adds by default, and others that a configuration can name."""
 
+from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
@@ -9,6 +10,7 @@ from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 
 __all__ = [
+    "EpochMetrics",
     "GracefulStop",
     "PipelineTimeline",
     "PredictionWriter",

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run at a step boundary, with a checkpoint, on every rank at the same step."""
+"""Ctrl-C, SIGTERM and a scheduler's warning end a run at a step boundary, with a checkpoint, on every rank."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,10 +15,15 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 CHECK_SECONDS = 0.5
+# Where each step is logged or validated, there is no better one to wait for.
+MOST_PUT_OFF = 3
 
 
 class GracefulStop(Callback):
-    """On SIGINT or SIGTERM, finishes the step, saves ``last.ckpt`` on all ranks' behalf and ends every process.
+    """On SIGINT, SIGTERM or a warning, finishes the step, saves ``last.ckpt`` and ends every process.
+
+    A step after which something is logged or validated is not the last: Lightning does that after this callback, and
+    a resumed run would go on without it.
 
     Lightning's own handler runs a broadcast inside the signal handler, while a rank may be in the middle of another
     collective. Here the handler sets a flag. Rank 0's flag is broadcast about twice a second (at steps that rank 0
@@ -26,20 +31,31 @@ class GracefulStop(Callback):
     ``grace`` seconds, because a step is long or a peer is gone, is killed; the last checkpoint is whole because it
     was renamed into place. A second signal kills at once.
 
-    The exit code is 128 + the signal's number.
+    The warning is what a scheduler such as SLURM sends some time before it ends a job. It leaves more time than the
+    other signals, and may come more than once.
+
+    The exit code is 128 + the signal's number. By it a job's script tells a warned run from one that failed.
 
     Args:
         grace: Seconds until a run that has not reached a step boundary is killed.
+        warning_signal: The scheduler's signal.
+        warning_grace: Seconds until that happens after a warning.
     """
 
-    def __init__(self, grace: float = 10.0) -> None:
+    def __init__(
+        self, grace: float = 10.0, warning_signal: Literal["USR1", "USR2"] = "USR1", warning_grace: float = 60.0
+    ) -> None:
         self.grace = grace
+        self.warning_signal = warning_signal
+        self.warning_grace = warning_grace
+        self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None
         self._received: int | None = None
         self._previous: dict[int, Any] = {}
         self._next_check = 0
         self._checked_at = 0.0
         self._checked_step = 0
+        self._put_off = 0
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,8 +95,13 @@ class GracefulStop(Callback):
         stop, self._next_check = trainer.strategy.broadcast(
             (self._received, step + max(1, min(1000, int(CHECK_SECONDS / pace))))
         )
-        if stop is not None:
-            self._stop(trainer, stop)
+        if stop is None:
+            return
+        if self._put_off < MOST_PUT_OFF and _more_follows(trainer, batch_idx):
+            self._put_off += 1
+            self._next_check = step + 1
+            return
+        self._stop(trainer, stop)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -92,18 +113,22 @@ class GracefulStop(Callback):
         self._trainer = trainer
         if self._previous or threading.current_thread() is not threading.main_thread():
             return
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in (signal.SIGINT, signal.SIGTERM, self._warning):
             self._previous[signum] = signal.signal(signum, self._on_signal)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        warned = signum == self._warning
         if self._received is not None:
+            if warned:
+                return
             self._kill()
         self._received = signum
+        grace = self.warning_grace if warned else self.grace
         rank_zero_info(
-            f"\n{signal.Signals(signum).name}: stopping after this step, within {self.grace:g} s; "
-            "once more to stop at once"
+            f"\n{signal.Signals(signum).name}: stopping after this step, within {grace:g} s"
+            + ("" if warned else "; once more to stop at once")
         )
-        timer = threading.Timer(self.grace, self._kill)
+        timer = threading.Timer(grace, self._kill)
         timer.daemon = True
         timer.start()
 
@@ -126,3 +151,11 @@ class GracefulStop(Callback):
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
         os._exit(128 + (self._received or signal.SIGKILL))
+
+
+def _more_follows(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether Lightning still logs or validates at this step, or ends the epoch."""
+    validate_every = trainer.val_check_batch
+    validates = isinstance(validate_every, int) and (batch_idx + 1) % validate_every == 0
+    logs = bool(trainer.loggers) and trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+    return trainer.is_last_batch or validates or logs

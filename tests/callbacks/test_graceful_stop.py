@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # Dropout, mixup and random shifts are all on: a resumed run must draw what the uninterrupted one draws.
 RUN = [
@@ -92,6 +93,19 @@ def test_a_signal_stops_all_ranks_and_the_run_can_be_resumed_exactly(run_cli, qu
     assert resumed["global_step"] == whole["global_step"] > step
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value), name
+    # Together the stopped and the resumed run log what the whole one does, the interrupted epoch's means included.
+    expected = dict(scalars("whole"))
+    logged = scalars("stopped") + scalars("resumed")
+    assert dict(logged).keys() == expected.keys()
+    for key, value in logged:
+        assert value == pytest.approx(expected[key], abs=1e-6), key
+
+
+def scalars(name):
+    """What TensorBoard shows of a run, without times."""
+    events = EventAccumulator(f"runs/{name}/version_0").Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag not in ("hp_metric", "epoch") and "samples" not in tag]
+    return [((tag, event.step), event.value) for tag in tags for event in events.Scalars(tag)]
 
 
 def test_a_signal_before_training_ends_every_process():

@@ -1,0 +1,1 @@
+"""Launching on a cluster: batch jobs, launchers, several hosts."""

@@ -1,0 +1,149 @@
+"""Which of a machine's network interfaces leads to another host."""
+
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from cnnstrategies.errors import ConfigurationError
+
+SIOCGIFADDR = 0x8915  # linux/sockios.h
+IPV6_TABLE = Path("/proc/net/if_inet6")
+DISCARD = 9  # A port is needed to ask for a route; nothing is sent to it.
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A network interface of this machine.
+
+    Attributes:
+        name: Such as ``eth0``.
+        address: Its first IP address, which is the one that gloo announces to the other ranks.
+    """
+
+    name: str
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """The interfaces that have an address; one with IPv4 and IPv6 is there twice, IPv4 first."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            except OSError:
+                continue  # It has no IPv4 address.
+            found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
+    if IPV6_TABLE.exists():
+        for line in IPV6_TABLE.read_text().splitlines():
+            digits, _, _, _, _, name = line.split()
+            found.append(Interface(name, str(ipaddress.IPv6Address(int(digits, 16)))))
+    return found
+
+
+def resolve(host: str) -> str:
+    """The IP address of a host name, as this machine knows it.
+
+    Raises:
+        ConfigurationError: The name is unknown here.
+    """
+    try:
+        address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ConfigurationError(
+            f"{socket.gethostname()} cannot resolve the host name {host!r} ({error.strerror}): add it to /etc/hosts on "
+            "every machine, or give the address itself, for example MASTER_ADDR=10.0.0.1"
+        ) from error
+    return str(address)
+
+
+def source_address(target: str) -> str:
+    """The address of this machine from which packets to ``target`` would leave, by the kernel's routes.
+
+    Args:
+        target: An IP address.
+
+    Raises:
+        ConfigurationError: There is no route.
+    """
+    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((target, DISCARD))  # A datagram socket only looks up the route.
+        except OSError as error:
+            raise ConfigurationError(
+                f"{socket.gethostname()} has no route to {target} ({error.strerror}): is its network up? `ip route get "
+                f"{target}` shows what the kernel would do"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+def interface_to(target: str) -> Interface:
+    """The interface that leads to ``target`` by the kernel's routes.
+
+    Args:
+        target: An IP address.
+
+    Raises:
+        ConfigurationError: There is no route, or it leaves from an address that is not the first of an interface.
+    """
+    source = source_address(target)
+    for interface in interfaces():
+        if interface.address == source:
+            return interface
+    if ipaddress.ip_address(source).is_loopback:
+        return next(interface for interface in interfaces() if interface.name == "lo")
+    raise ConfigurationError(
+        f"packets to {target} leave from {source}, which is not the first address of an interface (there are "
+        f"{_listed()}): name one with --network.interface"
+    )
+
+
+def find_interface(wanted: str) -> Interface:
+    """The interface with a name, or the one with an address in a subnet.
+
+    Args:
+        wanted: ``eth0``, or ``10.0.0.0/24`` where the names differ from host to host.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    try:
+        network = ipaddress.ip_network(wanted, strict=False) if "/" in wanted else None
+    except ValueError as error:
+        raise ConfigurationError(f"network.interface: {wanted!r} is no subnet ({error}); 10.0.0.0/24 is one") from error
+    for interface in interfaces():
+        if interface.name == wanted or (network and ipaddress.ip_address(interface.address) in network):
+            return interface
+    raise ConfigurationError(f"network.interface: {socket.gethostname()} has no {wanted!r}; it has {_listed()}")
+
+
+def choose_interface(wanted: str | None, target: str) -> Interface:
+    """The interface for the traffic between the ranks.
+
+    An explicit choice comes first, then that of gloo's or NCCL's own variable, then the route to another host.
+
+    Args:
+        wanted: The user's choice, if any.
+        target: The IP address of another host.
+    """
+    wanted = wanted or os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
+    return find_interface(wanted) if wanted else interface_to(target)
+
+
+def use_interface(name: str) -> None:
+    """Have gloo and NCCL use an interface, in this process and those that it starts.
+
+    A variable that is set already is kept.
+    """
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, name)
+
+
+def _listed() -> str:
+    return ", ".join(f"{interface.name} ({interface.address})" for interface in interfaces()) or "none"

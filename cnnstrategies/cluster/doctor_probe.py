@@ -1,0 +1,114 @@
+"""Measure the connection between two hosts: round trip, bandwidth, and the difference between their clocks."""
+
+import contextlib
+import socket
+import statistics
+import struct
+import threading
+import time
+from dataclasses import dataclass
+
+CLOCK, ECHO, COUNT = b"C", b"E", b"N"
+ROUNDS = 30
+SEND_SECONDS = 0.3
+CHUNK = bytes(2**18)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A connection, as seen from one of its ends.
+
+    Attributes:
+        round_trip: Seconds; the median.
+        bandwidth: Bytes per second from here to there, over one TCP connection.
+        clock: Seconds by which the other's clock is ahead, to about half a round trip.
+    """
+
+    round_trip: float
+    bandwidth: float
+    clock: float
+
+
+class Probe:
+    """Answers measurements of other hosts on a free port until it is closed.
+
+    Args:
+        address: The IP address to listen on.
+    """
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name="probe", daemon=True).start()
+
+    def close(self) -> None:
+        """Stop to answer."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return  # It was closed.
+            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while request := connection.recv(1):
+                if request == CLOCK:
+                    connection.sendall(struct.pack("!d", time.time()))
+                elif request == ECHO:
+                    connection.sendall(ECHO)
+                elif request == COUNT:
+                    buffer, received = bytearray(2**20), 0
+                    while size := connection.recv_into(buffer):
+                        received += size
+                    connection.sendall(struct.pack("!Q", received))
+
+
+def measure(address: str, port: int, timeout: float) -> Measured:
+    """Measure the connection to another host's :class:`Probe`; takes about half a second.
+
+    Args:
+        address: Its IP address.
+        port: Its port.
+        timeout: Seconds to wait for any answer.
+
+    Raises:
+        OSError: There is no connection.
+    """
+    with socket.create_connection((address, port), timeout=timeout) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        times, offsets = [], []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            connection.sendall(ECHO)
+            _receive(connection, 1)
+            times.append(time.perf_counter() - start)
+            before = time.time()
+            connection.sendall(CLOCK)
+            there = struct.unpack("!d", _receive(connection, 8))[0]
+            offsets.append(there - (before + time.time()) / 2)
+        start = time.perf_counter()
+        connection.sendall(COUNT)
+        while time.perf_counter() - start < SEND_SECONDS:
+            connection.sendall(CHUNK)
+        connection.shutdown(socket.SHUT_WR)
+        received = struct.unpack("!Q", _receive(connection, 8))[0]
+        seconds = time.perf_counter() - start
+    return Measured(statistics.median(times), received / seconds, statistics.median(offsets))
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the other end closed the connection")
+        data += part
+    return data

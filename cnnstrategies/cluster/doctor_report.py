@@ -1,0 +1,106 @@
+"""What the doctor prints: tables, and what to mend."""
+
+from rich.table import Table
+
+from cnnstrategies.cluster.doctor import Report
+
+CLOCK_SECONDS = 1.0  # of difference are told
+
+
+def hosts_table(report: Report) -> Table:
+    """One row for each host."""
+    table = Table("host", "address", "interface", "clock, s", title="Hosts", title_justify="left")
+    for node, facts in sorted(report.hosts.items()):
+        clock = "0" if node == 0 else _clock(report, node)
+        table.add_row(f"{node} {facts.host}", facts.address, facts.interface, clock)
+    return table
+
+
+def versions_table(report: Report) -> Table:
+    """One row for each version of each program."""
+    table = Table("program", "version", "on", title="Versions", title_justify="left")
+    for name in report.hosts[0].versions:
+        found = {facts.host: facts.versions[name] for facts in report.hosts.values()}
+        for version in dict.fromkeys(found.values()):
+            hosts = [host for host, other in found.items() if other == version]
+            table.add_row(name, version, "all" if len(hosts) == len(found) else ", ".join(hosts))
+    return table
+
+
+def links_table(report: Report) -> Table:
+    """One row for each connection in one direction."""
+    table = Table("from", "to", "round trip, ms", "Mbit/s", title="Connections", title_justify="left")
+    for node, findings in sorted(report.findings.items()):
+        for other in sorted((*findings.links, *findings.failures)):
+            names = [report.hosts[number].host for number in (node, other)]
+            if other in findings.links:
+                round_trip, bandwidth, _ = findings.links[other]
+                table.add_row(*names, f"{1e3 * round_trip:.2f}", f"{8e-6 * bandwidth:,.0f}")
+            else:
+                table.add_row(*names, "-", findings.failures[other])
+    return table
+
+
+def mends(report: Report) -> list[str]:
+    """What is wrong and what to do about it; empty if all is well."""
+    return [*_missing(report), *_versions(report), *_links(report), *_shared(report), *_clocks(report)]
+
+
+def _missing(report: Report) -> list[str]:
+    here = ", ".join(f"{facts.host} ({facts.address})" for facts in report.hosts.values())
+    return [
+        f"node {node} has not come; here are {here}: is the doctor started there, and does it reach "
+        f"{report.hosts[0].host}? Look at its output"
+        for node in range(report.nodes)
+        if node not in report.hosts
+    ]
+
+
+def _versions(report: Report) -> list[str]:
+    lines = []
+    for name in report.hosts[0].versions:
+        found = {facts.host: facts.versions[name] for facts in report.hosts.values()}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{version} on {host}" for host, version in found.items())
+            lines.append(f"{name} differs: {listed}: install the same version everywhere, best one shared environment")
+    return lines
+
+
+def _links(report: Report) -> list[str]:
+    lines = []
+    for node, findings in report.findings.items():
+        here = report.hosts[node]
+        for other, reason in findings.failures.items():
+            there = report.hosts[other]
+            lines.append(
+                f"{here.host} cannot reach {there.host} at {there.address} port {there.port} ({reason}): allow TCP "
+                "connections on all ports between the machines, or choose another network with --interface (and "
+                "--network.interface in training)"
+            )
+    return lines
+
+
+def _shared(report: Report) -> list[str]:
+    return [
+        f"{report.directory}: {report.hosts[node].host} {problem}: checkpoints need a directory that all hosts share "
+        "and may write to, such as an NFS mount; name it with --shared"
+        for node, findings in report.findings.items()
+        for problem in findings.shared
+    ]
+
+
+def _clocks(report: Report) -> list[str]:
+    lines = []
+    for other, (_, _, ahead) in report.findings[0].links.items():
+        if abs(ahead) > CLOCK_SECONDS:
+            direction = "ahead of" if ahead > 0 else "behind"
+            lines.append(
+                f"the clock of {report.hosts[other].host} is {abs(ahead):.1f} s {direction} "
+                f"that of {report.hosts[0].host}: keep both in step with NTP, for example with chrony"
+            )
+    return lines
+
+
+def _clock(report: Report, node: int) -> str:
+    link = report.findings[0].links.get(node)
+    return "?" if link is None else f"{link[2]:+.3f}"

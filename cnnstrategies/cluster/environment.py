@@ -1,0 +1,37 @@
+"""What the launcher says about this process, where Lightning needs to be told."""
+
+import os
+from typing import Any
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+
+from cnnstrategies.cluster.openmpi import OpenMPIEnvironment
+
+LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+def local_rank() -> int:
+    """Number of this process on its machine, known before Lightning has found its environment; 0 without a launcher."""
+    return next((int(os.environ[name]) for name in LOCAL_RANKS if name in os.environ), 0)
+
+
+def environment_plugins(plugins: list[Any]) -> list[ClusterEnvironment]:
+    """What to add to ``trainer.plugins`` for the launcher that started this process.
+
+    mpirun inside a SLURM job comes first: its ranks are those that count. Under srun Lightning would save its
+    checkpoint inside the handler of the warning signal, when the ranks may be in different steps; here GracefulStop
+    stops them at the same one, and the job's script requeues it.
+
+    Args:
+        plugins: Those of the configuration; a cluster environment among them is left alone.
+    """
+    if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins) or TorchElasticEnvironment.detect():
+        return []
+    if OpenMPIEnvironment.detect():
+        return [OpenMPIEnvironment()]
+    # Asked first: Lightning's `detect` warns where srun is installed and not used.
+    if "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect():
+        return [SLURMEnvironment(auto_requeue=False)]
+    return []

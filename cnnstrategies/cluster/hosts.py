@@ -1,0 +1,111 @@
+"""What a run on several hosts needs around it: the right interface, and an end when a host goes silent."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+
+from cnnstrategies._lightning_private import ranks_are_children
+from cnnstrategies.cluster.addresses import use_interface
+from cnnstrategies.cluster.meeting import interface_of, meet, open_store
+from cnnstrategies.cluster.watch import Watch
+from cnnstrategies.errors import ConfigurationError
+
+UNREACHABLE = 1  # exit code
+
+
+class Network:
+    """The connection between the hosts of a run on several machines.
+
+    Args:
+        interface: Network interface for the traffic between the ranks, by name (``eth0``) or by subnet
+            (``10.0.0.0/24``, where the names differ from host to host). By default ``GLOO_SOCKET_IFNAME`` or
+            ``NCCL_SOCKET_IFNAME``, else the one on the route between the hosts.
+        wait: Seconds to wait for all hosts at the start.
+        timeout: Seconds without an answer from a host after which the run ends with a message that names it.
+    """
+
+    def __init__(self, interface: str | None = None, wait: float = 300.0, timeout: float = 60.0) -> None:
+        for name, value in (("wait", wait), ("timeout", timeout)):
+            if value <= 0:
+                raise ConfigurationError(f"network.{name}={value:g}: it must be above 0 seconds")
+        self.interface = interface
+        self.wait = wait
+        self.timeout = timeout
+
+
+@contextlib.contextmanager
+def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
+    """Bring the hosts of a run together before it starts, and watch them while it lasts; on one host do nothing.
+
+    Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well.
+
+    Args:
+        trainer: Its strategy says where the ranks are.
+        network: The user's choices.
+
+    Raises:
+        ConfigurationError: A host is missing or cannot be reached.
+    """
+    strategy = trainer.strategy
+    environment = getattr(strategy, "cluster_environment", None)
+    if trainer.num_nodes == 1 or not isinstance(strategy, ParallelStrategy) or environment is None:
+        yield
+        return
+    _check(strategy, environment, trainer.num_nodes)
+    watch, beacon = None, None
+    address, port = environment.main_address, environment.main_port
+    store = open_store(address, port, strategy.global_rank == 0, network.wait)
+    if environment.local_rank() == 0:
+        interface, beacon, others = meet(
+            store,
+            environment.node_rank(),
+            trainer.num_nodes,
+            address,
+            network.interface,
+            network.wait,
+        )
+        name = interface.name
+
+        def end(message: str) -> None:
+            print(f"cnnstrategies: error: {message}", file=sys.stderr, flush=True)
+            # The main thread waits inside a collective and cannot be interrupted.
+            if strategy.launcher is not None:
+                strategy.launcher.kill(signal.SIGKILL)
+            os._exit(UNREACHABLE)
+
+        watch = Watch(socket.gethostname(), others, network.timeout, end)
+    else:
+        name = interface_of(store, environment.node_rank(), trainer.num_nodes, network.wait)
+    use_interface(name)
+    try:
+        yield
+    except Exception:
+        if watch is not None and (explanation := watch.explain()):
+            print(f"cnnstrategies: {explanation}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        if watch is not None and beacon is not None:
+            watch.close()
+            beacon.close()
+        # Until here: rank 0's process shares the server with torch's own.
+        del store
+
+
+def _check(strategy: ParallelStrategy, environment: ClusterEnvironment, nodes: int) -> None:
+    """Refuse what cannot run on several hosts, before waiting for any."""
+    if ranks_are_children(strategy.launcher):
+        raise ConfigurationError(
+            f"trainer.num_nodes={nodes} with a strategy that forks or spawns its ranks: use the one without _fork or "
+            "_spawn in its name"
+        )
+    try:
+        environment.validate_settings(num_devices=len(strategy.parallel_devices or ()), num_nodes=nodes)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigurationError(str(error)) from error

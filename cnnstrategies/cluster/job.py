@@ -1,0 +1,148 @@
+"""A SLURM job: its size, which the trainer decides, and its sbatch script."""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.errors import ConfigurationError
+
+# After the first rank has ended, the others have this long.
+WAIT_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many processes a job has, and where.
+
+    Attributes:
+        nodes: ``trainer.num_nodes``.
+        tasks_per_node: Processes of a node: ``trainer.devices``.
+        gpus_per_node: GPUs of a node; 0 on CPUs.
+    """
+
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+
+    @property
+    def tasks(self) -> int:
+        """Processes of the job."""
+        return self.nodes * self.tasks_per_node
+
+
+def job_size(num_nodes: int, devices: Any, accelerator: Any) -> Size:
+    """The size of the job that a trainer's arguments describe.
+
+    Args:
+        num_nodes: ``trainer.num_nodes``.
+        devices: ``trainer.devices``.
+        accelerator: ``trainer.accelerator``.
+
+    Raises:
+        ConfigurationError: The number of devices, or whether they are GPUs, is left to the machine.
+    """
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 0
+    if count < 1:
+        raise ConfigurationError(
+            f"trainer.devices={devices}: a job asks for their number before it has a machine, for example "
+            "--trainer.devices 4"
+        )
+    if accelerator not in ("cpu", "gpu", "cuda"):
+        raise ConfigurationError(
+            f"trainer.accelerator={accelerator}: a job asks for GPUs or not before it has a machine: set cpu or gpu"
+        )
+    return Size(num_nodes, count, 0 if accelerator == "cpu" else count)
+
+
+def sbatch_script(
+    options: ClusterOptions, size: Size, folder: Path, last: str, python: str, command: str, variants: int = 0
+) -> str:
+    """The script of a job.
+
+    Args:
+        options: The ``cluster`` section.
+        size: Nodes, tasks and GPUs.
+        folder: The run folder, with ``config.yaml``; with variants, those lie in its folders 0, 1, ...
+        last: The checkpoint to go on from, in the shell's words; ``$run`` is the folder of one run.
+        python: The interpreter, unless the options name one.
+        command: The command line that made the job, for the reader.
+        variants: Number of combinations of a sweep; 0 for a single run.
+
+    Returns:
+        Text for ``sbatch``.
+    """
+    parts = [_header(options, size, folder, command, variants), _setup(options)]
+    run = shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if variants else "")
+    interpreter = options.python or ("python" if options.venv else python)
+    # Since 22.05 srun does not take over sbatch's CPUs per task.
+    cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
+    # A rank that fails alone must not leave the others waiting. Not --kill-on-bad-exit: its SIGTERM reaches ranks that
+    # end in order after a warning, and srun's status, the highest of all ranks', would not tell of the warning.
+    srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={WAIT_SECONDS}"
+    parts.append(
+        f"""run={run}
+last={last}
+resume=()
+if [[ -f $last ]]; then # A job that was requeued or submitted again goes on from there.
+    resume=(--ckpt_path "$last")
+fi
+
+{srun} \\
+    {shlex.quote(interpreter)} -m cnnstrategies fit --config "$run/config.yaml" "${{resume[@]}}"
+status=$?
+"""
+    )
+    if options.requeue:
+        parts.append(_requeue(options, variants))
+    parts.append("exit $status\n")
+    return "\n".join(part for part in parts if part)
+
+
+def _header(options: ClusterOptions, size: Size, folder: Path, command: str, variants: int) -> str:
+    gpus = f"{options.gpu_type}:{size.gpus_per_node}" if options.gpu_type else str(size.gpus_per_node)
+    lines = {
+        "--job-name": options.job_name,
+        "--partition": options.partition,
+        "--account": options.account,
+        "--nodes": size.nodes,
+        "--ntasks-per-node": size.tasks_per_node,
+        # Not per task: each process would see one GPU, as number 0, and take it for another's.
+        "--gpus-per-node": gpus if size.gpus_per_node else None,
+        "--cpus-per-task": options.cpus_per_task,
+        "--mem": options.memory,
+        "--constraint": options.constraint,
+        "--time": options.time,
+        "--array": f"0-{variants - 1}" if variants else None,
+        "--output": folder / ("%A_%a.log" if variants else "%j.log"),
+        "--open-mode": "append",
+        "--signal": f"{options.signal}@{options.signal_seconds}" if options.requeue else None,
+    }
+    given = [f"#SBATCH {name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
+    given.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
+    given += [f"#SBATCH {line}" for line in options.sbatch]
+    return "\n".join(["#!/bin/bash", f"# Written by: {command}", *given]) + "\n"
+
+
+def _setup(options: ClusterOptions) -> str:
+    lines = [f"module load {shlex.quote(module)}" for module in options.modules]
+    if options.venv is not None:
+        lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
+    if options.cpus_per_task is not None:
+        lines.append(f"export OMP_NUM_THREADS={options.cpus_per_task}")
+    return "".join(f"{line}\n" for line in [*lines, *options.setup])
+
+
+def _requeue(options: ClusterOptions, variants: int) -> str:
+    job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if variants else "$SLURM_JOB_ID"
+    # SLURM requeues a pre-empted job by itself only if it is still there when the partition's grace time ends.
+    return f"""# Ended by the warning (after a step with a checkpoint, or while it was starting), or by a pre-emption:
+job={job}
+warned=$((128 + $(kill -l {options.signal})))
+if [[ $status -eq $warned ]] || [[ $status -ne 0 && $(scontrol show job "$job") =~ PreemptTime=[0-9] ]]; then
+    if [[ ${{SLURM_RESTART_COUNT:-0}} -lt {options.max_requeues} ]]; then
+        scontrol requeue "$job"
+    fi
+fi
+"""

@@ -1,0 +1,154 @@
+"""The ``cluster:`` section of a configuration."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from cnnstrategies.errors import ConfigurationError
+
+# What follows from the trainer: an extra line that says it again could disagree.
+DECIDED = (
+    *("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-G", "--gpus", "--gpus-per-node", "--gpus-per-task"),
+    *("--signal", "--requeue", "--no-requeue", "-a", "--array", "-o", "--output", "-e", "--error", "--open-mode"),
+)
+# Lightning takes a job of one of these names for a shell and ignores what SLURM says about ranks.
+INTERACTIVE = ("bash", "interactive")
+# Between the end of the run's grace and the time limit: for the end of the processes and the requeue.
+MARGIN_SECONDS = 20
+
+
+@dataclass
+class ClusterOptions:
+    """What a SLURM job asks for; read by ``submit``, ignored by ``fit``.
+
+    Nodes, tasks per node and GPUs are not here: they are ``trainer.num_nodes``, ``trainer.devices`` and, with
+    ``trainer.accelerator: gpu``, as many GPUs per node as devices.
+
+    Attributes:
+        job_name: Shown by ``squeue``, and the beginning of the run folder's name.
+        partition: Partition.
+        account: Account that the time is charged to.
+        time: Time limit as SLURM writes it, in quotes: "minutes", "hours:minutes:seconds" or
+            "days-hours:minutes:seconds".
+        cpus_per_task: CPUs of each process, for its threads and its data workers.
+        memory: Memory of a node, such as 64G.
+        gpu_type: Type of the GPUs, such as a100; any when left out.
+        constraint: Features that the nodes must have.
+        modules: Loaded with ``module load``, in this order.
+        venv: Virtual environment to activate.
+        setup: Other lines of the script before the run, such as ``export NCCL_SOCKET_IFNAME=ib0``.
+        python: The interpreter; by default ``python`` with ``venv``, and the one that runs ``submit`` without.
+        sbatch: Other options of sbatch, such as ``--exclusive``.
+        requeue: On the warning signal, stop at a step boundary with a checkpoint, requeue the job and go on from there.
+        signal: The warning signal.
+        signal_seconds: How long before the time limit it is sent. A step, or a validation if it comes then, must fit
+            into it; SLURM may send it up to a minute earlier.
+        max_requeues: How often a job may requeue itself.
+        folder: Where run folders are made, on a disk that all nodes see.
+        check_data: Look at the data before the job is queued; false where only the nodes have them.
+        sweep: Values of keys of the configuration; each combination is a task of a job array.
+
+    Raises:
+        ConfigurationError: A value is out of range, or an option of sbatch is one that the trainer decides.
+    """
+
+    job_name: str = "cnnstrategies"
+    partition: str | None = None
+    account: str | None = None
+    time: str | int | None = None
+    cpus_per_task: int | None = None
+    memory: str | None = None
+    gpu_type: str | None = None
+    constraint: str | None = None
+    modules: list[str] = field(default_factory=list)
+    venv: Path | None = None
+    setup: list[str] = field(default_factory=list)
+    python: str | None = None
+    sbatch: list[str] = field(default_factory=list)
+    requeue: bool = True
+    signal: Literal["USR1", "USR2"] = "USR1"
+    signal_seconds: int = 120
+    max_requeues: int = 100
+    folder: Path = Path("slurm")
+    check_data: bool = True
+    sweep: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.+-]+", self.job_name) or self.job_name in INTERACTIVE:
+            raise ConfigurationError(
+                f"cluster.job_name={self.job_name!r}: letters, digits and . + - _ are accepted, and neither of "
+                f"{', '.join(INTERACTIVE)}, which Lightning takes for a shell"
+            )
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise ConfigurationError(f"cluster.cpus_per_task={self.cpus_per_task}: a process needs at least 1")
+        for line in self.sbatch:
+            self._check_extra(line)
+        for key, values in self.sweep.items():
+            if not values:
+                raise ConfigurationError(f"cluster.sweep: {key} has no values; give a list, such as [0.1, 0.01]")
+        if self.requeue:
+            self._check_signal()
+
+    @property
+    def grace(self) -> int:
+        """Seconds between the warning signal and the moment when a run that has not stopped is killed."""
+        return self.signal_seconds - MARGIN_SECONDS
+
+    def _check_extra(self, line: str) -> None:
+        option = re.split(r"[=\s]", line, maxsplit=1)[0]
+        if not line.startswith("-") or "\n" in line:
+            raise ConfigurationError(f"cluster.sbatch: {line!r} is no option of sbatch, such as --exclusive")
+        if option in DECIDED or (option == "--gres" and "gpu" in line):
+            raise ConfigurationError(
+                f"cluster.sbatch: {line!r} could disagree with the rest of the configuration: nodes, tasks and GPUs "
+                "are those of trainer.num_nodes, trainer.devices and trainer.accelerator; signal, requeue, array and "
+                "output have keys of their own under cluster"
+            )
+
+    def _check_signal(self) -> None:
+        if self.signal_seconds < MARGIN_SECONDS + 10:
+            raise ConfigurationError(
+                f"cluster.signal_seconds={self.signal_seconds}: a run needs time to finish its step and to save; at "
+                f"least {MARGIN_SECONDS + 10}, and 120 is usual"
+            )
+        limit = time_limit(self.time)
+        if limit is not None and limit <= self.signal_seconds + 60:
+            raise ConfigurationError(
+                f"cluster.time={self.time!r} is {limit} s, and the job is warned up to {self.signal_seconds + 60} s "
+                "before its end (cluster.signal_seconds and SLURM's minute): it would never get to train; "
+                "give it more time"
+            )
+
+
+def time_limit(text: str | int | None) -> int | None:
+    """Seconds of a time limit as SLURM writes it; None where there is no limit.
+
+    Args:
+        text: "minutes", "minutes:seconds", "hours:minutes:seconds", "days-hours", "days-hours:minutes" or
+            "days-hours:minutes:seconds".
+
+    Raises:
+        ConfigurationError: It is written in another way.
+    """
+    if text is None:
+        return None
+    if isinstance(text, int):
+        raise ConfigurationError(
+            f"cluster.time={text}: without quotes YAML reads 1:30:00 as the number 5400; write time: '1:30:00', or "
+            "time: '90' for minutes"
+        )
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ConfigurationError(
+            f"cluster.time={text!r}: SLURM writes minutes, 'hours:minutes:seconds' or 'days-hours:minutes:seconds'"
+        )
+    days, *parts = match.groups()
+    numbers = [int(part) for part in parts if part is not None]
+    if days is not None:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

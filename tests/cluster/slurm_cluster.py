@@ -1,0 +1,176 @@
+"""A real SLURM of two nodes on this machine, under one directory and on loopback only."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+NODES = ("n1", "n2")
+CPUS = 8
+START_SECONDS = 30
+
+
+def missing() -> str | None:
+    """Why there can be no SLURM here; None where there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "a SLURM of one's own needs root on Linux"
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    return f"not installed: {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)" if absent else None
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A running SLURM.
+
+    Attributes:
+        environment: The variables by which its commands find it.
+        root: Its directory.
+    """
+
+    environment: dict[str, str]
+    root: Path
+
+    def run(self, *command: object, check: bool = True) -> str:
+        """What one of its commands printed."""
+        ended = subprocess.run(
+            [str(word) for word in command], env=self.environment, capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == 0 or not check, ended.stdout + ended.stderr
+        return ended.stdout
+
+    def job(self, number: str) -> dict[str, str]:
+        """What SLURM knows about a job."""
+        words = self.run("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def logs(self) -> str:
+        """The ends of the daemons' logs, for a failed test."""
+        return "\n".join(f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.root.glob("*.log")))
+
+
+@contextlib.contextmanager
+def slurm_cluster() -> Iterator[Slurm]:
+    """Start munged, slurmctld and a slurmd for each node; end them, and whatever their jobs left, afterwards."""
+    # Not below pytest's directory: munged wants every directory above its socket to be open to all.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as directory, contextlib.ExitStack() as at_end:
+        root = Path(directory)
+        root.chmod(0o755)
+        _write_configuration(root, _free_ports(1 + len(NODES)))
+        path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+        slurm = Slurm({**os.environ, "PATH": path, "SLURM_CONF": str(root / "slurm.conf")}, root)
+
+        def start(name: str, *command: str) -> subprocess.Popen[bytes]:
+            with open(root / f"{name}.out.log", "wb") as log:
+                daemon = subprocess.Popen(
+                    command, env=slurm.environment, stdout=log, stderr=log, start_new_session=True
+                )
+            at_end.callback(_end, daemon)
+            return daemon
+
+        files = ("key-file", "socket", "pid-file", "log-file", "seed-file")
+        munged = start("munged", "munged", "--foreground", *(f"--{name}={root}/munge.{name}" for name in files))
+        _wait((root / "munge.socket").exists, munged, slurm)
+        controller = start("slurmctld", "slurmctld", "-D", "-c")
+        for node in NODES:
+            start(node, "slurmd", "-D", "-N", node)
+        _wait(lambda: slurm.run("sinfo", "-h", "-o", "%T %D", check=False).split() == ["idle", "2"], controller, slurm)
+        at_end.callback(_cancel_all, slurm)
+        yield slurm
+
+
+def _end(daemon: subprocess.Popen[bytes]) -> None:
+    daemon.terminate()
+    try:
+        daemon.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(daemon.pid, signal.SIGKILL)
+        daemon.wait()
+
+
+def _cancel_all(slurm: Slurm) -> None:
+    slurm.run("scancel", "--full", "--signal=KILL", "--user=root", check=False)
+    slurm.run("scancel", "--user=root", check=False)
+    deadline = time.monotonic() + 20
+    while slurm.run("squeue", "-h", check=False).strip() and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _write_configuration(root: Path, ports: list[int]) -> None:
+    (root / "munge.key-file").write_bytes(os.urandom(128))
+    (root / "munge.key-file").chmod(0o400)
+    host = socket.gethostname()
+    for node in NODES:
+        (root / node).mkdir()
+    controller, *node_ports = ports
+    settings = {
+        "ClusterName": "test",
+        "SlurmctldHost": f"{host}(127.0.0.1)",
+        "SlurmctldPort": controller,
+        "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny",
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        # Also how long a requeued job waits.
+        "AuthInfo": f"socket={root}/munge.socket,cred_expire=5",
+        "CredType": "cred/munge",
+        "StateSaveLocation": root / "state",
+        "SlurmdSpoolDir": f"{root}/%n/spool",
+        "SlurmctldPidFile": root / "slurmctld.pid",
+        "SlurmdPidFile": f"{root}/%n/slurmd.pid",
+        "TmpFS": f"{root}/%n",
+        "SlurmctldLogFile": root / "slurmctld.log",
+        "SlurmdLogFile": f"{root}/%n.log",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "AccountingStorageType": "accounting_storage/none",
+        "SwitchType": "switch/none",
+        "MpiDefault": "none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",
+        "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1,sched_min_interval=0",
+        "SlurmdParameters": "config_overrides",
+        "ReturnToService": 2,
+        "JobRequeue": 1,
+        "KillWait": 5,
+        "InactiveLimit": 0,
+        "PreemptType": "preempt/partition_prio",
+        "PreemptMode": "REQUEUE",
+    }
+    lines = [f"{name}={value}" for name, value in settings.items()]
+    lines += [
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={CPUS} RealMemory=20000"
+        for node, port in zip(NODES, node_ports, strict=True)
+    ]
+    every = ",".join(NODES)
+    lines.append(f"PartitionName=low Nodes={every} Default=YES MaxTime=60 State=UP PriorityTier=1 GraceTime=30")
+    lines.append(f"PartitionName=high Nodes={every} MaxTime=60 State=UP PriorityTier=2 PreemptMode=OFF")
+    (root / "state").mkdir()
+    (root / "slurm.conf").write_text("\n".join(lines) + "\n")
+    (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listening.getsockname()[1] for listening in sockets]
+    for listening in sockets:
+        listening.close()
+    return ports
+
+
+def _wait(condition: Callable[[], bool], daemon: subprocess.Popen[bytes], slurm: Slurm) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not condition():
+        ended = daemon.poll() is not None or time.monotonic() > deadline
+        assert not ended, f"SLURM did not start within {START_SECONDS} s:\n{slurm.logs()}"
+        time.sleep(0.1)

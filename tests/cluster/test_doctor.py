@@ -1,0 +1,133 @@
+"""The doctor on two hosts: network namespaces with addresses and names of their own."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import lightning
+import pytest
+from cluster.processes_of import environment
+from cluster.two_hosts import NO_SSHD, SSHD, TwoHosts, bind, missing, start_sshd, two_hosts
+
+from cnnstrategies.cli import main
+from cnnstrategies.cluster.doctor import rounds
+
+reason = missing()
+needs_hosts = pytest.mark.skipif(reason is not None, reason=str(reason))
+needs_ssh = pytest.mark.skipif(SSHD is None, reason=NO_SSHD)
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    with two_hosts() as made:
+        yield made
+
+
+def doctor(*arguments: str, **variables: str) -> None:
+    os.environ.update(variables)
+    sys.argv = ["cnnstrategies", "doctor", *arguments]
+    main()
+
+
+def examine(hosts: TwoHosts, *arguments: str, on_beta: Callable[[], None] = lambda: None) -> tuple[int, str]:
+    """The doctor's exit code and output on the first host, when it is started on both."""
+
+    def run(number: int) -> None:
+        if number == 1:
+            on_beta()
+        place = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "alpha", "MASTER_PORT": "29481"}
+        doctor("--wait=20", *arguments, **place)
+
+    runs = [hosts.start(number, lambda number=number: run(number)) for number in (0, 1)]
+    codes = [run.wait() for run in runs]
+    assert codes[1] == 0, runs[1].output()
+    return codes[0], runs[0].output()
+
+
+@needs_hosts
+def test_two_hosts_that_agree_pass(hosts: TwoHosts, tmp_path: Path) -> None:
+    code, output = examine(hosts)
+    assert code == 0, output
+    assert f"All 2 hosts agree, reach each other and share {tmp_path}" in output
+    assert re.search(rf"1 beta +│ {re.escape(hosts.addresses[1])} │ wire", output), output
+    assert not list(tmp_path.glob(".cnnstrategies-doctor*"))
+
+
+@needs_hosts
+def test_other_versions_an_unshared_directory_and_a_wrong_clock_are_named(hosts: TwoHosts, tmp_path: Path) -> None:
+    (tmp_path / "beta").mkdir()
+    (tmp_path / "shared").mkdir()
+
+    def differ() -> None:
+        lightning.__version__ = "2.6.4"
+        bind(tmp_path / "beta", tmp_path / "shared")
+        real = time.time
+        time.time = lambda: real() + 90
+
+    code, output = examine(hosts, "--shared=shared", on_beta=differ)
+    assert code == 1, output
+    assert "mend: lightning differs: " in output
+    assert "2.6.4 on beta" in output
+    assert f"mend: {tmp_path}/shared: beta does not see what alpha writes there" in output
+    assert f"mend: {tmp_path}/shared: alpha does not see what beta writes there" in output
+    assert "mend: the clock of beta is 90.0 s ahead of that of alpha" in output
+
+
+@needs_hosts
+def test_a_directory_without_permission_and_the_wrong_network_are_named(hosts: TwoHosts, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    arguments = ("--shared=shared", "--interface=extra")
+    code, output = examine(hosts, *arguments, on_beta=lambda: bind(tmp_path / "shared", tmp_path / "shared", True))
+    assert code == 1, output
+    assert f"mend: {tmp_path}/shared: beta cannot write there: Read-only file system" in output
+    assert "mend: alpha cannot reach beta at 10.99.1.1" in output
+    assert "--interface" in output
+
+
+@needs_hosts
+def test_a_host_without_a_connection_is_named_on_both_sides(hosts: TwoHosts) -> None:
+    hosts.cut()
+    place = {"NNODES": "2", "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": "29481"}
+    runs = [
+        hosts.start(number, lambda number=number: doctor("--wait=3", NODE_RANK=str(number), **place))
+        for number in (0, 1)
+    ]
+    assert [run.wait() for run in runs] == [1, 1]
+    assert "mend: no other host has come to alpha, port 29481" in runs[0].output()
+    assert f"mend: beta has not reached the main address {hosts.addresses[0]} on port 29481" in runs[1].output()
+
+
+@needs_hosts
+@needs_ssh
+def test_it_starts_itself_over_ssh_and_names_a_host_without_a_password_less_login(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    ssh = start_sshd(hosts, tmp_path)
+    right = hosts.start(0, lambda: doctor("--hosts=alpha,beta", f"--ssh={ssh}", **environment()))
+    assert right.wait() == 0, right.output()
+    assert f"All 2 hosts agree, reach each other and share {tmp_path}" in right.output()
+    wrong = hosts.start(0, lambda: doctor("--hosts=alpha,nobody@beta", f"--ssh={ssh}"))
+    assert wrong.wait() == 1, wrong.output()
+    assert "mend: ssh nobody@beta fails: " in wrong.output()
+    assert "ssh-copy-id nobody@beta" in wrong.output()
+    for run in hosts.runs:
+        run.kill()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_every_two_hosts_meet_once_and_no_host_twice_at_a_time(count: int) -> None:
+    met = []
+    for pairs in rounds(list(range(count))):
+        busy = [host for pair in pairs for host in pair]
+        assert len(busy) == len(set(busy))
+        met += [frozenset(pair) for pair in pairs]
+    assert len(met) == len(set(met)) == count * (count - 1) // 2
+
+
+def test_without_a_launcher_it_says_how_to_start(run_cli: Callable[..., tuple[int, str]]) -> None:
+    code, output = run_cli("doctor")
+    assert code == 2
+    assert "cnnstrategies doctor --hosts node1,node2" in output

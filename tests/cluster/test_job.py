@@ -1,0 +1,158 @@
+"""The sbatch script says what the configuration says, and bash accepts it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from cnnstrategies.cluster.job import Size, job_size, sbatch_script
+from cnnstrategies.cluster.options import ClusterOptions, time_limit
+from cnnstrategies.errors import ConfigurationError
+
+FOLDER = Path("/shared/runs of ann/cnn-1")
+LAST = "$run/checkpoints/last.ckpt"
+
+
+def script(options: ClusterOptions, size: Size, variants: int = 0) -> str:
+    text = sbatch_script(
+        options, size, FOLDER, LAST, "/opt/python", "cnnstrategies submit fit --config a.yaml", variants
+    )
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    return text
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_every_option_is_in_the_script() -> None:
+    options = ClusterOptions(
+        job_name="vgg",
+        partition="gpu",
+        account="biology",
+        time="1-12:00:00",
+        cpus_per_task=8,
+        memory="64G",
+        gpu_type="a100",
+        constraint="ib&nvme",
+        modules=["gcc/13", "cuda/12.4"],
+        venv=Path("/home/ann/venv"),
+        setup=["export NCCL_SOCKET_IFNAME=ib0"],
+        sbatch=["--exclusive"],
+        signal="USR2",
+        signal_seconds=300,
+    )
+    text = script(options, Size(nodes=2, tasks_per_node=4, gpus_per_node=4))
+    assert directives(text) == [
+        "--job-name=vgg",
+        "--partition=gpu",
+        "--account=biology",
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=a100:4",
+        "--cpus-per-task=8",
+        "--mem=64G",
+        "--constraint='ib&nvme'",
+        "--time=1-12:00:00",
+        "--output='/shared/runs of ann/cnn-1/%j.log'",
+        "--open-mode=append",
+        "--signal=USR2@300",
+        "--requeue",
+        "--exclusive",
+    ]
+    setup = (
+        "module load gcc/13\nmodule load cuda/12.4\nsource /home/ann/venv/bin/activate\n"
+        "export OMP_NUM_THREADS=8\nexport NCCL_SOCKET_IFNAME=ib0\n"
+    )
+    assert setup in text
+    assert "srun --cpus-per-task=8 " in text
+    assert "python -m cnnstrategies fit --config" in text
+    assert "kill -l USR2" in text
+
+
+def test_what_is_left_out_is_left_to_the_cluster() -> None:
+    text = script(ClusterOptions(requeue=False), Size(nodes=1, tasks_per_node=2, gpus_per_node=0))
+    assert directives(text) == [
+        "--job-name=cnnstrategies",
+        "--nodes=1",
+        "--ntasks-per-node=2",
+        "--output='/shared/runs of ann/cnn-1/%j.log'",
+        "--open-mode=append",
+        "--no-requeue",
+    ]
+    assert "/opt/python -m cnnstrategies fit" in text
+    assert "scontrol" not in text
+
+
+def test_the_tasks_of_an_array_have_folders_of_their_own() -> None:
+    text = script(ClusterOptions(), Size(1, 1, 0), variants=6)
+    assert "--array=0-5" in directives(text)
+    assert "--output='/shared/runs of ann/cnn-1/%A_%a.log'" in directives(text)
+    assert "run='/shared/runs of ann/cnn-1'/$SLURM_ARRAY_TASK_ID" in text
+    # The array's number alone would requeue all of its tasks.
+    assert "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" in text
+
+
+@pytest.mark.parametrize(
+    ("devices", "accelerator", "size"),
+    [
+        (4, "gpu", Size(2, 4, 4)),
+        ("4", "cuda", Size(2, 4, 4)),
+        ([0, 2], "gpu", Size(2, 2, 2)),
+        (3, "cpu", Size(2, 3, 0)),
+    ],
+)
+def test_size_is_the_trainers(devices: object, accelerator: str, size: Size) -> None:
+    assert job_size(2, devices, accelerator) == size
+
+
+@pytest.mark.parametrize(
+    ("devices", "accelerator", "message"),
+    [
+        ("auto", "gpu", "trainer.devices=auto"),
+        (-1, "gpu", "trainer.devices=-1"),
+        (2, "auto", "trainer.accelerator=auto"),
+    ],
+)
+def test_what_only_the_machine_would_know_is_refused(devices: object, accelerator: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        job_size(1, devices, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (None, None),
+        ("90", 5400),
+        ("90:30", 5430),
+        ("01:30:05", 5405),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("1-00:00:01", 86401),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int | None) -> None:
+    assert time_limit(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"time": 5400}, "without quotes"),
+        ({"time": "1h"}, "SLURM writes minutes"),
+        ({"time": "3"}, "never get to train"),
+        ({"signal_seconds": 10}, "at least 30"),
+        ({"job_name": "bash"}, "takes for a shell"),
+        ({"job_name": "a b"}, "letters, digits"),
+        ({"cpus_per_task": 0}, "cpus_per_task=0"),
+        ({"sbatch": ["exclusive"]}, "no option of sbatch"),
+        ({"sbatch": ["--nodes=3"]}, "could disagree"),
+        ({"sbatch": ["-N 3"]}, "could disagree"),
+        ({"sbatch": ["--gres=gpu:2"]}, "could disagree"),
+        ({"sweep": {"seed_everything": []}}, "has no values"),
+    ],
+)
+def test_options_that_cannot_be_right_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ClusterOptions(**arguments)  # type: ignore[arg-type]

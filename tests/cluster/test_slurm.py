@@ -1,0 +1,146 @@
+"""Jobs that our `submit` hands to a real SLURM of two nodes, started here for the purpose."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+TWO_NODES = f"""
+trainer: {{num_nodes: 2, devices: 1, enable_progress_bar: false, enable_model_summary: false}}
+cluster:
+  partition: low
+  time: "30"
+  # Two nodes on one machine: their names lead nowhere.
+  setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}"]
+"""
+# Mixing is on: a resumed run must draw what the uninterrupted one draws.
+RUN = ["--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=12"]
+HYBRID = "--config=" + str(ROOT / "configs/experiments/digits_smallcnn_hybrid_1-1_cpu.yaml")
+QUICKSTART = "--config=" + str(ROOT / "configs/quickstart.yaml")
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with slurm_cluster() as running:
+        yield running
+
+
+class Job:
+    """A job that `cnnstrategies submit fit` has queued."""
+
+    def __init__(self, slurm: Slurm, run_cli: Callable[..., tuple[int, str]], *args: str) -> None:
+        Path("two_nodes.yaml").write_text(TWO_NODES)
+        os.environ |= slurm.environment
+        code, output = run_cli("submit", "fit", *args, "--config=two_nodes.yaml")
+        assert code == 0, output
+        self.slurm = slurm
+        self.number = re.search(r"Submitted job (\d+): ", output)[1]
+        self.folder = Path(re.search(r"Logs, checkpoints and script: (\S+) ", output)[1])
+
+    @property
+    def state(self) -> dict[str, str]:
+        return self.slurm.job(self.number)
+
+    @property
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+    @property
+    def last(self) -> Path:
+        return self.folder / "checkpoints/last.ckpt"
+
+    def warn(self) -> None:
+        """What SLURM does before the time limit: the signal goes to the processes, not to the script."""
+        self.slurm.run("scancel", "--signal=USR1", self.number)
+
+    def wait_for(self, condition: Callable[[], object], what: str, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {seconds} s\n{self.state}\n{self.log}"
+            time.sleep(0.1)
+
+    def wait_until_requeued(self) -> None:
+        self.wait_for(lambda: (self.state["JobState"], self.state["Restarts"]) == ("PENDING", "1"), "requeued")
+
+    def wait_for_end(self, restarts: int) -> None:
+        self.wait_for(lambda: self.state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the job's end")
+        state = self.state
+        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(restarts)), f"{state}\n{self.log}"
+
+
+def test_interrupted_jobs_go_on_exactly(slurm, run_cli):
+    """On 2 nodes, DDP warned of its end and the hybrid pipeline pre-empted: the weights are those of unbroken runs."""
+    ddp = Job(slurm, run_cli, QUICKSTART, *RUN, "--cluster.partition=high")
+    hybrid = Job(slurm, run_cli, HYBRID, *RUN)
+    ddp.wait_for(ddp.last.exists, "a checkpoint")
+    ddp.warn()
+    hybrid.wait_for(hybrid.last.exists, "a checkpoint")
+    ddp.wait_until_requeued()
+    # A more important job needs all there is; SLURM tells the pipeline with SIGTERM.
+    slurm.run(
+        "sbatch", "--partition=high", "--nodes=2", f"--ntasks-per-node={CPUS}", "--output=/dev/null", "--wrap=true"
+    )
+    whole = {
+        ddp: _uninterrupted(run_cli, QUICKSTART, "--trainer.strategy=ddp_fork"),
+        hybrid: _uninterrupted(run_cli, HYBRID, "--trainer.strategy.init_args.start_method=fork"),
+    }
+    for job, signal in ((ddp, "SIGUSR1"), (hybrid, "SIGTERM")):
+        job.wait_for_end(restarts=1)
+        assert f"{signal}: stopping after this step" in job.log
+        assert "Restored all states" in job.log
+        ended = torch.load(job.last, weights_only=True)
+        assert ended["global_step"] == whole[job]["global_step"], job.log
+        for key, value in whole[job]["state_dict"].items():
+            assert torch.equal(ended["state_dict"][key], value), f"{key}\n{job.log}"
+
+
+def _uninterrupted(run_cli, *args):
+    folder = Path("whole")
+    where = [f"--checkpoint.dirpath={folder}", "--trainer.enable_progress_bar=false"]
+    code, output = run_cli("fit", *args, *RUN, *where, "--trainer.enable_model_summary=false")
+    assert code == 0, output
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def test_a_job_that_is_warned_while_it_starts_is_requeued(slurm, run_cli):
+    """The processes are still importing, so the signal ends them; there is nothing to save."""
+    job = Job(slurm, run_cli, QUICKSTART)
+    job.wait_for(lambda: slurm.run("squeue", "-h", "--steps").count(f"{job.number}.0"), "a running step")
+    job.warn()
+    job.wait_until_requeued()
+    assert not job.last.exists()
+    slurm.run("scancel", job.number)
+
+
+def test_each_combination_of_a_sweep_is_a_task_of_an_array(slurm, run_cli):
+    """Each task is told of its own configuration; what it is told is the whole point, so `echo` runs it."""
+    Path("sweep.yaml").write_text("cluster: {sweep: {seed_everything: [1, 2], trainer.max_epochs: [3]}}")
+    job = Job(slurm, run_cli, QUICKSTART, "--config=sweep.yaml", "--cluster.python=/bin/echo")
+    job.wait_for(lambda: not slurm.run("squeue", "-h", f"--jobs={job.number}", check=False).strip(), "the end of both")
+    for task, seed in enumerate((1, 2)):
+        config = job.folder / str(task) / "config.yaml"
+        log = (job.folder / f"{job.number}_{task}.log").read_text().splitlines()
+        assert log == [f"-m cnnstrategies fit --config {config}"] * 2, "once on each of the two nodes"
+        values = yaml.safe_load(config.read_text())
+        assert (values["seed_everything"], values["trainer"]["max_epochs"]) == (seed, 3)
+
+
+def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):
+    """More nodes than there are: SLURM's own answer, in one line, and nothing is left behind."""
+    os.environ |= slurm.environment
+    code, output = run_cli("submit", "fit", QUICKSTART, "--trainer.num_nodes=3", "--trainer.devices=1")
+    assert code == 2
+    line = output.splitlines()[-1]
+    assert line.startswith("cnnstrategies: error: SLURM refuses the job: ")
+    assert "node" in line.lower()
+    assert not list(Path("slurm").iterdir())
+    assert not slurm.run("squeue", "-h").strip()

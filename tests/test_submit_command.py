@@ -1,0 +1,85 @@
+"""``cnnstrategies submit``: what it prints without SLURM, and what it refuses before a job is queued."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+
+from cnnstrategies.submit_command import check, main
+
+QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
+TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]
+
+
+def test_dry_run_prints_the_script_and_writes_nothing(run_cli):
+    os.environ["PATH"] = "/nowhere"
+    for spelling in ("--dry_run", "--dry-run"):
+        code, output = run_cli("submit", "fit", QUICKSTART, *TWO_NODES, "--cluster.partition=short", spelling)
+        assert code == 0, output
+        assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n" in output
+        assert "#SBATCH --partition=short\n" in output
+        assert not list(Path().iterdir())
+    code, output = run_cli("submit", "fit", QUICKSTART, *TWO_NODES)
+    assert code == 2
+    assert "sbatch is not found: submit on a login node" in output.splitlines()[-1]
+
+
+def test_one_file_serves_fit_and_submit(run_cli):
+    """The file that a job reads is whole, names the job's own folder, and is accepted by `fit`."""
+    submission = check([QUICKSTART, *TWO_NODES, "--cluster.account=biology", "--trainer.max_epochs=7"])
+    folder = Path("cnn-1").resolve()
+    submission.write(folder)
+    code, output = run_cli("fit", f"--config={folder / 'config.yaml'}", "--print_config")
+    assert code == 0, output
+    config = yaml.safe_load(output)
+    assert config["trainer"]["max_epochs"] == 7
+    assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 7
+    assert config["cluster"]["account"] == "biology"
+    assert config["checkpoint"]["dirpath"] == str(folder / "checkpoints")
+    assert config["trainer"]["logger"]["init_args"]["version"] == "cnn-1"
+    assert config["stop"] == {"grace": 10.0, "warning_signal": "USR1", "warning_grace": 100.0}
+
+
+def test_checkpoints_are_looked_for_where_the_configuration_puts_them(capsys):
+    main(["fit", QUICKSTART, *TWO_NODES, "--checkpoint.dirpath=my checkpoints", "--dry_run"])
+    assert f"last='{Path.cwd()}/my checkpoints/last.ckpt'\n" in capsys.readouterr().out
+    own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=mine"]
+    main(["fit", QUICKSTART, *TWO_NODES, *own, "--dry_run"])
+    assert f"last={Path.cwd()}/mine/last.ckpt\n" in capsys.readouterr().out
+
+
+HYBRID = f"--config={ROOT / 'configs/experiments/digits_smallcnn_hybrid_3-1_cpu.yaml'}"
+REFUSED = {
+    "nodes disagree with the layout": ([HYBRID, *TWO_NODES], r"replicas=\[3, 1\] need 4 devices, but there are 2"),
+    "nodes disagree with an option of sbatch": ([QUICKSTART, '--cluster.sbatch=["--nodes=3"]'], "could disagree"),
+    "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
+    "no checkpoints": ([QUICKSTART, "--trainer.enable_checkpointing=false"], "from the beginning each time"),
+    "unknown number of devices": ([QUICKSTART, "--trainer.devices=auto"], "trainer.devices=auto"),
+    "sweep into one folder": (
+        [QUICKSTART, "--checkpoint.dirpath=here", '--cluster.sweep={"seed_everything": [1, 2]}'],
+        "overwrite each other's checkpoints",
+    ),
+    "sweep of sizes": (
+        [QUICKSTART, '--cluster.sweep={"trainer.devices": [1, 2]}'],
+        "tasks of an array are of one size",
+    ),
+}
+
+
+@pytest.mark.parametrize(("args", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_run_is_refused(run_cli, args, message):
+    code, output = run_cli("submit", "fit", *args, "--dry_run")
+    assert code == 2
+    assert re.search(f"cnnstrategies: error: .*{message}", output.splitlines()[-1])
+
+
+def test_a_mistake_is_explained_as_by_fit(run_cli):
+    code, output = run_cli("submit", "fit", QUICKSTART, "--cluster.partitions=short")
+    assert code == 2
+    assert "unknown key cluster.partitions: ClusterOptions has no 'partitions'; did you mean 'partition'?" in output
+    code, output = run_cli("submit", "train", QUICKSTART)
+    assert code == 2
+    assert "submit takes fit" in output.splitlines()[-1]
