@@ -44,7 +44,8 @@ class Network:
 def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     """Bring the hosts of a run together before it starts, and watch them while it lasts; on one host do nothing.
 
-    Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well.
+    Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well. A
+    strategy with the attribute ``finds_hosts`` does all that itself.
 
     Args:
         trainer: Its strategy says where the ranks are.
@@ -55,7 +56,8 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     """
     strategy = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    if trainer.num_nodes == 1 or not isinstance(strategy, ParallelStrategy) or environment is None:
+    apart = trainer.num_nodes > 1 and not getattr(strategy, "finds_hosts", False)
+    if not apart or not isinstance(strategy, ParallelStrategy) or environment is None:
         yield
         return
     _check(strategy, environment, trainer.num_nodes)

@@ -94,6 +94,8 @@ class ParameterServerStrategy(DDPStrategy):
             processes are started.
     """
 
+    finds_hosts = True  # Its coordinator knows who is there.
+
     def __init__(
         self,
         mode: Mode = "sync",

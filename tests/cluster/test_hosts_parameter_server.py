@@ -1,0 +1,87 @@
+"""The parameter server across two hosts: network namespaces with addresses and names of their own."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.two_hosts import Run, TwoHosts, missing, two_hosts
+from conftest import ROOT
+
+from cnnstrategies.paramserver.security import KeyPair
+
+reason = missing()
+pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+TIMEOUT = 6
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    with two_hosts() as made:
+        yield made
+
+
+def train(hosts: TwoHosts, number: int, *arguments: str) -> Run:
+    """Starts the quickstart on one of the hosts, as its user would by hand."""
+
+    command = [
+        *(sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
+        *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.enable_model_summary=false"),
+        *("--trainer.enable_progress_bar=false", "--trainer.strategy=ParameterServerStrategy"),
+        *(f"--trainer.strategy.init_args.timeout={TIMEOUT}", *arguments),
+    ]
+    names = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29512", "NODE_RANK": str(number), "OMP_NUM_THREADS": "1"}
+    # A program of its own, not a fork of pytest's: it starts itself again for each rank.
+    environment = {**os.environ, **names, "PYTHONPATH": str(ROOT)}
+    return hosts.start(number, lambda: os.execve(sys.executable, command, environment))
+
+
+def wait_for_checkpoint(*runs: Run) -> Path:
+    """The checkpoint of the first epoch."""
+    for _ in range(1000):
+        if found := list(Path("runs").glob("*/*/checkpoints/last.ckpt")):
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError("\n".join(run.output() for run in runs))
+
+
+def test_trains_across_hosts_encrypted(hosts: TwoHosts) -> None:
+    KeyPair.create().save("run.key")
+    arguments = ("--trainer.strategy.init_args.key_file=run.key", "--trainer.max_epochs=1")
+    runs = [train(hosts, number, *arguments, "--trainer.limit_train_batches=5") for number in (0, 1)]
+    assert [run.wait() for run in runs] == [0, 0], "\n".join(run.output() for run in runs)
+    assert torch.load(wait_for_checkpoint(*runs), weights_only=True)["global_step"] == 5
+
+
+def test_without_keys_an_open_network_is_refused(hosts: TwoHosts) -> None:
+    run = train(hosts, 0)
+    assert run.wait() == 2
+    assert "--make-keys" in run.output()
+
+
+def test_a_short_cut_of_the_link_is_survived_and_a_long_one_ends_the_run_on_both_hosts(hosts: TwoHosts) -> None:
+    arguments = ("--trainer.strategy.init_args.security=none", "--trainer.max_epochs=10000")
+    limits = ("--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")
+    runs = [train(hosts, number, *arguments, *limits) for number in (0, 1)]
+    path = wait_for_checkpoint(*runs)
+    hosts.cut()
+    time.sleep(2)
+    hosts.mend()
+    written = path.stat().st_mtime_ns
+    deadline = time.monotonic() + 30
+    while path.stat().st_mtime_ns == written:  # Checkpoints go on to be written.
+        assert time.monotonic() < deadline, "\n".join(run.output() for run in runs)
+        time.sleep(0.1)
+    hosts.cut()
+    start = time.monotonic()
+    codes = [run.wait() for run in runs]
+    assert time.monotonic() - start < 4 * TIMEOUT + 10
+    outputs = [run.output() for run in runs]
+    assert 0 not in codes, "\n".join(outputs)
+    assert "server 1" in outputs[0], outputs[0]
+    assert "coordinator" in outputs[1], outputs[1]
+    torch.load(path, weights_only=True)  # It is whole.
