@@ -143,9 +143,9 @@ def _forked(service: Service) -> None:
 
 def serve(service: Service) -> int:
     """Run a service in this process until it ends; its exit code."""
-    # The terminal sends Ctrl-C to all: the workers stop at the end of their step and still need the servers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
         service.run()

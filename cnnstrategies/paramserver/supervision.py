@@ -114,7 +114,9 @@ class Supervision:
             self._ended_at = now
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to every worker that runs."""
+        """Send a signal to every worker that runs; after one that ends them, none is started again."""
+        if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            self._run_ends()
         for one in self.workers:
             if one.code is None and one.handle is not None:
                 one.handle.send_signal(signum)
