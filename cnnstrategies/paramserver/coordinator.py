@@ -39,7 +39,7 @@ class CoordinatorSettings:
         appear: Seconds in which every member must have registered once.
         survivable: How many servers can be lost for ever: copies of each slice beyond the first.
         essential: Workers whose loss for ever ends the run: the one that writes checkpoints and logs.
-        supervised: Whether a supervision ends the processes that were silent and says if others replace them.
+        supervised: Whether a supervision may replace processes that were silent, and says if it does.
     """
 
     endpoint: str

@@ -65,12 +65,14 @@ class ServerProcess:
         endpoint: Where it listens.
         key_file: The run's CURVE keys; None for no encryption.
         insecure: No encryption although other machines reach the endpoint.
+        known_as: Name of this machine for the others, where the endpoint does not have it.
     """
 
     address: Address
     endpoint: str
     key_file: str | None = None
     insecure: bool = False
+    known_as: str | None = None
 
     def run(self) -> None:
         """Serve one run.
@@ -84,7 +86,10 @@ class ServerProcess:
         run_keys = load_keys(self.key_file)
         listener = Listener(self.endpoint, encrypted=keys is not None, insecure=self.insecure)
         public = "" if keys is None else keys.public
-        membership = Membership(self.address, listener.endpoint, public, run_keys)
+        reached = listener.endpoint
+        if self.known_as is not None:
+            reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
+        membership = Membership(self.address, reached, public, run_keys)
         views = membership.source()
         try:
             (text,) = get(membership, SPECIFICATION, run_keys)

@@ -10,7 +10,7 @@ from pathlib import Path
 from cnnstrategies.paramserver.coordinator import SERVER, CoordinatorSettings
 from cnnstrategies.paramserver.membership import Address
 from cnnstrategies.paramserver.processes import Handle
-from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.security import KeyPair, is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
     ServerProcess,
@@ -113,7 +113,7 @@ def open_supervision(
             servers,
             options.timeout,
             survivable=options.replication - 1,
-            supervised=place.supervised,
+            supervised=place.supervised and options.max_restarts > 0,
         )
         service = CoordinatorProcess(settings, place.key_file, place.directory)
         supervision.start(Watched(COORDINATOR, 0, partial(_start, service, method)))
@@ -137,12 +137,16 @@ def _start(service: Service, method: StartMethod, incarnation: int) -> Handle:
 
 
 def _start_server(options: Options, place: Place, identity: int, method: StartMethod, incarnation: int) -> Handle:
+    known_as = None
     if place.directory is not None:
         endpoint = f"ipc://{place.directory}/server-{identity}-{incarnation}"
-    else:
+    elif is_local(place.coordinator) or not is_local(f"tcp://{own_address(place.coordinator)}:1"):
         endpoint = f"tcp://{own_address(place.coordinator)}:*"
+    else:
+        # The machine of the coordinator, whose name leads to loopback there.
+        endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
     address = Address(place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout)
-    return start(ServerProcess(address, endpoint, place.key_file, place.insecure), method)
+    return start(ServerProcess(address, endpoint, place.key_file, place.insecure, known_as), method)
 
 
 def _listening(coordinator: str) -> str:

@@ -79,8 +79,8 @@ def test_a_short_cut_of_the_link_is_survived_and_a_long_one_ends_the_run_on_both
     hosts.cut()
     start = time.monotonic()
     codes = [run.wait() for run in runs]
-    assert time.monotonic() - start < 4 * TIMEOUT + 10
     outputs = [run.output() for run in runs]
+    assert time.monotonic() - start < 4 * TIMEOUT + 10, "\n".join(outputs)
     assert 0 not in codes, "\n".join(outputs)
     assert "server 1" in outputs[0], outputs[0]
     assert "coordinator" in outputs[1], outputs[1]
