@@ -20,7 +20,14 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
-from cnnstrategies.callbacks import EpochMetrics, GracefulStop, PredictionWriter, SamplesPerSecond, TrainingSummary
+from cnnstrategies.callbacks import (
+    EpochMetrics,
+    GracefulStop,
+    PredictionWriter,
+    SamplesPerSecond,
+    ServerTraffic,
+    TrainingSummary,
+)
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cli_errors import (
@@ -156,6 +163,7 @@ class CLI(LightningCLI):
         defaults: list[Callback] = [
             EpochMetrics(),
             SamplesPerSecond(),
+            ServerTraffic(),
             TrainingSummary(),
             config.predictions,
             config.stop,

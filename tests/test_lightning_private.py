@@ -1,11 +1,23 @@
 """Fails loudly when a private Lightning name that the package uses changes; see `_lightning_private.py`."""
 
+import sys
+
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 from lightning.pytorch.strategies import DDPStrategy
 
-from cnnstrategies._lightning_private import built_by_cli, ranks_are_children
+from cnnstrategies._lightning_private import (
+    GlobalState,
+    MultiProcessingLauncher,
+    ScriptLauncher,
+    built_by_cli,
+    check_start,
+    ranks_are_children,
+    script_command,
+    set_batches_that_stepped,
+)
 
 
 def test_built_by_cli_is_true_only_in_lightnings_context():
@@ -20,6 +32,22 @@ def test_the_launchers_that_make_all_ranks_their_children_are_told_from_the_othe
         strategy = DDPStrategy(start_method=start_method, cluster_environment=LightningEnvironment())
         strategy._configure_launcher()
         assert ranks_are_children(strategy.launcher) is expected
+
+
+def test_the_launchers_that_the_parameter_server_replaces_have_their_parts():
+    for name in ("launch", "kill", "_wrapping_function", "_recover_results_in_main_process"):
+        assert callable(getattr(MultiProcessingLauncher, name))
+    for name in ("launch", "kill"):
+        assert callable(getattr(ScriptLauncher, name))
+    check_start("fork")
+    assert script_command()[0] == sys.executable
+    GlobalState.capture().restore()
+
+
+def test_the_number_of_steps_that_loggers_see_can_be_set():
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    set_batches_that_stepped(trainer, 7)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 7
 
 
 def test_the_method_that_overrides_the_configuration_is_still_called_so():

@@ -42,7 +42,7 @@ def test_the_readmes_commands():
     assert Path("runs/quickstart/version_0/curves.png").is_file()
 
     rest = [line for line in lines[2:] if line != "pip install ."]
-    assert len(rest) == 5
+    assert len(rest) == 6
     for line in rest:
         epochs = " --trainer.max_epochs 1" if " fit " in line else ""
         run(line + epochs)

@@ -43,8 +43,8 @@ def main() -> None:
         Path(__file__).with_suffix(".md"),
         "A step of parameter_server against DDP's",
         f"{__doc__}\nA step is a batch of {options.batch_size} images of 32 x 32 for each worker, with SGD with "
-        f"momentum, as `fit` makes it. {options.rounds} fits of {options.steps} steps of each; the first 5 of a fit do not "
-        "count.",
+        f"momentum, as `fit` makes it. {options.rounds} fits of {options.steps} steps of each; the first 5 of a fit do "
+        "not count.",
         rows,
     )
 

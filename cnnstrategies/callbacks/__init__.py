@@ -8,6 +8,7 @@ from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
+from cnnstrategies.callbacks.traffic import ServerTraffic
 
 __all__ = [
     "EpochMetrics",
@@ -16,6 +17,7 @@ __all__ = [
     "PredictionWriter",
     "Pruning",
     "SamplesPerSecond",
+    "ServerTraffic",
     "StepProfile",
     "TrainingSummary",
 ]

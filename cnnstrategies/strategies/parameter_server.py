@@ -21,7 +21,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.client import Counters, Worker
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
@@ -481,6 +481,11 @@ class ParameterServerStrategy(DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self._worker is None, "the servers get it in on_train_start"
         super().load_optimizer_state_dict(checkpoint)
+
+    @property
+    def counters(self) -> Counters | None:
+        """What this worker has sent, received and waited; None when it does not train."""
+        return None if self._worker is None else self._worker.counters
 
     # Stopping
 

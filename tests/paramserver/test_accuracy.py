@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cluster import Cluster
 from conftest import PlainCNN
+from local_cluster import Cluster
 from sklearn.datasets import load_digits
 from torch import Tensor
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cluster import Cluster
+from local_cluster import Cluster
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver.specification import Specification, hyperparameters

@@ -25,7 +25,7 @@ def test_each_sample_goes_to_one_worker_whatever_the_order():
                 got[worker].append(taken)
             else:
                 open_to.discard(worker)
-        assert positions(sum(got.values(), [])) == [(3, i) for i in range(samples)]
+        assert positions([chunk for chunks in got.values() for chunk in chunks]) == [(3, i) for i in range(samples)]
         assert all(got.values())
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
+from local_cluster import Cluster
 from ranks import run_apart
 from torch import Tensor, nn
 from training import SGD, Replica, batches, specify, train_alone

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from cluster import Cluster
+from local_cluster import Cluster
 from torch import Tensor
 from training import SGD, specify
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
+from local_cluster import Cluster
 from ranks import run_apart
 from test_sync import assert_same, shares_of, train
 from torch import Tensor

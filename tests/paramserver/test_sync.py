@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import Cluster
+from local_cluster import Cluster
 from ranks import run_apart
 from torch import Tensor
 from training import (
