@@ -30,7 +30,10 @@ def refused_elsewhere(launcher: Any, seconds: float = 2.0) -> bool:
     processes = [p for p in getattr(launcher, "procs", []) if isinstance(p, subprocess.Popen)]
     deadline = time.monotonic() + seconds
     while processes and time.monotonic() < deadline:
-        if any(process.poll() == 2 for process in processes):
+        codes = [process.poll() for process in processes]
+        if 2 in codes:
             return True
+        if any(codes):  # It failed otherwise; Lightning is about to kill all ranks, and this one has something to say.
+            return False
         time.sleep(0.05)
     return False

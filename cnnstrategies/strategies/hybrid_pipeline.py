@@ -1,5 +1,6 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +24,7 @@ from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Placement, Schedule
-from cnnstrategies.pipeline.transport import new_group
+from cnnstrategies.pipeline.transport import PeerError, new_group
 from cnnstrategies.strategies.divided_module import DividedModule
 from cnnstrategies.strategies.pipeline_contract import check_module, check_optimizers
 from cnnstrategies.strategies.pipeline_layout import LayoutRequest
@@ -368,6 +369,9 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        if isinstance(exception, PeerError):
+            # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
+            print(exception, file=sys.stderr, flush=True)
         if isinstance(
             exception, ProcessExitedException | ProcessRaisedException
         ):  # In the process that forked or spawned the ranks.

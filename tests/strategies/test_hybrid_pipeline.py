@@ -59,7 +59,7 @@ def checkpoint(name, version=0):
 def logged(name, version=0):
     with (Path("runs") / name / f"version_{version}/metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
-    names = [key for key in rows[0] if key != "samples_per_s"]
+    names = [key for key in rows[0] if key != "samples_per_s" and not key.startswith("servers/")]
     return [{key: float(row[key]) for key in names if row[key]} for row in rows]
 
 
