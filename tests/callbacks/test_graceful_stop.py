@@ -80,7 +80,7 @@ def test_a_signal_stops_all_ranks_and_the_run_can_be_resumed_exactly(run_cli, qu
     output = Path("stopped.log").read_text()
     assert code == 128 + signum, output
     assert time.monotonic() - began < 40
-    assert_group_ends(process.pid, 5)
+    assert_group_ends(process.pid, 20)
     step = int(re.search(r"Stopped by SIG\w+ after step (\d+); continue with --ckpt_path", output)[1])
     checkpoint = torch.load(path, weights_only=True)
     assert checkpoint["global_step"] == step
@@ -100,7 +100,7 @@ def test_a_signal_before_training_ends_every_process():
     os.kill(process.pid, signal.SIGTERM)
     # A rank that waits for the others in the rendezvous notices when they are there: as long as their imports take.
     assert process.wait(timeout=90) == 128 + signal.SIGTERM
-    assert_group_ends(process.pid, 5)
+    assert_group_ends(process.pid, 20)
 
 
 def test_a_killed_rank_ends_the_others():
