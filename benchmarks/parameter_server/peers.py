@@ -15,6 +15,7 @@ from torch import Tensor
 
 LEARNING_RATE = 1e-3
 CHUNK = 1 << 20
+SLICE = 1 << 21  # what a worker receives before it copies, where it does
 
 
 class Average:
@@ -70,11 +71,37 @@ def timed(rounds: int, exchange: Any) -> list[float]:
     return seconds
 
 
-def raw_server(id: int, workers: int, servers: int, numel: int, rounds: int, directory: Path) -> None:
+def listen(scheme: str, path: Path) -> socket.socket:
+    """A listening socket, TCP or unix (``ipc``); its port or path is published."""
+    if scheme == "tcp":
+        listener = socket.create_server(("127.0.0.1", 0))
+        publish(path, str(listener.getsockname()[1]))
+    else:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"{path}-socket")
+        listener.listen()
+        publish(path, f"{path}-socket")
+    return listener
+
+
+def connect(scheme: str, path: Path) -> socket.socket:
+    """A connection to who listens there."""
+    address = wait_for(path)
+    if scheme == "tcp":
+        connection = socket.create_connection(("127.0.0.1", int(address)))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    else:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+    return connection
+
+
+def raw_server(
+    id: int, workers: int, servers: int, numel: int, rounds: int, directory: Path, scheme: str = "tcp"
+) -> None:
     """A thread for each connection."""
     part = Average(numel // servers, workers)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        publish(directory / f"raw-{id}", str(listener.getsockname()[1]))
+    with listen(scheme, directory / f"raw-{id}") as listener:
 
         def serve(connection: socket.socket, gradient: Tensor) -> None:
             for _ in range(rounds):
@@ -84,25 +111,38 @@ def raw_server(id: int, workers: int, servers: int, numel: int, rounds: int, dir
         threads = []
         for worker in range(workers):
             connection, _ = listener.accept()
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if scheme == "tcp":
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             threads.append(threading.Thread(target=serve, args=(connection, part.gradients[worker])))
             threads[-1].start()
         for thread in threads:
             thread.join()
 
 
-def raw_worker(id: int, workers: int, servers: int, numel: int, rounds: int, directory: Path) -> list[float]:
-    """A thread for each server."""
-    connections = []
-    for server in range(servers):
-        port = int(wait_for(directory / f"raw-{server}"))
-        connections.append(socket.create_connection(("127.0.0.1", port)))
-        connections[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def raw_worker(
+    id: int,
+    workers: int,
+    servers: int,
+    numel: int,
+    rounds: int,
+    directory: Path,
+    scheme: str = "tcp",
+    copies: bool = False,
+) -> list[float]:
+    """A thread for each server; `copies`: values are received into a buffer and copied out, as libzmq makes us do."""
+    connections = [connect(scheme, directory / f"raw-{server}") for server in range(servers)]
+    buffers = [torch.empty(SLICE // 4) for _ in range(servers)]
     gradients, values = torch.ones(numel).chunk(servers), torch.zeros(numel).chunk(servers)
 
     def exchange_with(server: int) -> None:
         connections[server].sendall(memory(gradients[server]))
-        receive_into(connections[server], memory(values[server]))
+        if not copies:
+            receive_into(connections[server], memory(values[server]))
+            return
+        for part in values[server].split(SLICE // 4):
+            received = buffers[server][: part.numel()]
+            receive_into(connections[server], memory(received))
+            part.copy_(received)
 
     with futures.ThreadPoolExecutor(servers) as pool:
         return timed(rounds, lambda: list(pool.map(exchange_with, range(servers))))

@@ -2,8 +2,17 @@
 
     python benchmarks/parameter_server/transport.py [--megabytes 100] [--rounds 12] [--repeats 3]
 
-All run over TCP on the loopback interface with one thread per process for torch; in all of them the servers average the
-two gradients and make one step of SGD. The figure is bytes both ways of both workers per second of the median round.
+All run on one machine, over TCP on the loopback interface where nothing else is said, with one thread per process for
+torch; in all of them the servers average the two gradients and make one step of SGD. The figure is bytes both ways of
+both workers per second of the median round.
+
+The raw loop receives into the parameters themselves, and a server's gradients into memory that it reuses. libzmq
+receives into memory of its own, so this package's workers copy each slice into the parameter. "Raw sockets, same
+copies" receives 2 MiB into a buffer and copies them, too. The servers' arithmetic is the same number of operations, but
+not the same code: raw sockets add whole halves with two calls; ours interpolates and steps slice by slice with the
+user's torch optimizer.
+
+Prints the figures, and writes them to transport.md beside this file unless --page names another.
 """
 
 import argparse
@@ -134,17 +143,27 @@ def peer(numel: int, rounds: int, server: Callable[..., Any], worker: Callable[.
         return run(functions, 0 if worker is peers.rpc else SERVERS)
 
 
+def raw(numel: int, rounds: int, scheme: str, copies: bool) -> float:
+    """Seconds of a round with raw sockets."""
+    server = partial(peers.raw_server, scheme=scheme)
+    return peer(numel, rounds, server, partial(peers.raw_worker, scheme=scheme, copies=copies))
+
+
 def main() -> None:
     """Run all variants in turn and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=100)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--page", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args()
     numel = int(options.megabytes * 1e6 / 4 / 20) * 20
     rounds = options.rounds + WARM_UP
     variants: dict[str, Callable[[], float]] = {
-        "raw sockets": lambda: peer(numel, rounds, peers.raw_server, peers.raw_worker),
+        "raw sockets, tcp": lambda: raw(numel, rounds, "tcp", False),
+        "raw sockets, tcp, same copies": lambda: raw(numel, rounds, "tcp", True),
+        "raw sockets, unix": lambda: raw(numel, rounds, "ipc", False),
+        "raw sockets, unix, same copies": lambda: raw(numel, rounds, "ipc", True),
         "cnnstrategies, tcp": lambda: ours(numel, rounds, "tcp", False),
         "cnnstrategies, ipc": lambda: ours(numel, rounds, "ipc", False),
         "cnnstrategies, tcp, CURVE": lambda: ours(numel, rounds, "tcp", True),
@@ -157,17 +176,30 @@ def main() -> None:
             speeds[name].append(WORKERS * 2 * numel * 4 / variant() / 1e9)
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
-    print(f"{date.today()}, {os.cpu_count()} cores {model}, {platform.system()} {platform.release()}")
-    print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, pyzmq {zmq.__version__} (libzmq "
-        f"{zmq.zmq_version()}), grpcio {grpc.__version__}; load {os.getloadavg()[0]:.1f} at {time.strftime('%H:%M')}"
-    )
-    print(f"{options.megabytes:g} MB, {WORKERS} workers, {SERVERS} servers, medians of {options.repeats} runs\n")
-    reference = statistics.median(speeds["raw sockets"])
+    median = {name: statistics.median(values) for name, values in speeds.items()}
+    page = [
+        "# Push and pull through the parameter server",
+        "",
+        *(line for line in (__doc__ or "").splitlines()[4:-2]),
+        "",
+        f"- {date.today()}, {time.strftime('%H:%M')}; {os.cpu_count()} cores {model}, {platform.system()} "
+        f"{platform.release()}; load {os.getloadavg()[0]:.1f} at the end, this benchmark's own included",
+        f"- Python {platform.python_version()}, torch {torch.__version__}, pyzmq {zmq.__version__} (libzmq "
+        f"{zmq.zmq_version()}), grpcio {grpc.__version__}",
+        f"- `python benchmarks/parameter_server/transport.py --megabytes {options.megabytes:g} --rounds "
+        f"{options.rounds} --repeats {options.repeats}`: {WORKERS} workers, {SERVERS} servers, all in turn, "
+        f"{options.repeats} times",
+        "",
+        "| | GB/s, median | lowest to highest | of raw tcp | of raw tcp, same copies | of raw unix | "
+        "of raw unix, same copies |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for name, values in speeds.items():
-        median = statistics.median(values)
-        spread = f"{min(values):.2f} to {max(values):.2f}"
-        print(f"{name:26} {median:5.2f} GB/s ({spread}), {median / reference:.2f} of raw sockets")
+        ratios = " | ".join(f"{median[name] / median[other]:.2f}" for other in list(speeds)[:4])
+        page.append(f"| {name} | {median[name]:.2f} | {min(values):.2f} to {max(values):.2f} | {ratios} |")
+    text = "\n".join(page) + "\n"
+    print(text)
+    options.page.write_text(text)
 
 
 if __name__ == "__main__":

@@ -91,6 +91,13 @@ class Asynchronous:
         self.updates += 1
         return True
 
+    def busy(self) -> bool:
+        """Updates are made as they come: nothing is left for later."""
+        return False
+
+    def work(self) -> None:
+        """Nothing."""
+
     def pull(self, worker: int, keys: list[int], request: int) -> None:
         """A worker has finished `request` steps and wants slices for the next."""
         self.clock.finished(worker, request)

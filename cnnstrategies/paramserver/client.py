@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.allocation import reuse_freed_memory
 from cnnstrategies.paramserver.compression import Encoder, as_bytes, check_length, from_bytes
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
 from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, unpack_json
@@ -105,8 +106,10 @@ class Worker:
             self._by_parameter[slice_.parameter].append(slice_.key)
         self._targets = [Target(parameter) for parameter in parameters]
         self._encoders = [Encoder(specification.compression, specification.compression_ratio) for _ in self._slices]
+        reuse_freed_memory()
         self._links = Links(specification, self._slices, views, id, incarnation, keys, insecure)
         self._owners: list[tuple[int, int]] = [(-1, 0)] * len(self._slices)
+        self._orphans = 0
         self._options = [group.options for group in specification.groups]
         self._begin: tuple[int, dict[str, Any], float] | None = None
         self._unanswered: dict[int, tuple[Any, Encoding]] = {}
@@ -374,6 +377,7 @@ class Worker:
         before = self._owners
         primaries = [next(iter(holders(slice_, view)), -1) for slice_ in self._slices]
         self._owners = [(primary, since.get(primary, 0)) for primary in primaries]
+        self._orphans = primaries.count(-1)
         if not self._joined:
             return
         for server in view.servers:
@@ -414,15 +418,12 @@ class Worker:
             changed = self._links.follow()
             if changed:
                 self._place()
-            self._links.check(self._owners_without_server())
+            self._links.check(self._orphans if self._joined else 0)
             for server, header, payload in self._links.receive(POLL_SECONDS):
                 self._handle(server, header, payload)
                 if not waiting():
                     break
         self.counters.seconds_waited += time.monotonic() - begun
-
-    def _owners_without_server(self) -> int:
-        return sum(owner == -1 for owner, _ in self._owners) if self._joined else 0
 
     def _handle(self, server: int, header: Header, payload: memoryview) -> None:
         if header.kind == Kind.PULLED:

@@ -21,7 +21,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.transport import Context, Socket, client_socket, receive, send
+from cnnstrategies.paramserver.transport import IO_THREADS, Context, Socket, client_socket, receive, send
 from cnnstrategies.paramserver.view import ServerInfo, ViewSource
 
 POLL_SECONDS = 0.05
@@ -63,7 +63,7 @@ class Links:
         self._incarnation = incarnation
         self._keys = keys
         self._insecure = insecure
-        self._context: Context = zmq.Context()
+        self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._sockets: dict[int, tuple[ServerInfo, Socket]] = {}
         self._poller = zmq.Poller()
         self._descriptor = views.fileno()

@@ -34,13 +34,14 @@ from cnnstrategies.paramserver.slicing import cut, largest_payload
 from cnnstrategies.paramserver.snapshots import Snapshots
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.synchronous import Synchronous
-from cnnstrategies.paramserver.transport import Context, Listener, Received, receive, server_socket
+from cnnstrategies.paramserver.transport import IO_THREADS, Context, Listener, Received, receive, server_socket
 from cnnstrategies.paramserver.view import RunEnded, View, ViewSource
 
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked
 LARGEST_OPTION = 1e30
 MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
+SLICES_AT_ONCE = 4  # that are updated between two looks at the messages
 _FROM_WORKERS = frozenset(
     {Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.STATE, Kind.BEGIN, Kind.PUSH, Kind.PULL, Kind.GET_STATE}
 )
@@ -85,6 +86,7 @@ class Server:
         keys: KeyPair | None = None,
         insecure: bool = False,
     ) -> None:
+        keep_freed_memory()
         listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
         self.id = id
         self.endpoint = listener.endpoint
@@ -95,7 +97,7 @@ class Server:
         self._keys = keys
         slices = cut(specification)
         self._bounds = Bounds(max(largest_payload(slices), 4 * len(slices)) + LARGEST_JSON, len(slices))
-        self._context: Context = zmq.Context()
+        self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._view = View(-1, (), ())
         self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None
         largest = self._bounds.payload + HEADER_BYTES
@@ -137,7 +139,6 @@ class Server:
         Raises:
             RunEnded: From the views: the run is over, cleanly or not; or a view came without this server.
         """
-        keep_freed_memory()
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._wake, zmq.POLLIN)
@@ -148,16 +149,18 @@ class Server:
             poller.register(descriptor, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
-                working = isinstance(self._mode, Synchronous) and self._mode.busy()
-                ready = dict(poller.poll(0 if working else POLL_MS if descriptor is None else None))
+                wait = 0 if self._mode.busy() else POLL_MS if descriptor is None else None
+                ready = dict(poller.poll(wait))
+                # Always before the messages: those of members of a newer view would be dropped.
                 if descriptor is None or descriptor in ready:
                     self._follow(self._views.current())
                 if self._gatekeeper is not None and self._gatekeeper.socket in ready:
                     self._gatekeeper.answer()
                 if self._router in ready:
                     self._receive_waiting()
-                if isinstance(self._mode, Synchronous) and self._mode.busy():
-                    self._mode.work()
+                for _ in range(SLICES_AT_ONCE):
+                    if self._mode.busy():
+                        self._mode.work()
                 if self._snapshots.after(self._mode.finished, self._shard.store):
                     _LOG.info("server %d wrote a snapshot after %d updates", self.id, self._mode.finished)
         finally:

@@ -90,7 +90,7 @@ class Specification:
     clip_value: float | None = None
     snapshot_every: int = 0
     snapshot_directory: str | None = None
-    slice_bytes: int = 1 << 20
+    slice_bytes: int = 1 << 21
     timeout: float = 60.0
     session: int = field(default_factory=lambda: secrets.randbits(63))
 

@@ -60,7 +60,8 @@ class Synchronous:
         self._post = post
         self._view = View(-1, (), ())
         self._pushes: dict[int, Pushes] = {}
-        self._buffers: dict[int, Tensor] = {}
+        self._keeps_means = specification.clip_norm is not None or specification.replication > 1
+        self._buffers: dict[int | torch.dtype, Tensor] = {}
         self._decision: Decision | None = None
         self._todo: deque[int] = deque()
         self._voted: set[tuple[int, int]] = set()
@@ -158,18 +159,22 @@ class Synchronous:
         pushes = self._pushes[step]
         if not pushes.add(worker, self._shard.store.slices[key], payload, header.encoding):
             return False
-        if step == self.clock.step and step == version and pushes.has(key, self.clock.members):
-            self._mean(pushes, key, self.clock.members)
         self._vote(step, worker)
         if self._decision is not None and self._decision.step == step and key not in self._todo:
             self._todo.append(key)
         return True
 
-    def _mean(self, pushes: Pushes, key: int, members: frozenset[int] | tuple[int, ...]) -> Tensor | None:
+    def _mean(self, pushes: Pushes, key: int, members: tuple[int, ...]) -> Tensor | None:
+        """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.
+
+        Slices share one buffer, unless the means are needed again: to be clipped, or by libzmq to be sent to backups.
+        """
         slice_ = self._shard.store.slices[key]
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(slice_.numel, dtype=slice_.dtype)
-        return pushes.mean(slice_, members, self._buffers[key])
+        place = key if self._keeps_means else slice_.dtype
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.numel() < slice_.numel:
+            buffer = self._buffers[place] = torch.empty(slice_.numel, dtype=slice_.dtype)
+        return pushes.mean(slice_, members, buffer[: slice_.numel])
 
     # Decisions
 

@@ -62,6 +62,7 @@ Context = zmq.Context[Socket]
 # Messages that wait unread, of each connection to a server; what lies beyond waits at the sender.
 WAITING_MESSAGES = 64
 LINGER_MS = 500
+IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
 
 
 def server_socket(context: Context, listener: Listener, keys: KeyPair | None, largest: int) -> Socket:
