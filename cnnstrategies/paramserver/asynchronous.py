@@ -7,7 +7,7 @@ from cnnstrategies.paramserver.clocks import StaleClock
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.pushes import Begin
-from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.shard import Pull, Shard
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.view import View
 
@@ -30,7 +30,7 @@ class Asynchronous:
         self._shard = shard
         self._compensation = specification.delay_compensation
         self._begun: dict[int, tuple[int, Begin]] = {}
-        self._held: dict[int, tuple[list[int], int]] = {}
+        self._held: dict[int, tuple[list[int], Pull]] = {}
         self._lives: dict[int, int] = {}
         self._given: dict[tuple[int, int], Tensor] = {}
 
@@ -98,17 +98,17 @@ class Asynchronous:
     def work(self) -> None:
         """Nothing."""
 
-    def pull(self, worker: int, keys: list[int], request: int) -> None:
-        """A worker has finished `request` steps and wants slices for the next."""
-        self.clock.finished(worker, request)
-        self._held[worker] = keys, request
+    def pull(self, who: tuple[int, int], keys: list[int], request: int) -> None:
+        """A worker has finished `request` steps and wants slices for the next, with its own pushes in them."""
+        self.clock.finished(who[0], request)
+        self._held[who[0]] = keys, Pull(request, who=who, step=request - 1)
         self._release()
 
     def _release(self) -> None:
-        for worker, (keys, request) in list(self._held.items()):
-            if self.clock.may_start(request):
+        for worker, (keys, pull) in list(self._held.items()):
+            if self.clock.may_start(pull.request):
                 del self._held[worker]
                 if self._compensation:
                     for key in keys:
                         self._given[worker, key] = self._shard.store.values[key].flatten().clone()
-                self._shard.pull(worker, keys, request, None)
+                self._shard.pull(worker, keys, pull)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.allocation import reuse_freed_memory
-from cnnstrategies.paramserver.compression import Encoder, as_bytes, check_length, from_bytes
+from cnnstrategies.paramserver.compression import Encoder, as_bytes, check_length, decode
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
 from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, unpack_json
 from cnnstrategies.paramserver.optimizers import StateValue, cut_state, join_state
@@ -387,7 +387,8 @@ class Worker:
     def _send_again(self, keys: Sequence[int]) -> None:
         """Send the pushes and pulls of some slices that have not been answered."""
         pushes = [key for key in keys if key in self._unanswered]
-        if self._begin is not None and self._unanswered:
+        # Also in the middle of a step that has pushed nothing yet: a new server must hear of it.
+        if self._begin is not None and (self._unanswered or self._begin[0] == self.step):
             for server in {server.id for server in self._links.view.servers}:
                 self._send_begin(server)
         for key in pushes:
@@ -430,7 +431,7 @@ class Worker:
             self._pulled(header, payload)
         elif header.kind == Kind.WELCOME:
             values = unpack_json(payload, header)
-            if values.get("moved") is True:
+            if values.get("again") is True:
                 self._send_again([key for key, owner in enumerate(self._owners) if owner[0] == server])
                 return
             self._welcomes[server] = header.step, int(values["asked"]), values
@@ -448,8 +449,9 @@ class Worker:
         if self._pending.get(header.key) != header.step:
             return
         slice_ = self._slices[header.key]
-        check_length(len(payload), Encoding.DENSE, slice_.numel, slice_.dtype)
-        self._targets[slice_.parameter].write(slice_.start, from_bytes(payload, slice_.dtype))
+        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
+        self._targets[slice_.parameter].write(slice_.start, values)
         self.counters.bytes_received += len(payload)
         del self._pending[header.key]
         self._unanswered.pop(header.key, None)

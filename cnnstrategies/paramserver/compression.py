@@ -1,4 +1,4 @@
-"""Encodings of pushed gradients, with error feedback where something is left out.
+"""Encodings of pushed gradients, with error feedback where something is left out, and of pulled parameters.
 
 Top-k with error feedback: Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018). One bit: Seide et al., "1-Bit
 Stochastic Gradient Descent" (Interspeech 2014), with one mean for the positive and one for the negative elements.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
-from cnnstrategies.paramserver.specification import Compression
+from cnnstrategies.paramserver.specification import Compression, PullCompression
 
 ENCODINGS: dict[Compression, Encoding] = {
     "none": Encoding.DENSE,
@@ -68,6 +68,18 @@ class Encoder:
         sent = decode(payload.data, self.encoding, wanted.numel(), torch.float32)
         self._left_out = wanted - sent
         return payload.data
+
+
+def encode_values(values: Tensor, compression: PullCompression) -> tuple[Any, Encoding]:
+    """A payload of parameters, and its encoding; without compression their own memory.
+
+    In fp16 what is beyond its range becomes its largest number.
+    """
+    encoding = ENCODINGS[compression]
+    if encoding == Encoding.FP16:
+        largest = torch.finfo(torch.float16).max
+        values = values.clamp(-largest, largest)
+    return as_bytes(values.to(_HALF.get(encoding, values.dtype))), encoding
 
 
 def _mean(values: Tensor) -> Tensor:

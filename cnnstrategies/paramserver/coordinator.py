@@ -250,7 +250,12 @@ class Coordinator:
             return
         member.seen = time.monotonic()
         member.acknowledged = message.integer("seen")
+        member.connection = message.sender  # another one after a cut, which may have lost what was told
         self._tell(member, Message("pong", {"number": self._number}))
+        if self._ended is not None:
+            self._tell(member, self._ended)
+        elif message.integer("here") < self._number:
+            self._send_view(member)
         self._release()
 
     def _look_for_the_silent(self) -> None:

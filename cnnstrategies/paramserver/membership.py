@@ -277,7 +277,8 @@ class Membership:
                 )
             if now >= beat_at:
                 beat_at = now + address.heartbeat
-                send(connection, Message("beat", {**address.fields(), "seen": self._seen}))
+                here = max(0, self._newest()[0].number)
+                send(connection, Message("beat", {**address.fields(), "here": here, "seen": self._seen}))
             while not self._requests.empty():
                 send(connection, self._requests.get())
             if self._closing and not asked_to_leave:

@@ -46,6 +46,7 @@ class Kind(IntEnum):
     ACKNOWLEDGE = 19  # backup: it has the slice up to this version
     COPY_STATE = 20  # primary to a new backup
     COPY = 21  # primary to a new backup
+    PING = 22  # server to server: how often it has missed messages of the other
 
 
 class Encoding(IntEnum):
@@ -72,15 +73,16 @@ class Header:
         kind: What it is.
         sender: Id of the worker, or `SERVER` plus that of the server.
         session: `Specification.session`.
-        sequence: Grows with each message of the sender: an old one is a replay.
+        sequence: Grows with each message of the sender: an old one is a replay. From one server to another it grows by
+            one, so that a gap shows what was lost.
         encoding: How the payload holds numbers.
-        incarnation: Of the worker.
+        incarnation: Of the worker; from a server the number of the view that it follows.
         key: Number of the slice.
         length: Bytes of the payload.
         meta: Bytes of the JSON object at the payload's start.
         step: The step it belongs to.
-        base: Depends on the kind: a view's number, a version, or the worker whose update is relayed.
-        weight: Samples, or a norm, or a factor.
+        base: Depends on the kind: a view's number, a version, a count, or the worker whose update is relayed.
+        weight: Samples, or a norm, or a factor, or the version that a relayed update leads to.
     """
 
     kind: Kind

@@ -11,6 +11,8 @@ from cnnstrategies.paramserver.view import ServerInfo, View
 class Post:
     """Sends a server's messages. Nothing here waits.
 
+    Messages to another server are numbered without gaps, so that it notices when a connection has lost some.
+
     Args:
         context: The process's context.
         server: Id of this server.
@@ -34,6 +36,8 @@ class Post:
         self._largest = largest
         self._router = router
         self._sequence = 0
+        self._view = -1
+        self._sent: dict[int, int] = {}
         self._servers: dict[int, ServerInfo] = {}
         self._dealers: dict[int, Socket] = {}
 
@@ -44,8 +48,10 @@ class Post:
             if now.get(server) != self._servers[server]:
                 self._dealers.pop(server).close(linger=0)
         self._servers = now
+        self._view = view.number
         for server, info in now.items():
             if server not in self._dealers:
+                self._sent[server] = 0
                 self._dealers[server] = client_socket(self._context, info, self._keys, self._largest)
         alive = {worker.id for worker in view.workers}
         self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}
@@ -54,26 +60,29 @@ class Post:
         """Send to a worker; nothing happens if none of its messages has come yet."""
         route = self.routes.get(worker)
         if route is not None:
-            header, body = self._header(kind, payload, fields)
+            self._sequence += 1
+            header, body = self._message(kind, self._sequence, payload, fields)
             send(self._router, header, body, route)
+
+    def ask_again(self, worker: int) -> None:
+        """Have a worker send again what was not answered."""
+        self.to_worker(worker, Kind.WELCOME, json={"again": True})
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
         """Send to another server; nothing happens if it is not in the view."""
         if server in self._dealers:
-            header, body = self._header(kind, payload, fields)
+            self._sent[server] += 1
+            header, body = self._message(kind, self._sent[server], payload, fields | {"incarnation": self._view})
             send(self._dealers[server], header, body)
 
-    def _header(self, kind: Kind, payload: Any, fields: dict[str, Any]) -> tuple[Header, Any]:
+    def _message(self, kind: Kind, sequence: int, payload: Any, fields: dict[str, Any]) -> tuple[Header, Any]:
         described = fields.pop("json", None)
         meta = 0
         if described is not None:
             text = pack_json(described)
             meta = len(text)
             payload = text + bytes(payload)
-        self._sequence += 1
-        header = Header(
-            kind, SERVER + self._server, self._session, self._sequence, meta=meta, length=len(payload), **fields
-        )
+        header = Header(kind, SERVER + self._server, self._session, sequence, meta=meta, length=len(payload), **fields)
         return header, payload
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import zmq
 
 from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
+from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -29,7 +31,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.post import Post
 from cnnstrategies.paramserver.pushes import Begin
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
-from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.shard import Pull, Shard
 from cnnstrategies.paramserver.slicing import cut, largest_payload
 from cnnstrategies.paramserver.snapshots import Snapshots
 from cnnstrategies.paramserver.specification import Specification
@@ -48,7 +50,7 @@ _FROM_WORKERS = frozenset(
 _FROM_SERVERS = frozenset(
     {
         Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.SCALE, Kind.RELAY_BEGIN, Kind.RELAY, Kind.ACKNOWLEDGE,
-        Kind.COPY_STATE, Kind.COPY,
+        Kind.COPY_STATE, Kind.COPY, Kind.PING,
     }
 )  # fmt: skip
 
@@ -112,6 +114,8 @@ class Server:
         self._snapshots = Snapshots(specification, id)
         self._restored = self._snapshots.load(self._shard.store)
         self._last: dict[int, tuple[int, int]] = {}
+        self._gaps = Gaps()
+        self._pinged = 0.0
         self._members: dict[int, tuple[int, str]] = {}
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -131,6 +135,7 @@ class Server:
             Kind.ACKNOWLEDGE: lambda server, header, payload: self._shard.acknowledged(server, header.key, header.base),
             Kind.COPY: self._copied,
             Kind.COPY_STATE: self._copied,
+            Kind.PING: lambda server, header, payload: self._asked(server, header.base),
         }
 
     def run(self) -> None:
@@ -149,7 +154,7 @@ class Server:
             poller.register(descriptor, zmq.POLLIN)
         try:
             while not self._stopping.is_set():
-                wait = 0 if self._mode.busy() else POLL_MS if descriptor is None else None
+                wait = 0 if self._mode.busy() else POLL_MS if descriptor is None else int(1000 * PING_SECONDS)
                 ready = dict(poller.poll(wait))
                 # Always before the messages: those of members of a newer view would be dropped.
                 if descriptor is None or descriptor in ready:
@@ -158,6 +163,7 @@ class Server:
                     self._gatekeeper.answer()
                 if self._router in ready:
                     self._receive_waiting()
+                self._ping()
                 for _ in range(SLICES_AT_ONCE):
                     if self._mode.busy():
                         self._mode.work()
@@ -203,6 +209,9 @@ class Server:
                 f"server {self.id} is no longer in the view (number {view.number}): it was taken for dead and another "
                 "takes its place"
             )
+        before = {server.id: server.since for server in self._view.servers}
+        now = {server.id: server.since for server in view.servers}
+        self._gaps.forget([server for server, since in before.items() if now.get(server) != since])
         self._view = view
         self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
         self._members |= {SERVER + server.id: (server.since, server.public_key) for server in view.servers}
@@ -238,29 +247,51 @@ class Server:
 
     def _handle(self, received: Received) -> None:
         header = unpack(received.header, len(received.payload), self._specification.session, self._bounds)
-        life, key = self._members.get(header.sender, (None, ""))
         is_server = header.sender >= SERVER
+        if is_server and header.incarnation > self._view.number:
+            self._follow(self._views.current())
+        life, key = self._members.get(header.sender, (None, ""))
         if life is None or (not is_server and life != header.incarnation):
             raise InvalidMessageError("from no member of the view")
+        if is_server and not life <= header.incarnation <= self._view.number:
+            raise InvalidMessageError("of a view that is not known here, or of a server that was replaced")
         if self._keys is not None and received.user != key:
             raise InvalidMessageError("a key that is not its sender's")
         if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):
             raise InvalidMessageError("a kind that its sender does not send")
-        if header.sequence <= self._last.get(header.sender, (life, 0))[1]:
-            raise InvalidMessageError("a replay")
-        self._last[header.sender] = life, header.sequence
         peer = header.sender & ~SERVER
-        if not is_server:
+        if is_server:
+            if self._gaps.take(peer, header.sequence):
+                self._post.to_server(peer, Kind.PING, base=self._gaps.found[peer])
+        else:
+            if header.sequence <= self._last.get(peer, (life, 0))[1]:
+                raise InvalidMessageError("a replay")
+            self._last[peer] = life, header.sequence
             before = self._post.routes.get(peer, received.route)
             self._post.routes[peer] = received.route
             if before != received.route:
                 # Answers on the old connection may be lost: have the worker send again what is not answered.
-                self._post.to_worker(peer, Kind.WELCOME, json={"moved": True})
+                self._post.ask_again(peer)
         handler = self._handlers.get(header.kind)
         if handler is not None:
             handler(peer, header, received.payload)
         elif isinstance(self._mode, Synchronous):
             self._mode.from_server(peer, header, unpack_json(received.payload, header))
+
+    def _ping(self) -> None:
+        """Now and then tell the other servers what has been missed of theirs; it also shows them what they missed."""
+        now = time.monotonic()
+        if now - self._pinged > PING_SECONDS:
+            self._pinged = now
+            for server in self._view.servers:
+                if server.id != self.id:
+                    self._post.to_server(server.id, Kind.PING, base=self._gaps.found.get(server.id, 0))
+
+    def _asked(self, server: int, gaps: int) -> None:
+        if self._gaps.asked(server, gaps):
+            self._shard.tell_again(server)
+            if isinstance(self._mode, Synchronous):
+                self._mode.tell_again(server)
 
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.base > self._view.number:
@@ -289,8 +320,7 @@ class Server:
             for key in self._shard.own:
                 store.versions[key] = step
             self._mode.caught_up(step)
-            for key in self._shard.own:
-                self._shard.answer(key)
+            self._shard.copy_to_backups()
         else:
             last = [store.seen[key].get((worker, incarnation), -1) for key in self._shard.own]
             self.lost_updates += max(0, step - 1 - min(last, default=step - 1))
@@ -331,11 +361,11 @@ class Server:
         if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
             raise InvalidMessageError("a pull of slices that another server is the primary of")
         if header.base:
-            self._shard.pull(worker, keys, header.step, 0)
+            self._shard.pull(worker, keys, Pull(header.step, whole=True))
         elif isinstance(self._mode, Synchronous):
-            self._shard.pull(worker, keys, header.step, header.step)
+            self._shard.pull(worker, keys, Pull(header.step, version=header.step))
         else:
-            self._mode.pull(worker, keys, header.step)
+            self._mode.pull((worker, header.incarnation), keys, header.step)
 
 
 def _alike(value: Any, given: Any) -> bool:

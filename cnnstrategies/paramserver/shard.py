@@ -1,21 +1,42 @@
 """The slices of one server towards the outside: answers pulls, sends updates to backups, takes those of primaries."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import as_bytes, check_length, from_bytes
+from cnnstrategies.paramserver.compression import as_bytes, check_length, encode_values, from_bytes
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.post import Post
 from cnnstrategies.paramserver.replication import Replicas
 from cnnstrategies.paramserver.slicing import Slice
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.specification import PullCompression, Specification
 from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
 from cnnstrategies.paramserver.store import Options, Store
 from cnnstrategies.paramserver.view import View
 
 Who = tuple[int, int]
 """Id and incarnation of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What a worker waits for.
+
+    Attributes:
+        request: Comes back with the answer.
+        version: The version that it needs at least.
+        who: The worker whose own push must be in it, where versions do not say that.
+        step: The step of that push.
+        whole: Send the values as they are here, without compression.
+    """
+
+    request: int
+    version: int = 0
+    who: Who | None = None
+    step: int = -1
+    whole: bool = False
 
 
 class Shard:
@@ -39,8 +60,9 @@ class Shard:
         self.owned: frozenset[int] = frozenset()
         self._replicas = Replicas(server, self.store.slices)
         self._post = post
+        self._pull_compression = specification.pull_compression
         self._order = {key: place for place, key in enumerate(self.store.slices)}
-        self._pulls: dict[int, dict[int, tuple[int, int]]] = {key: {} for key in self.store.slices}
+        self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
         self._relayed_options: dict[int, Options] = {}
         self._options_sent: tuple[object, ...] = ()
 
@@ -63,6 +85,13 @@ class Shard:
         for key in self.own:
             self.answer(key)
 
+    def copy_to_backups(self) -> None:
+        """Bring the backups to the own slices' values and versions, which have jumped."""
+        for key in self.own:
+            for backup in self._replicas.backups(key):
+                self._copy(key, backup)
+            self.answer(key)
+
     def _sort(self) -> None:
         owned = [key for key in self.store.slices if self._replicas.owns(key)]
         self.own = sorted(owned, key=lambda key: self._order[key])
@@ -70,21 +99,13 @@ class Shard:
 
     # Pulls
 
-    def pull(self, worker: int, keys: list[int], request: int, version: int | None) -> None:
-        """A worker wants slices.
-
-        Args:
-            worker: Who.
-            keys: The slices, in the order in which it needs them.
-            request: Comes back with the answers.
-            version: The version that it needs at least; None for the present one of each.
-        """
+    def pull(self, worker: int, keys: list[int], pull: Pull) -> None:
+        """A worker wants slices; `keys` are in the order in which it needs them."""
         if len(keys) == len(self.own) and keys != self.own:
             self._order.update((key, place) for place, key in enumerate(keys))
             self._sort()
         for key in keys:
-            needed = max(self.store.versions[key], 0) if version is None else version
-            self._pulls[key][worker] = request, needed
+            self._pulls[key][worker] = pull
             self.answer(key)
 
     def answer(self, key: int) -> None:
@@ -93,12 +114,23 @@ class Shard:
         if not waiting or key not in self.owned:
             return
         version = self.store.versions[key]
-        ready = [who for who, (_, needed) in waiting.items() if version >= needed and self._replicas.safe(key, needed)]
-        payload = as_bytes(self.store.values[key]) if ready else b""
+        for worker, pull in list(waiting.items()):
+            if pull.who is not None and self.store.seen[key].get(pull.who, -1) >= pull.step:
+                waiting[worker] = replace(pull, version=version, who=None)
+        ready = [
+            worker
+            for worker, pull in waiting.items()
+            if pull.who is None and version >= pull.version and self._replicas.safe(key, pull.version)
+        ]
+        encoded: dict[PullCompression, tuple[Any, Encoding]] = {}
         for worker in ready:
-            request, _ = waiting.pop(worker)
+            pull = waiting.pop(worker)
+            how = "none" if pull.whole else self._pull_compression
+            if how not in encoded:
+                encoded[how] = encode_values(self.store.values[key], how)
+            payload, encoding = encoded[how]
             self._post.to_worker(
-                worker, Kind.PULLED, payload, key=key, step=request, base=version, encoding=Encoding.DENSE
+                worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding
             )
 
     # Updates and their copies
@@ -119,6 +151,7 @@ class Shard:
                 key=key,
                 step=step,
                 base=who[1] << 32 | who[0],
+                weight=self.store.versions[key],
                 encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
             )
         self.answer(key)
@@ -138,7 +171,8 @@ class Shard:
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         if primary not in self._relayed_options:
             raise InvalidMessageError("an update without hyper-parameters")
-        if self.store.versions[header.key] >= 0:
+        # After lost messages a whole copy comes before updates go on.
+        if self.store.versions[header.key] == header.weight - 1:
             change = from_bytes(payload, slice_.dtype) if header.encoding == Encoding.DENSE else None
             self.store.apply(header.key, change, self._relayed_options[primary])
             self.store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
@@ -191,6 +225,17 @@ class Shard:
         self.store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
         self.store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
         self._acknowledge(header.key)
+
+    # Lost messages
+
+    def tell_again(self, server: int) -> None:
+        """Repeat what a server has missed some messages about."""
+        self._options_sent = ()
+        for key in self.store.slices:
+            if server in self._replicas.backups(key):
+                self._copy(key, server)
+            elif self._replicas.primary(key) == server and self.store.versions[key] >= 0:
+                self._acknowledge(key)
 
     # First values, optimizer state
 

@@ -14,6 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 
 Mode = Literal["sync", "async", "ssp", "local"]
 Compression = Literal["none", "fp16", "bf16", "topk", "onebit"]
+PullCompression = Literal["none", "fp16", "bf16"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -64,6 +65,7 @@ class Specification:
         staleness: For ssp; 0 is sync.
         compression: How pushed gradients are encoded.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
+        pull_compression: How pulled parameters are encoded. The servers' own keep their precision.
         delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
         replication: Servers that hold each slice.
         clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
@@ -84,6 +86,7 @@ class Specification:
     staleness: int = 0
     compression: Compression = "none"
     compression_ratio: float = 0.01
+    pull_compression: PullCompression = "none"
     delay_compensation: float = 0.0
     replication: int = 1
     clip_norm: float | None = None
@@ -189,9 +192,10 @@ def _check(spec: Specification) -> None:
     for name, least in at_least.items():
         if getattr(spec, name) < least:
             raise ConfigurationError(f"{name}={getattr(spec, name)}: use at least {least}")
-    for name, allowed in (("mode", get_args(Mode)), ("compression", get_args(Compression))):
-        if getattr(spec, name) not in allowed:
-            raise ConfigurationError(f"{name}={getattr(spec, name)!r}: use one of {', '.join(allowed)}")
+    choices: Mapping[str, Any] = {"mode": Mode, "compression": Compression, "pull_compression": PullCompression}
+    for name, choice in choices.items():
+        if getattr(spec, name) not in get_args(choice):
+            raise ConfigurationError(f"{name}={getattr(spec, name)!r}: use one of {', '.join(get_args(choice))}")
     if spec.replication > spec.servers:
         raise ConfigurationError(
             f"replication={spec.replication} needs as many servers, but servers={spec.servers}: change one of them"
@@ -209,6 +213,11 @@ def _check(spec: Specification) -> None:
         raise ConfigurationError(
             f"compression={spec.compression!r} leaves out parts of what is pushed, and mode='local' pushes weights: "
             "use none, fp16 or bf16"
+        )
+    if spec.mode == "local" and spec.pull_compression != "none":
+        raise ConfigurationError(
+            f"pull_compression={spec.pull_compression!r}: in mode='local' the workers' own weights are the only ones, "
+            "and would be rounded: use none"
         )
     if spec.mode == "local" and (spec.clip_norm is not None or spec.clip_value is not None):
         raise ConfigurationError("mode='local' pushes weights: clip the gradients in the worker's own optimizer step")

@@ -70,6 +70,7 @@ class Synchronous:
         self._norm_sent = False
         self._lives: dict[int, int] = {}
         self._uneven = False
+        self._early: set[int] = set()
 
     @property
     def leader(self) -> int:
@@ -98,16 +99,29 @@ class Synchronous:
             for worker in pushes.begun:
                 if self._complete(step, worker):
                     self._voted.add((step, worker))
-        decision = None if self._decision is None else asdict(self._decision)
-        report = {"decision": decision, "complete": sorted(self._voted)}
         if self.leader == self._server:
             self._report(self._server, view.number, set(self._voted))
             if self._decision is not None:
                 self._tell_all(Kind.DECIDE, asdict(self._decision))
         else:
-            self._post.to_server(self.leader, Kind.STATUS, base=view.number, json=report)
+            self._send_status()
         self._plan()
         self._consider()
+
+    def tell_again(self, server: int) -> None:
+        """Repeat what a server has missed some messages about."""
+        if self.leader == self._server:
+            if self._decision is not None:
+                self._post.to_server(server, Kind.DECIDE, json=asdict(self._decision))
+        elif self.leader == server:
+            self._send_status()
+            self._norm_sent = False
+            self._plan()
+
+    def _send_status(self) -> None:
+        decision = None if self._decision is None else asdict(self._decision)
+        report = {"decision": decision, "complete": sorted(self._voted)}
+        self._post.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
 
     def join(self, worker: int, step: int | None) -> int:
         """Count a worker from now on, or from the step at which it is."""
@@ -124,6 +138,7 @@ class Synchronous:
         """The own slices come from a snapshot, and now count as those of a step."""
         if step > self.clock.step:
             self.clock.decide(step - 1, ())
+        self._ask_the_early()
         for old in [old for old in self._pushes if old < step]:
             del self._pushes[old]
         self._plan()
@@ -133,6 +148,8 @@ class Synchronous:
 
     def begin(self, worker: int, step: int, begin: Begin) -> None:
         """A worker's pushes of a step follow."""
+        if step > self._lowest + 1:
+            self._early.add(worker)  # This server is new and does not know yet how far the others are.
         if step < self._lowest or step > self._lowest + 1:
             return
         self._pushes.setdefault(step, Pushes()).begun.setdefault(worker, begin)
@@ -240,7 +257,14 @@ class Synchronous:
             self._voted = {entry for entry in self._voted if entry[0] >= decision.step}
         self._decision = decision
         self.clock.decide(decision.step, decision.members)
+        self._ask_the_early()
         self._plan()
+
+    def _ask_the_early(self) -> None:
+        """Have the workers whose step was unknown here send it again."""
+        for worker in self._early:
+            self._post.ask_again(worker)
+        self._early.clear()
 
     def from_server(self, server: int, header: Header, values: dict[str, Any]) -> None:
         """Another server's message.

@@ -27,7 +27,7 @@ from cnnstrategies.paramserver.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import SPECIFICATION, load_keys
-from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression, Specification
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.strategies.parameter_server_launcher import WatchingProcessLauncher, WatchingScriptLauncher
@@ -74,6 +74,8 @@ class ParameterServerStrategy(DDPStrategy):
             machine, else Lightning's main address and port.
         compression: Of pushed gradients: ``none``, ``fp16``, ``bf16``, or with error feedback ``topk`` and ``onebit``.
         compression_ratio: Share of the elements that ``topk`` sends.
+        pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
+            weights; those of the servers keep their precision, and validation and checkpoints have them.
         delay_compensation: The factor of DC-ASGD (Zheng et al., ICML 2017) for async and ssp; 0 turns it off.
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
         snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.
@@ -106,6 +108,7 @@ class ParameterServerStrategy(DDPStrategy):
         coordinator: str | None = None,
         compression: Compression = "none",
         compression_ratio: float = 0.01,
+        pull_compression: PullCompression = "none",
         delay_compensation: float = 0.0,
         replication: int = 1,
         snapshot_every: int = 0,
@@ -129,6 +132,7 @@ class ParameterServerStrategy(DDPStrategy):
             coordinator,
             compression,
             compression_ratio,
+            pull_compression,
             delay_compensation,
             replication,
             snapshot_every,
@@ -423,8 +427,8 @@ class ParameterServerStrategy(DDPStrategy):
 
     # Weights and buffers at rest
 
-    def _settle(self, fresh: bool = False) -> None:
-        """Have all parameters here, and the workers' mean of the buffers; a collective when training."""
+    def _settle(self) -> None:
+        """Have the servers' parameters, and the workers' mean of the buffers; a collective when training."""
         if self._stepper is None:
             return
         worker = self._stepper.worker
@@ -432,7 +436,7 @@ class ParameterServerStrategy(DDPStrategy):
             self._stepper.average()
         worker.wait_all()
         self._average_buffers()
-        if fresh and self.options.mode in ("async", "ssp"):
+        if self.options.mode in ("async", "ssp") or self.options.pull_compression != "none":
             self.barrier("refresh")
             worker.refresh()
 
@@ -451,16 +455,16 @@ class ParameterServerStrategy(DDPStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._settle(fresh=True)
+        self._settle()
 
     @override
     def on_train_end(self) -> None:
-        self._settle(fresh=True)
+        self._settle()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state; called on every rank."""
-        self._settle(fresh=True)
+        self._settle()
         return super().lightning_module_state_dict()
 
     @override

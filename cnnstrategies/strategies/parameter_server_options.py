@@ -10,7 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.security import check_endpoint, is_local
-from cnnstrategies.paramserver.specification import Compression, Mode, Specification
+from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression, Specification
 
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
@@ -32,6 +32,7 @@ class Options:
     coordinator: str | None
     compression: Compression
     compression_ratio: float
+    pull_compression: PullCompression
     delay_compensation: float
     replication: int
     snapshot_every: int
@@ -123,6 +124,7 @@ class Options:
             "staleness": self.staleness,
             "compression": self.compression,
             "compression_ratio": self.compression_ratio,
+            "pull_compression": self.pull_compression,
             "delay_compensation": self.delay_compensation,
             "replication": self.replication,
             "snapshot_every": self.snapshot_every,

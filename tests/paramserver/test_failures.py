@@ -272,19 +272,30 @@ class Cable:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_what_a_cut_link_loses_is_sent_again(mode: str, tmp_path: Path) -> None:
-    expected, _ = run_apart(train_alone, SGD, batches(STEPS, 12))
-    with Cluster(dataclasses.replace(specify(SGD, 1), mode=mode), tmp_path) as cluster:
-        server = cluster.view.servers[0]
-        until(lambda: Path(server.endpoint.removeprefix("ipc://")).exists())
-        cluster.publish(servers=(dataclasses.replace(server, endpoint=f"ipc://{tmp_path}/cable"),))
+CUT = [{"mode": "sync"}, {"mode": "async"}, {"servers": 2, "replication": 2}, {"servers": 2, "clip_norm": 0.3}]
+
+
+@pytest.mark.parametrize("options", CUT, ids=["sync", "async", "copies", "clipped"])
+def test_what_a_cut_link_loses_is_sent_again(options: dict[str, Any], tmp_path: Path) -> None:
+    """All links to a server are cut: the worker's, and those of the other server."""
+
+    def clipped(parameters: list[Tensor]) -> None:
+        if "clip_norm" in options:
+            nn.utils.clip_grad_norm_(parameters, options["clip_norm"])
+
+    expected, _ = run_apart(train_alone, SGD, batches(STEPS, 12), clipped)
+    with Cluster(specify(SGD, 1, **options), tmp_path) as cluster:
+        servers = cluster.view.servers
+        for server in servers:
+            until(lambda: Path(server.endpoint.removeprefix("ipc://")).exists())  # noqa: B023
+        behind = [dataclasses.replace(server, endpoint=f"ipc://{tmp_path}/cable-{server.id}") for server in servers]
+        cluster.publish(servers=tuple(behind))
         cluster.start_workers(train, [slice(0, 12)])
-        cable = Cable(tmp_path / "cable", server.endpoint)
+        cables = [Cable(tmp_path / f"cable-{server.id}", server.endpoint) for server in servers]
         all_train(cluster)
         chance = random.Random(0)
         for _ in range(3):
             time.sleep(chance.uniform(0, 0.1))
             assert cluster.workers[0].is_alive()
-            cable.cut()
+            chance.choice(cables).cut()
         assert_same(cluster.result(0)[0], expected)
