@@ -106,13 +106,43 @@ def test_compressed_pushes_are_smaller_and_still_train(compression: str, smaller
     assert last < 0.6 * first
 
 
-def fit_one_batch(connect: Callable[..., Any], id: int) -> Any:
-    replica = Replica(connect, PLAIN | {"lr": 0.3})
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+def test_compressed_pulls_are_half_as_large_and_the_servers_keep_their_precision(
+    mode: str, compression: str, tmp_path: Path
+) -> None:
+    def train(connect: Callable[..., Any], id: int) -> Any:
+        replica = Replica(connect, PLAIN | {"lr": 0.3})
+        first, last, received = fit(replica)
+        rounded = [p.detach().clone() for p in replica.parameters]
+        replica.worker.refresh()
+        return first, last, received, rounded, [p.detach() for p in replica.parameters]
+
+    options = specify(PLAIN, 1, mode=mode, pull_compression=compression, servers=2)
+    with Cluster(options, tmp_path) as cluster:
+        cluster.start_workers(train)
+        ((first, last, received, rounded, whole),) = cluster.results()
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}[compression]
+    assert received == (4 + 40 * 2) * sum(p.numel() for p in whole)
+    assert last < 0.6 * first
+    for lesser, parameter in zip(rounded, whole, strict=True):
+        assert torch.equal(lesser, parameter.to(half).float())
+        assert not torch.equal(lesser, parameter)
+
+
+def fit(replica: Replica) -> tuple[float, float, int]:
     replica.scheduler.step_size = 10**6
     replica.worker.initialise()
     replica.worker.join()
     losses = [replica.step(*batch) for batch in batches(1, 12) * 40]
-    return losses[0], losses[-1], replica.worker.counters
+    replica.worker.wait_all()
+    return losses[0], losses[-1], replica.worker.counters.bytes_received
+
+
+def fit_one_batch(connect: Callable[..., Any], id: int) -> Any:
+    replica = Replica(connect, PLAIN | {"lr": 0.3})
+    first, last, _ = fit(replica)
+    return first, last, replica.worker.counters
 
 
 def test_async_clips_the_norm_of_each_workers_gradient(tmp_path: Path) -> None:

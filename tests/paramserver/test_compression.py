@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cnnstrategies.paramserver.compression import Encoder, check_length, decode
+from cnnstrategies.paramserver.compression import Encoder, check_length, decode, encode_values
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.specification import Compression
 
@@ -26,6 +26,11 @@ def test_without_compression_no_bit_changes_and_nothing_is_copied() -> None:
 def test_half_precision_rounds(compression: Compression) -> None:
     gradient = torch.randn(100)
     torch.testing.assert_close(sent(Encoder(compression, 0.1), gradient), gradient, rtol=1e-2, atol=1e-3)
+
+
+def test_parameters_beyond_the_range_of_fp16_become_its_largest_number() -> None:
+    payload, encoding = encode_values(torch.tensor([1e6, -1e6, 0.5]), "fp16")
+    assert decode(payload, encoding, 3, torch.float32).tolist() == [65504, -65504, 0.5]
 
 
 def test_topk_sends_the_largest_elements_first() -> None:

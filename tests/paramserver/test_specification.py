@@ -29,6 +29,8 @@ def test_json_gives_back_the_same_specification() -> None:
         ({"compression": "zip"}, r"compression='zip': use one of none, fp16"),
         ({"compression_ratio": 0.0}, r"compression_ratio=0.0: use more than 0"),
         ({"mode": "local", "compression": "topk"}, r"mode='local' pushes weights"),
+        ({"pull_compression": "topk"}, r"pull_compression='topk': use one of none, fp16, bf16"),
+        ({"mode": "local", "pull_compression": "fp16"}, r"pull_compression='fp16': in mode='local'"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, r"give one of them"),
         ({"clip_norm": -1.0}, r"clip_norm=-1.0: use a positive number"),
         ({"snapshot_every": 5}, r"snapshot_every=5 needs a snapshot_directory"),
