@@ -290,7 +290,7 @@ def test_what_a_cut_link_loses_is_sent_again(options: dict[str, Any], tmp_path: 
             until(lambda: Path(server.endpoint.removeprefix("ipc://")).exists())  # noqa: B023
         behind = [dataclasses.replace(server, endpoint=f"ipc://{tmp_path}/cable-{server.id}") for server in servers]
         cluster.publish(servers=tuple(behind))
-        cluster.start_workers(train, [slice(0, 12)], 20)
+        cluster.start_workers(train, [slice(0, 12)], 20, 0.02)
         cables = [Cable(tmp_path / f"cable-{server.id}", server.endpoint) for server in servers]
         all_train(cluster)
         chance = random.Random(0)
