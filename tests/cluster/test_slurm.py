@@ -12,7 +12,10 @@ import yaml
 from conftest import ROOT
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.xdist_group("slurm"),  # They share one cluster.
+]
 
 TWO_NODES = f"""
 trainer: {{num_nodes: 2, devices: 1, enable_progress_bar: false, enable_model_summary: false}}
