@@ -21,8 +21,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.client import Counters, Worker
+from cnnstrategies.paramserver.client import Worker
 from cnnstrategies.paramserver.collectives import Collectives
+from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
