@@ -13,7 +13,6 @@ import zmq
 from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
-from cnnstrategies.paramserver.handlers import Handlers, Mode
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -26,6 +25,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.post import Post
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 from cnnstrategies.paramserver.senders import Senders
+from cnnstrategies.paramserver.server_handlers import Mode, ServerHandlers
 from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.slicing import cut, largest_payload
 from cnnstrategies.paramserver.snapshots import Snapshots
@@ -97,7 +97,7 @@ class Server:
         restored = self._snapshots.load(self._store)
         self._gaps = Gaps()
         self._senders = Senders(keys is not None, self._gaps)
-        self._handlers = Handlers(specification, id, shard, self._mode, self._post, self._gaps, restored)
+        self._handlers = ServerHandlers(specification, id, shard, self._mode, self._post, self._gaps, restored)
         self._pinged = 0.0
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

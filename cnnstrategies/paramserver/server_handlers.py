@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 Mode = Synchronous | Asynchronous
 
 
-class Handlers:
+class ServerHandlers:
     """Acts on messages whose senders have been checked.
 
     Args:
