@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator import SERVER
 from cnnstrategies.paramserver.membership import Address
+from cnnstrategies.paramserver.roster import SERVER
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess, serve
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies.paramserver.client import Counters
+from cnnstrategies.paramserver.counters import Counters
 
 
 class ServerTraffic(Callback):

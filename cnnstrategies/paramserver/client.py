@@ -2,43 +2,26 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.allocation import reuse_freed_memory
-from cnnstrategies.paramserver.compression import Encoder, as_bytes, check_length, decode
+from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
-from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, unpack_json
-from cnnstrategies.paramserver.optimizers import StateValue, cut_state, join_state
+from cnnstrategies.paramserver.messages import NO_STEP, Header, Kind, unpack_json
+from cnnstrategies.paramserver.optimizers import join_state
+from cnnstrategies.paramserver.outgoing import Outgoing
+from cnnstrategies.paramserver.placement import Placement
+from cnnstrategies.paramserver.pulls import Pulls
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.slicing import cut, holders
+from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.state_messages import pack_state, unpack_state
+from cnnstrategies.paramserver.state_transfer import StateReceipt, send_initial
 from cnnstrategies.paramserver.view import ViewSource
 
 PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is there
-
-
-@dataclass
-class Counters:
-    """What a worker has sent, received and waited since it was made.
-
-    Attributes:
-        bytes_sent: Bytes of pushes, headers included.
-        bytes_received: Bytes of pulls, headers included.
-        seconds_waited: Time in :meth:`Worker.wait` and in :meth:`Worker.wait_all`.
-        steps: Steps finished.
-    """
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    seconds_waited: float = 0.0
-    steps: int = 0
 
 
 class Worker:
@@ -101,30 +84,14 @@ class Worker:
         self._specification = specification
         self._parameters = parameters
         self._slices = cut(specification)
-        self._by_parameter: list[list[int]] = [[] for _ in parameters]
-        for slice_ in self._slices:
-            self._by_parameter[slice_.parameter].append(slice_.key)
-        self._targets = [Target(parameter) for parameter in parameters]
-        self._encoders = [Encoder(specification.compression, specification.compression_ratio) for _ in self._slices]
         reuse_freed_memory()
         self._links = Links(specification, self._slices, views, id, incarnation, keys, insecure)
-        self._owners: list[tuple[int, int]] = [(-1, 0)] * len(self._slices)
-        self._orphans = 0
-        self._options = [group.options for group in specification.groups]
-        self._begin: tuple[int, dict[str, Any], float] | None = None
-        self._unanswered: dict[int, tuple[Any, Encoding]] = {}
-        self._pushed: set[int] = set()
-        self._clipped: dict[int, Tensor] = {}
-        self._pending: dict[int, int] = {}
-        self._left = [0] * len(parameters)
-        self._refreshing = False
-        self._order: list[int] = list(range(len(parameters)))
-        self._used: dict[int, None] = {}
+        self._placement = Placement(self._slices)
+        self._outgoing = Outgoing(specification, self._slices, self._links, self._placement, self.counters)
+        self._pulls = Pulls(self._slices, parameters, self._links, self._placement)
         self._joined = False
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
-        self._states: dict[int, dict[str, StateValue]] = {}
-        self._state_counts: dict[int, int] = {}
-        self._states_received: dict[int, int] = {}
+        self._state: StateReceipt | None = None
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Give the servers the values of the parameters, and the optimizer's state if there is some.
@@ -139,16 +106,7 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self._meet()
-        states = {} if optimizer_state is None else cut_state(self._specification, self._slices, optimizer_state)
-        for slice_ in self._slices:
-            value = self._parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
-            for server in holders(slice_, self._links.view):
-                for name, part in states.get(slice_.key, {}).items():
-                    described, raw = pack_state(name, part)
-                    self._links.send(server, Kind.STATE, raw, key=slice_.key, json=described)
-                # A copy: the values are pulled into the same memory, maybe before they have left.
-                payload = bytes(as_bytes(value.contiguous()))
-                self._links.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
+        send_initial(self._links, self._specification, self._slices, self._parameters, optimizer_state)
 
     def join(self) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
@@ -172,7 +130,7 @@ class Worker:
         self._joined = True
         for server in servers:
             self._hello(server)
-        self._request(refresh=True)
+        self._pulls.request(self.step, refresh=True)
         self.wait_all()
         return self.step
 
@@ -191,17 +149,8 @@ class Worker:
                 :func:`~cnnstrategies.paramserver.specification.hyperparameters` gives them.
             samples: How many samples the gradient is a mean of: the weight of this worker in sync and local.
         """
-        if any(self._left):
-            self.wait_all()
-        self._options = [
-            {name: values[name] for name in group.options}
-            for group, values in zip(self._specification.groups, groups, strict=True)
-        ]
-        self._begin = self.step, {"options": self._options}, float(samples)
-        self._unanswered.clear()
-        self._pushed.clear()
-        for server in self._links.view.servers:
-            self._send_begin(server.id)
+        self.wait_all()
+        self._outgoing.begin(self.step, groups, samples)
 
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, without waiting and without a copy of what lies in CPU memory.
@@ -213,42 +162,19 @@ class Worker:
             index: Index of the parameter.
             gradient: Its gradient, of its shape; in mode ``local`` its value.
         """
-        assert self._begin is not None, "push before begin_step"
-        self._pushed.add(index)
         self._note("push", index)
-        flat = gradient.detach().to("cpu").contiguous().view(-1)
-        if not self._specification.aggregates:
-            if self._specification.clip_norm is not None:
-                self._clipped[index] = flat
-                return
-            if self._specification.clip_value is not None:
-                flat = flat.clamp(-self._specification.clip_value, self._specification.clip_value)
-        self._push(index, flat)
+        self._outgoing.push(index, gradient)
 
     def end_step(self) -> None:
         """Finish the step: parameters that were not pushed have no gradient; ask for the new parameters.
 
         They are asked for in the order in which :meth:`wait` was called for them in the step before.
         """
-        if self._clipped:
-            gradients = list(self._clipped.values())
-            norm = torch.nn.utils.get_total_norm(gradients)
-            assert self._specification.clip_norm is not None
-            factor = torch.clamp(self._specification.clip_norm / (norm + 1e-6), max=1.0)
-            for index, gradient in self._clipped.items():
-                self._push(index, gradient * factor)
-            self._clipped.clear()
-        for index, keys in enumerate(self._by_parameter):
-            if index not in self._pushed:
-                for key in keys:
-                    self._unanswered[key] = b"", Encoding.NOTHING
-                    self._send_push(key)
+        self._outgoing.finish()
         self.step += 1
         self.counters.steps += 1
-        if len(self._used) == len(self._parameters):
-            self._order = list(self._used)
-        self._used = {}
-        self._request(refresh=False)
+        self._pulls.reorder()
+        self._pulls.request(self.step, refresh=False)
 
     def wait(self, index: int) -> None:
         """Wait until one parameter is up to date.
@@ -257,15 +183,15 @@ class Worker:
             ServersUnreachableError: Nothing came within the specification's time-out; names the servers.
             RemovedError: A newer view no longer contains this worker.
         """
-        self._used.setdefault(index)
-        if self._left[index]:
-            self._wait_while(lambda: self._left[index] > 0)
+        self._pulls.use(index)
+        if self._pulls.waits_for(index):
+            self._wait_while(lambda: self._pulls.waits_for(index))
         self._note("wait", index)
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
-        if any(self._left):
-            self._wait_while(lambda: bool(self._pending))
+        if self._pulls.under_way:
+            self._wait_while(lambda: self._pulls.under_way)
 
     def refresh(self) -> None:
         """Write the servers' present values into all parameters, between two steps: in async others go on.
@@ -273,7 +199,7 @@ class Worker:
         Raises what :meth:`wait` raises.
         """
         self.wait_all()
-        self._request(refresh=True)
+        self._pulls.request(self.step, refresh=True)
         self.wait_all()
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -285,55 +211,16 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self.wait_all()
-        servers = {server for server, _ in self._owners}
-        self._states = {slice_.key: {} for slice_ in self._slices}
-        self._state_counts = {}
-        self._states_received = dict.fromkeys(servers, 0)
+        servers = self._placement.servers()
+        state = self._state = StateReceipt(self._slices, servers)
         for server in servers:
             self._links.send(server, Kind.GET_STATE, step=self.step)
-        self._wait_while(lambda: any(self._state_counts.get(s, -1) != self._states_received[s] for s in servers))
-        return join_state(self._specification, self._slices, self._states, self._options)
+        self._wait_while(lambda: not state.complete)
+        return join_state(self._specification, self._slices, state.states, self._outgoing.options)
 
     def close(self) -> None:
         """Close the sockets; nothing more is sent."""
         self._links.close()
-
-    # Sends
-
-    def _push(self, index: int, flat: Tensor) -> None:
-        for key in self._by_parameter[index]:
-            slice_, encoder = self._slices[key], self._encoders[key]
-            self._unanswered[key] = encoder.encode(flat[slice_.start : slice_.stop]), encoder.encoding
-            self._send_push(key)
-
-    def _send_begin(self, server: int) -> None:
-        assert self._begin is not None
-        step, values, samples = self._begin
-        self._links.send(server, Kind.BEGIN, step=step, weight=samples, json=values)
-
-    def _send_push(self, key: int) -> None:
-        assert self._begin is not None
-        payload, encoding = self._unanswered[key]
-        self.counters.bytes_sent += self._links.send(
-            self._owners[key][0], Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding
-        )
-
-    def _request(self, refresh: bool) -> None:
-        keys = [key for index in self._order for key in self._by_parameter[index]]
-        self._refreshing = refresh
-        self._pending = dict.fromkeys(keys, self.step)
-        self._left = [len(own) for own in self._by_parameter]
-        self._send_pulls(keys)
-
-    def _send_pulls(self, keys: Sequence[int]) -> None:
-        by_server: dict[int, list[int]] = {server.id: [] for server in self._links.view.servers}
-        for key in keys:
-            by_server.setdefault(self._owners[key][0], []).append(key)
-        for server, wanted in by_server.items():
-            payload = np.array(wanted, "<u4").tobytes()
-            self._links.send(
-                server, Kind.PULL, payload, step=self.step, base=int(self._refreshing), encoding=Encoding.KEYS
-            )
 
     # Membership
 
@@ -365,37 +252,23 @@ class Worker:
     def _hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
         if self._joined:
-            waiting = self._unanswered and self._pending and not self._refreshing
+            waiting = self._outgoing.unanswered and self._pulls.under_way and not self._pulls.refreshing
             self._say_hello(server, self.step - 1 if waiting else self.step, True)
         else:
             self._say_hello(server, NO_STEP, False)
 
     def _place(self) -> None:
         """Find each slice's primary in the present view; send it what the last one has not answered."""
-        view = self._links.view
-        since = {server.id: server.since for server in view.servers}
-        before = self._owners
-        primaries = [next(iter(holders(slice_, view)), -1) for slice_ in self._slices]
-        self._owners = [(primary, since.get(primary, 0)) for primary in primaries]
-        self._orphans = primaries.count(-1)
+        moved = self._placement.follow(self._links.view)
         if not self._joined:
             return
-        for server in view.servers:
+        for server in self._links.view.servers:
             self._hello(server.id)
-        self._send_again([key for key, owner in enumerate(self._owners) if owner != before[key]])
+        self._send_again(moved)
 
-    def _send_again(self, keys: Sequence[int]) -> None:
-        """Send the pushes and pulls of some slices that have not been answered."""
-        pushes = [key for key in keys if key in self._unanswered]
-        # Also in the middle of a step that has pushed nothing yet: a new server must hear of it.
-        if self._begin is not None and (self._unanswered or self._begin[0] == self.step):
-            for server in {server.id for server in self._links.view.servers}:
-                self._send_begin(server)
-        for key in pushes:
-            self._send_push(key)
-        pulls = [key for key in self._pending if key in set(keys)]
-        if pulls:
-            self._send_pulls(pulls)
+    def _send_again(self, keys: list[int]) -> None:
+        self._outgoing.send_again(keys, self.step)
+        self._pulls.send_again(keys)
 
     # Receipts
 
@@ -419,7 +292,7 @@ class Worker:
             changed = self._links.follow()
             if changed:
                 self._place()
-            self._links.check(self._orphans if self._joined else 0)
+            self._links.check(self._placement.orphans if self._joined else 0)
             for server, header, payload in self._links.receive(POLL_SECONDS):
                 self._handle(server, header, payload)
                 if not waiting():
@@ -432,58 +305,23 @@ class Worker:
         elif header.kind == Kind.WELCOME:
             values = unpack_json(payload, header)
             if values.get("again") is True:
-                self._send_again([key for key, owner in enumerate(self._owners) if owner[0] == server])
+                self._send_again(self._placement.of(server))
                 return
             self._welcomes[server] = header.step, int(values["asked"]), values
             if self._joined and self.step > 0 and values["ready"] is False:
                 self._links.lost(server)
-        elif header.kind == Kind.STATE_IS and header.step == self.step and server in self._states_received:
-            if header.meta:
-                name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])
-                self._states[header.key][name] = value
-                self._states_received[server] += 1
-            else:
-                self._state_counts[server] = header.base
+        elif header.kind == Kind.STATE_IS and header.step == self.step and self._state is not None:
+            self._state.take(server, header, payload)
 
     def _pulled(self, header: Header, payload: memoryview) -> None:
-        if self._pending.get(header.key) != header.step:
+        if not self._pulls.take(header, payload):
             return
-        slice_ = self._slices[header.key]
-        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
-        values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
-        self._targets[slice_.parameter].write(slice_.start, values)
         self.counters.bytes_received += len(payload)
-        del self._pending[header.key]
-        self._unanswered.pop(header.key, None)
-        self._left[slice_.parameter] -= 1
-        if not self._left[slice_.parameter]:
-            self._targets[slice_.parameter].finish()
-            self._note("arrived", slice_.parameter)
+        self._outgoing.answered(header.key)
+        index = self._slices[header.key].parameter
+        if not self._pulls.waits_for(index):
+            self._note("arrived", index)
 
     def _note(self, what: str, index: int) -> None:
         if self.trace is not None:
             self.trace.append((what, index, time.perf_counter()))
-
-
-class Target:
-    """Where a parameter's pulled values are written: its own memory, or a buffer if that is not flat CPU memory.
-
-    Args:
-        parameter: The parameter.
-    """
-
-    def __init__(self, parameter: Tensor) -> None:
-        self._parameter = parameter.detach()
-        self._direct = parameter.device.type == "cpu" and parameter.is_contiguous()
-        self._flat = self._parameter.view(-1) if self._direct else torch.empty(0)
-
-    def write(self, start: int, values: Tensor) -> None:
-        """Write a slice."""
-        if not self._direct and not self._flat.numel():
-            self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
-        self._flat[start : start + values.numel()].copy_(values)
-
-    def finish(self) -> None:
-        """All slices are written."""
-        if not self._direct:
-            self._parameter.copy_(self._flat.view(self._parameter.shape))

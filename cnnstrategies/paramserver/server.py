@@ -6,10 +6,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import zmq
 
 from cnnstrategies.paramserver.allocation import keep_freed_memory
@@ -18,20 +16,17 @@ from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
-    NO_STEP,
     SERVER,
     Bounds,
-    Encoding,
-    Header,
     InvalidMessageError,
     Kind,
     unpack,
-    unpack_json,
 )
 from cnnstrategies.paramserver.post import Post
-from cnnstrategies.paramserver.pushes import Begin
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
-from cnnstrategies.paramserver.shard import Pull, Shard
+from cnnstrategies.paramserver.senders import Senders
+from cnnstrategies.paramserver.server_handlers import Mode, ServerHandlers
+from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.slicing import cut, largest_payload
 from cnnstrategies.paramserver.snapshots import Snapshots
 from cnnstrategies.paramserver.specification import Specification
@@ -41,18 +36,8 @@ from cnnstrategies.paramserver.view import RunEnded, View, ViewSource
 
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked
-LARGEST_OPTION = 1e30
 MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
 SLICES_AT_ONCE = 4  # that are updated between two looks at the messages
-_FROM_WORKERS = frozenset(
-    {Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.STATE, Kind.BEGIN, Kind.PUSH, Kind.PULL, Kind.GET_STATE}
-)
-_FROM_SERVERS = frozenset(
-    {
-        Kind.STATUS, Kind.VOTE, Kind.DECIDE, Kind.NORM, Kind.SCALE, Kind.RELAY_BEGIN, Kind.RELAY, Kind.ACKNOWLEDGE,
-        Kind.COPY_STATE, Kind.COPY, Kind.PING,
-    }
-)  # fmt: skip
 
 
 class Server:
@@ -72,8 +57,6 @@ class Server:
     Attributes:
         endpoint: Where the socket is bound (with the real port), known before :meth:`run`: bind, register this with
             the coordinator, then run.
-        dropped: How many messages were dropped, by reason.
-        lost_updates: Updates that were made after the snapshot that this server began with, as far as workers told.
 
     Raises:
         ConfigurationError: The endpoint is open to other machines without encryption.
@@ -92,8 +75,6 @@ class Server:
         listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
         self.id = id
         self.endpoint = listener.endpoint
-        self.dropped: Counter[str] = Counter()
-        self.lost_updates = 0
         self._specification = specification
         self._views = views
         self._keys = keys
@@ -105,38 +86,21 @@ class Server:
         largest = self._bounds.payload + HEADER_BYTES
         self._router = server_socket(self._context, listener, keys, largest)
         self._post = Post(self._context, id, specification.session, keys, largest, self._router)
-        self._shard = Shard(specification, slices, id, self._post)
-        self._mode: Synchronous | Asynchronous = (
-            Synchronous(specification, self._shard, id, self._post)
+        shard = Shard(specification, slices, id, self._post)
+        self._mode: Mode = (
+            Synchronous(specification, shard, id, self._post)
             if specification.aggregates
-            else Asynchronous(specification, self._shard)
+            else Asynchronous(specification, shard)
         )
+        self._store = shard.store
         self._snapshots = Snapshots(specification, id)
-        self._restored = self._snapshots.load(self._shard.store)
-        self._last: dict[int, tuple[int, int]] = {}
+        restored = self._snapshots.load(self._store)
         self._gaps = Gaps()
+        self._senders = Senders(keys is not None, self._gaps)
+        self._handlers = ServerHandlers(specification, id, shard, self._mode, self._post, self._gaps, restored)
         self._pinged = 0.0
-        self._members: dict[int, tuple[int, str]] = {}
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
-            Kind.HELLO: self._hello,
-            Kind.LEAVE: lambda worker, header, payload: self._mode.leave(worker),
-            Kind.VALUE: self._initialise,
-            Kind.STATE: self._initialise,
-            Kind.BEGIN: self._begin,
-            Kind.PUSH: self._push,
-            Kind.PULL: self._pull,
-            Kind.GET_STATE: lambda worker, header, payload: self._shard.send_state(worker, header.step),
-            Kind.RELAY_BEGIN: lambda server, header, payload: self._shard.relay_begins(
-                server, self._options(unpack_json(payload, header))
-            ),
-            Kind.RELAY: self._shard.relayed,
-            Kind.ACKNOWLEDGE: lambda server, header, payload: self._shard.acknowledged(server, header.key, header.base),
-            Kind.COPY: self._copied,
-            Kind.COPY_STATE: self._copied,
-            Kind.PING: lambda server, header, payload: self._asked(server, header.base),
-        }
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called.
@@ -167,7 +131,7 @@ class Server:
                 for _ in range(SLICES_AT_ONCE):
                     if self._mode.busy():
                         self._mode.work()
-                if self._snapshots.after(self._mode.finished, self._shard.store):
+                if self._snapshots.after(self._mode.finished, self._store):
                     _LOG.info("server %d wrote a snapshot after %d updates", self.id, self._mode.finished)
         finally:
             self._close()
@@ -177,6 +141,16 @@ class Server:
         self._stopping.set()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """How many messages were dropped, by reason."""
+        return self._handlers.dropped
+
+    @property
+    def lost_updates(self) -> int:
+        """Updates that were made after the snapshot that this server began with, as far as workers told."""
+        return self._handlers.lost_updates
 
     @property
     def log(self) -> list[Any]:
@@ -199,7 +173,7 @@ class Server:
     def _admitted(self, key: str) -> bool:
         """Whether a key belongs to a member; the newest view is asked, for members knock as soon as they are one."""
         self._follow(self._views.current())
-        return any(key == member for _, member in self._members.values())
+        return self._senders.have(key)
 
     def _follow(self, view: View) -> None:
         if view.number <= self._view.number:
@@ -209,19 +183,10 @@ class Server:
                 f"server {self.id} is no longer in the view (number {view.number}): it was taken for dead and another "
                 "takes its place"
             )
-        before = {server.id: server.since for server in self._view.servers}
-        now = {server.id: server.since for server in view.servers}
-        self._gaps.forget([server for server, since in before.items() if now.get(server) != since])
         self._view = view
-        self._members = {worker.id: (worker.incarnation, worker.public_key) for worker in view.workers}
-        self._members |= {SERVER + server.id: (server.since, server.public_key) for server in view.servers}
-        self._last = {peer: last for peer, last in self._last.items() if self._life(peer) == last[0]}
+        self._senders.follow(view)
         self._post.follow(view)
-        self._shard.place(view)
-        self._mode.follow(view)
-
-    def _life(self, peer: int) -> int | None:
-        return self._members[peer][0] if peer in self._members else None
+        self._handlers.follow(view)
 
     # Messages
 
@@ -250,33 +215,17 @@ class Server:
         is_server = header.sender >= SERVER
         if is_server and header.incarnation > self._view.number:
             self._follow(self._views.current())
-        life, key = self._members.get(header.sender, (None, ""))
-        if life is None or (not is_server and life != header.incarnation):
-            raise InvalidMessageError("from no member of the view")
-        if is_server and not life <= header.incarnation <= self._view.number:
-            raise InvalidMessageError("of a view that is not known here, or of a server that was replaced")
-        if self._keys is not None and received.user != key:
-            raise InvalidMessageError("a key that is not its sender's")
-        if header.kind not in (_FROM_SERVERS if is_server else _FROM_WORKERS):
-            raise InvalidMessageError("a kind that its sender does not send")
+        missed = self._senders.check(header, received.user)
         peer = header.sender & ~SERVER
-        if is_server:
-            if self._gaps.take(peer, header.sequence):
-                self._post.to_server(peer, Kind.PING, base=self._gaps.found[peer])
-        else:
-            if header.sequence <= self._last.get(peer, (life, 0))[1]:
-                raise InvalidMessageError("a replay")
-            self._last[peer] = life, header.sequence
+        if missed:
+            self._post.to_server(peer, Kind.PING, base=self._gaps.found[peer])
+        if not is_server:
             before = self._post.routes.get(peer, received.route)
             self._post.routes[peer] = received.route
             if before != received.route:
                 # Answers on the old connection may be lost: have the worker send again what is not answered.
                 self._post.ask_again(peer)
-        handler = self._handlers.get(header.kind)
-        if handler is not None:
-            handler(peer, header, received.payload)
-        elif isinstance(self._mode, Synchronous):
-            self._mode.from_server(peer, header, unpack_json(received.payload, header))
+        self._handlers.handle(peer, header, received.payload)
 
     def _ping(self) -> None:
         """Now and then tell the other servers what has been missed of theirs; it also shows them what they missed."""
@@ -286,96 +235,3 @@ class Server:
             for server in self._view.servers:
                 if server.id != self.id:
                     self._post.to_server(server.id, Kind.PING, base=self._gaps.found.get(server.id, 0))
-
-    def _asked(self, server: int, gaps: int) -> None:
-        if self._gaps.asked(server, gaps):
-            self._shard.tell_again(server)
-            if isinstance(self._mode, Synchronous):
-                self._mode.tell_again(server)
-
-    def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
-        if header.base > self._view.number:
-            return  # It knows a newer view, and asks again until this server does too.
-        step = None if header.step == NO_STEP else header.step
-        if step is not None and self._restored:
-            self._catch_up(worker, header.incarnation, step)
-        # Only a question, at first: a newcomer becomes a member when it says from which step on.
-        joins = unpack_json(payload, header).get("joins") is True
-        first = self._mode.join(worker, step) if joins else 0
-        answer = {"ready": self._shard.ready, "leader": self._leads(), "asked": header.sequence}
-        self._post.to_worker(worker, Kind.WELCOME, step=first, json=answer)
-
-    def _leads(self) -> bool:
-        return not isinstance(self._mode, Synchronous) or self._mode.leader == self.id
-
-    def _catch_up(self, worker: int, incarnation: int, step: int) -> None:
-        """Go on from a snapshot at the step where the workers are, and say what is missing."""
-        store = self._shard.store
-        before = self.lost_updates
-        if isinstance(self._mode, Synchronous):
-            lost = max((step - store.versions[key] for key in self._shard.own), default=0)
-            if lost <= 0:
-                return
-            self.lost_updates += lost
-            for key in self._shard.own:
-                store.versions[key] = step
-            self._mode.caught_up(step)
-            self._shard.copy_to_backups()
-        else:
-            last = [store.seen[key].get((worker, incarnation), -1) for key in self._shard.own]
-            self.lost_updates += max(0, step - 1 - min(last, default=step - 1))
-            for key in self._shard.own:
-                store.seen[key][worker, incarnation] = max(step - 1, store.seen[key].get((worker, incarnation), -1))
-        if self.lost_updates > before:
-            _LOG.warning(
-                "server %d goes on from its last snapshot: %d updates since then are lost", self.id, self.lost_updates
-            )
-
-    def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
-        self._shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
-
-    def _copied(self, server: int, header: Header, payload: memoryview) -> None:
-        self._shard.copied(server, header, unpack_json(payload, header), payload)
-
-    def _options(self, values: dict[str, Any]) -> list[dict[str, Any]]:
-        options = values["options"]
-        if not _alike(options, [group.options for group in self._specification.groups]):
-            raise InvalidMessageError("hyper-parameters of other parameter groups")
-        checked: list[dict[str, Any]] = options
-        return checked
-
-    def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
-        begin = Begin(self._options(unpack_json(payload, header)), header.weight)
-        self._mode.begin(worker, header.step, begin)
-
-    def _push(self, worker: int, header: Header, payload: memoryview) -> None:
-        if header.key not in self._shard.owned:
-            raise InvalidMessageError("a push of a slice that another server is the primary of")
-        if not self._mode.push((worker, header.incarnation), header, payload):
-            self.dropped["a push that is here already"] += 1
-
-    def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
-        if header.encoding != Encoding.KEYS or len(payload) % 4:
-            raise InvalidMessageError("a pull without keys")
-        keys = np.frombuffer(payload, "<u4").tolist()
-        if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
-            raise InvalidMessageError("a pull of slices that another server is the primary of")
-        if header.base:
-            self._shard.pull(worker, keys, Pull(header.step, whole=True))
-        elif isinstance(self._mode, Synchronous):
-            self._shard.pull(worker, keys, Pull(header.step, version=header.step))
-        else:
-            self._mode.pull((worker, header.incarnation), keys, header.step)
-
-
-def _alike(value: Any, given: Any) -> bool:
-    """Whether an option may replace another: numbers for numbers, and lists and objects of the same size."""
-    if isinstance(given, dict):
-        return (
-            isinstance(value, dict) and value.keys() == given.keys() and all(_alike(value[k], given[k]) for k in given)
-        )
-    if isinstance(given, list | tuple):
-        return isinstance(value, list) and len(value) == len(given) and all(map(_alike, value, given))
-    if isinstance(given, bool | str) or given is None:
-        return bool(value == given)
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST_OPTION

@@ -19,7 +19,8 @@ import torch
 import zmq
 
 from cnnstrategies.paramserver.collectives import get
-from cnnstrategies.paramserver.coordinator import Coordinator, CoordinatorSettings
+from cnnstrategies.paramserver.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Address, Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair

@@ -1,6 +1,6 @@
 """How the parameters are cut into slices and the slices spread over the servers: the same in every process."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,14 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
         )
         for key, entry in enumerate(ranges)
     )
+
+
+def keys_by_parameter(slices: Iterable[Slice], parameters: int) -> list[list[int]]:
+    """The keys of each parameter's slices, in order."""
+    keys: list[list[int]] = [[] for _ in range(parameters)]
+    for slice_ in slices:
+        keys[slice_.parameter].append(slice_.key)
+    return keys
 
 
 def holders(slice_: Slice, view: View) -> list[int]:

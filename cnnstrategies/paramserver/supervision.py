@@ -15,9 +15,9 @@ from typing import Self
 import zmq
 
 from cnnstrategies.paramserver.control import ControlError, Message, parse, send
-from cnnstrategies.paramserver.coordinator import SERVER, WORKER
 from cnnstrategies.paramserver.membership import Address
 from cnnstrategies.paramserver.processes import Handle, ending
+from cnnstrategies.paramserver.roster import SERVER, WORKER
 from cnnstrategies.paramserver.security import KeyPair
 
 COORDINATOR = "coordinator"

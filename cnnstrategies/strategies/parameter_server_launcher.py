@@ -29,8 +29,8 @@ from cnnstrategies._lightning_private import (
     check_start,
     script_command,
 )
-from cnnstrategies.paramserver.coordinator import WORKER
 from cnnstrategies.paramserver.processes import Forked, Handle
+from cnnstrategies.paramserver.roster import WORKER
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.paramserver.view import RunEnded

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.dispatch import Chunk
+from cnnstrategies.strategies.parameter_server_group import WorkerGroup
 
 
 class ChunkSampler:
@@ -63,6 +65,48 @@ def distributed(sampler: Any) -> DistributedSampler[Any]:
             "DistributedSampler, which Lightning puts in place unless use_distributed_sampler is false"
         )
     return inner
+
+
+class BatchDispatch:
+    """Takes this worker's batches from the coordinator, and tells it how many of them have been processed.
+
+    Args:
+        group: The workers of the run.
+
+    Attributes:
+        seen: Batches of the present epoch that were worked on.
+        processed: Those of them whose gradients have left.
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.seen = self.processed = 0
+        self._group = group
+
+    def loader(self, dataloader: object, trainer: Trainer) -> "DispatchedLoader":
+        """The training loader in which batches are given out.
+
+        Raises:
+            ConfigurationError: Validation within an epoch would have workers wait for each other, or the samples have
+                no order that all workers know.
+        """
+        if trainer.val_check_interval != 1.0:
+            raise ConfigurationError(
+                f"val_check_interval={trainer.val_check_interval}: with data_dispatch: dynamic workers make different "
+                "numbers of steps, so they validate at the end of an epoch; use 1.0, or data_dispatch: static"
+            )
+        return DispatchedLoader(dataloader, lambda: trainer.current_epoch, self._begin, self._take)
+
+    def _begin(self, epoch: int, batches: int) -> None:
+        workers = self._group.world_size
+        if batches < workers:
+            raise ConfigurationError(
+                f"an epoch has {batches} batches for {workers} workers: lower batch_size so that each gets one"
+            )
+        self.seen = self.processed = 0
+        self._group.collectives.begin_epoch(epoch, batches, 1)
+
+    def _take(self, epoch: int) -> Chunk:
+        return self._group.collectives.take(epoch, self.processed)
 
 
 class DispatchedLoader:

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from cnnstrategies.paramserver.coordinator import SERVER, CoordinatorSettings
+from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Address
 from cnnstrategies.paramserver.processes import Handle
+from cnnstrategies.paramserver.roster import SERVER
 from cnnstrategies.paramserver.security import KeyPair, is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,

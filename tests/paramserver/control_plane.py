@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from cnnstrategies.paramserver.collectives import Collectives
-from cnnstrategies.paramserver.coordinator import Coordinator, CoordinatorSettings
+from cnnstrategies.paramserver.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Address, Membership
 
 _context = multiprocessing.get_context("fork")

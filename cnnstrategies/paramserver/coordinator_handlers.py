@@ -1,0 +1,251 @@
+"""What the coordinator does with each kind of message, and when members are silent."""
+
+import time
+from collections.abc import Callable
+
+from cnnstrategies.paramserver.control import ControlError, Message
+from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
+from cnnstrategies.paramserver.dispatch import Dispatcher
+from cnnstrategies.paramserver.roster import SERVER, WORKER, Member, Roster
+from cnnstrategies.paramserver.rounds import Rounds
+from cnnstrategies.paramserver.values import Values
+
+
+class CoordinatorHandlers:
+    """Acts on the members' messages, and decides whether a run goes on without those that are gone.
+
+    Args:
+        settings: Of the coordinator.
+        send: Sends a message to the connection that it names.
+
+    Attributes:
+        stopped: Whether the coordinator was told to stop.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, send: Callable[[Message], None]) -> None:
+        self.stopped = False
+        self._settings = settings
+        self._send = send
+        self._roster = Roster(settings.workers, settings.servers, send)
+        self._rounds = Rounds(self._roster, send)
+        self._values = Values(send)
+        self._dispatcher = Dispatcher()
+        self._began = time.monotonic()
+        self._ended: Message | None = None
+        self._silent: list[list[str | int]] = []
+        self._handlers: dict[str, Callable[[Message], None]] = {
+            "hello": self._hello,
+            "beat": self._beat,
+            "leave": self._leave,
+            "collect": self._collect,
+            "put": self._values.put,
+            "get": self._values.get,
+            "epoch": self._epoch,
+            "take": self._take,
+            "died": self._died,
+            "end": self._end,
+            "stop": self._stop,
+            "status": self._status,
+            "notice": self._notice,
+        }
+
+    def handle(self, message: Message) -> None:
+        """Act on one message.
+
+        Raises:
+            ControlError: It is of an unknown kind or has other fields.
+        """
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            raise ControlError(f"unknown kind {message.kind!r}")
+        handler(message)
+
+    # Who is here
+
+    def _hello(self, message: Message) -> None:
+        role, identity = message.string("role"), message.integer("id")
+        if not self._roster.expects(role, identity):
+            self._refuse(
+                message.sender,
+                f"this run has {self._settings.workers} workers and {self._settings.servers} "
+                f"servers: no {role} {identity} is expected",
+            )
+            return
+        member = Member(
+            role,
+            identity,
+            message.integer("incarnation"),
+            message.integer("process"),
+            message.string("host")[:255],
+            message.sender,
+            time.monotonic(),
+            message.string("endpoint"),
+            message.string("public_key"),
+        )
+        known = self._roster.find(role, identity)
+        if known is not None and known.incarnation >= member.incarnation:
+            self._refuse(message.sender, f"{member} was registered already, or has been replaced")
+            return
+        if known is not None and role == WORKER and self._roster.sealed:
+            self._forget_worker(identity)
+        self._roster.add(member)
+        if self._ended is not None:
+            self._roster.tell(member, self._ended)
+        elif role == SERVER:
+            # A server that another replaces without having been missed has lost its state all the same.
+            self._roster.lost_servers.discard(identity)
+            member.since = self._roster.number + 1
+            self._publish()
+        else:
+            self._roster.send_view(member)
+
+    def _member_of(self, message: Message) -> Member | None:
+        member = self._roster.find(message.string("role"), message.integer("id"))
+        if member is None or member.incarnation != message.integer("incarnation"):
+            self._refuse(
+                message.sender,
+                f"{message.fields['role']} {message.fields['id']} was silent for {self._settings.timeout:g} s and "
+                "counts as dead: the run goes on without it; raise `timeout` if it was only busy",
+            )
+            return None
+        return member
+
+    def _beat(self, message: Message) -> None:
+        member = self._member_of(message)
+        if member is None:
+            return
+        member.seen = time.monotonic()
+        member.acknowledged = message.integer("seen")
+        member.connection = message.sender  # another one after a cut, which may have lost what was told
+        self._roster.tell(member, Message("pong", {"number": self._roster.number}))
+        if self._ended is not None:
+            self._roster.tell(member, self._ended)
+        elif message.integer("here") < self._roster.number:
+            self._roster.send_view(member)
+        self._rounds.release()
+
+    def look_for_the_silent(self) -> None:
+        """Take out the members that gave no sign of life; to be called several times a second."""
+        silent = self._roster.silent(self._settings.timeout)
+        if self._ended is not None:
+            return
+        for member in silent:
+            how = f"was silent for {self._settings.timeout:g} s"
+            self._silent.append([member.role, member.id, member.incarnation])
+            # The supervision asks for the silent, ends them, and says whether another takes their place.
+            self._lose(member, how, replaced=self._settings.supervised)
+        if not self._roster.sealed and time.monotonic() - self._began > self._settings.appear:
+            missing = self._roster.missing()
+            if missing:
+                self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
+
+    def _died(self, message: Message) -> None:
+        role, identity = message.string("role"), message.integer("id")
+        member = self._roster.find(role, identity)
+        incarnation = message.integer("incarnation")
+        if member is None or member.incarnation != incarnation:
+            # It had not registered yet, or was lost already; what matters is whether it comes back.
+            member = Member(role, identity, incarnation, message.integer("process"), "this node", b"", 0.0)
+        self._lose(member, message.string("how"), message.flag("replaced"))
+
+    def _lose(self, member: Member, how: str, replaced: bool) -> None:
+        current = self._roster.find(member.role, member.id)
+        if current is not None and current.incarnation == member.incarnation:
+            self._roster.remove(current)
+        elif current is not None:
+            return
+        if member.role == WORKER:
+            in_group = member.id in self._roster.group
+            if not self._roster.sealed:
+                if not replaced:
+                    self._finish(f"{member} {how} before training began")
+                self._rounds.forget(member.id)
+                return
+            self._forget_worker(member.id)
+            if not replaced and member.id in self._settings.essential:
+                self._finish(f"{member}, which writes checkpoints and logs, {how}: with max_restarts it would return")
+            elif in_group and not self._roster.group:
+                self._finish(f"{member} {how}, and no worker is left")
+        elif member.role == SERVER:
+            self._roster.lost_servers.add(member.id)
+            if len(self._roster.lost_servers) <= self._settings.survivable:
+                self._publish()  # Its copies take over; if it returns, it is a new one.
+            elif not replaced:
+                self._finish(
+                    f"{member} {how}: its parameters are lost; with replication: 2 or snapshots a run survives this"
+                )
+
+    def _forget_worker(self, identity: int) -> None:
+        self._rounds.forget(identity)
+        if identity not in self._roster.group:
+            return
+        self._roster.group.discard(identity)
+        self._dispatcher.lose(identity)
+        self._publish()
+        self._rounds.complete()
+
+    def _publish(self) -> None:
+        self._roster.publish()
+        self._rounds.release()
+
+    def _leave(self, message: Message) -> None:
+        member = self._member_of(message)
+        if member is None:
+            return
+        self._roster.remove(member)
+        self._reply(message, Message("left"))
+        if member.role == WORKER:
+            self._forget_worker(member.id)
+
+    # Collectives
+
+    def _collect(self, message: Message) -> None:
+        member = self._member_of(message)
+        if member is not None:
+            trouble = self._rounds.collect(member, message)
+            if trouble is not None:
+                self._finish(trouble)
+
+    # Data
+
+    def _epoch(self, message: Message) -> None:
+        if self._member_of(message) is not None:
+            self._dispatcher.begin(message.integer("epoch"), message.integer("samples"), message.integer("chunk"))
+            self._reply(message, Message("epoch", {"epoch": message.integer("epoch")}))
+
+    def _take(self, message: Message) -> None:
+        member = self._member_of(message)
+        if member is None:
+            return
+        chunk = self._dispatcher.take(
+            member.id, message.integer("epoch"), message.integer("processed"), self._roster.group
+        )
+        self._reply(message, Message("chunk", {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}))
+
+    # The end
+
+    def _end(self, message: Message) -> None:
+        self._finish(message.string("message")[:4000], clean=message.flag("clean"))
+
+    def _finish(self, text: str, clean: bool = False) -> None:
+        """Tell everyone that the run is over, and why."""
+        if self._ended is not None:
+            return
+        self._ended = Message("ended", {"message": text, "clean": clean})
+        self._roster.tell_all(self._ended)
+
+    def _notice(self, message: Message) -> None:
+        self._roster.tell_all(Message("notice", {"name": message.string("name"), "value": message.integer("value")}))
+
+    def _refuse(self, connection: bytes, text: str) -> None:
+        self._send(Message("ended", {"message": text, "clean": False}, (), connection))
+
+    def _stop(self, message: Message) -> None:
+        self.stopped = True
+
+    def _status(self, message: Message) -> None:
+        ended = None if self._ended is None else self._ended.fields
+        self._reply(message, Message("status", {"silent": self._silent, "ended": ended}))
+
+    def _reply(self, request: Message, message: Message) -> None:
+        self._send(Message(message.kind, message.fields, message.frames, request.sender))

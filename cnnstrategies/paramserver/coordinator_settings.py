@@ -1,0 +1,28 @@
+"""What a coordinator is started with."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """What a coordinator is started with.
+
+    Attributes:
+        endpoint: Where it listens.
+        workers: How many it waits for.
+        servers: How many it waits for; 0 where nothing is trained.
+        timeout: Seconds without a heartbeat after which a member counts as dead.
+        appear: Seconds in which every member must have registered once.
+        survivable: How many servers can be lost for ever: copies of each slice beyond the first.
+        essential: Workers whose loss for ever ends the run: the one that writes checkpoints and logs.
+        supervised: Whether a supervision may replace processes that were silent, and says if it does.
+    """
+
+    endpoint: str
+    workers: int
+    servers: int
+    timeout: float = 10.0
+    appear: float = 600.0
+    survivable: int = 0
+    essential: tuple[int, ...] = (0,)
+    supervised: bool = False

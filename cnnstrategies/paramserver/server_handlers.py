@@ -1,0 +1,188 @@
+"""What a server does with each kind of message."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from cnnstrategies.paramserver.asynchronous import Asynchronous
+from cnnstrategies.paramserver.gaps import Gaps
+from cnnstrategies.paramserver.messages import (
+    NO_STEP,
+    Encoding,
+    Header,
+    InvalidMessageError,
+    Kind,
+    unpack_json,
+)
+from cnnstrategies.paramserver.option_checks import check_options
+from cnnstrategies.paramserver.post import Post
+from cnnstrategies.paramserver.pushes import Begin
+from cnnstrategies.paramserver.shard import Pull, Shard
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.synchronous import Synchronous
+from cnnstrategies.paramserver.view import View
+
+_LOG = logging.getLogger(__name__)
+Mode = Synchronous | Asynchronous
+
+
+class ServerHandlers:
+    """Acts on messages whose senders have been checked.
+
+    Args:
+        specification: What all processes of the run agree on.
+        server: Id of this server.
+        shard: Its slices.
+        mode: Applies the updates.
+        post: Sends its messages.
+        gaps: Counts the messages of other servers.
+        restored: Whether the slices come from a snapshot.
+
+    Attributes:
+        lost_updates: Updates that were made after that snapshot, as far as workers told.
+        dropped: How many messages were of no use, by reason.
+    """
+
+    def __init__(
+        self,
+        specification: Specification,
+        server: int,
+        shard: Shard,
+        mode: Mode,
+        post: Post,
+        gaps: Gaps,
+        restored: bool,
+    ) -> None:
+        self.lost_updates = 0
+        self.dropped: Counter[str] = Counter()
+        self._groups = specification.groups
+        self._server = server
+        self._shard = shard
+        self._mode = mode
+        self._post = post
+        self._gaps = gaps
+        self._restored = restored
+        self._view = -1
+        self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
+            Kind.HELLO: self._hello,
+            Kind.LEAVE: lambda worker, header, payload: self._mode.leave(worker),
+            Kind.VALUE: self._initialise,
+            Kind.STATE: self._initialise,
+            Kind.BEGIN: self._begin,
+            Kind.PUSH: self._push,
+            Kind.PULL: self._pull,
+            Kind.GET_STATE: lambda worker, header, payload: self._shard.send_state(worker, header.step),
+            Kind.RELAY_BEGIN: self._relay_begins,
+            Kind.RELAY: self._shard.relayed,
+            Kind.ACKNOWLEDGE: lambda server, header, payload: self._shard.acknowledged(server, header.key, header.base),
+            Kind.COPY: self._copied,
+            Kind.COPY_STATE: self._copied,
+            Kind.PING: self._asked,
+        }
+
+    def follow(self, view: View) -> None:
+        """Go on with another view."""
+        self._view = view.number
+        self._shard.place(view)
+        self._mode.follow(view)
+
+    def handle(self, peer: int, header: Header, payload: memoryview) -> None:
+        """Act on one message.
+
+        Args:
+            peer: Number of the worker or server that has sent it.
+            header: Its header.
+            payload: What follows.
+
+        Raises:
+            InvalidMessageError: Its contents do not fit.
+        """
+        handler = self._handlers.get(header.kind)
+        if handler is not None:
+            handler(peer, header, payload)
+        elif isinstance(self._mode, Synchronous):
+            self._mode.from_server(peer, header, unpack_json(payload, header))
+
+    # Of workers
+
+    def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.base > self._view:
+            return  # It knows a newer view, and asks again until this server does too.
+        step = None if header.step == NO_STEP else header.step
+        if step is not None and self._restored:
+            self._catch_up(worker, header.incarnation, step)
+        # Only a question, at first: a newcomer becomes a member when it says from which step on.
+        joins = unpack_json(payload, header).get("joins") is True
+        first = self._mode.join(worker, step) if joins else 0
+        answer = {"ready": self._shard.ready, "leader": self._leads(), "asked": header.sequence}
+        self._post.to_worker(worker, Kind.WELCOME, step=first, json=answer)
+
+    def _leads(self) -> bool:
+        return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
+
+    def _catch_up(self, worker: int, incarnation: int, step: int) -> None:
+        """Go on from a snapshot at the step where the workers are, and say what is missing."""
+        store = self._shard.store
+        before = self.lost_updates
+        if isinstance(self._mode, Synchronous):
+            lost = max((step - store.versions[key] for key in self._shard.own), default=0)
+            if lost <= 0:
+                return
+            self.lost_updates += lost
+            for key in self._shard.own:
+                store.versions[key] = step
+            self._mode.caught_up(step)
+            self._shard.copy_to_backups()
+        else:
+            last = [store.seen[key].get((worker, incarnation), -1) for key in self._shard.own]
+            self.lost_updates += max(0, step - 1 - min(last, default=step - 1))
+            for key in self._shard.own:
+                store.seen[key][worker, incarnation] = max(step - 1, store.seen[key].get((worker, incarnation), -1))
+        if self.lost_updates > before:
+            _LOG.warning(
+                "server %d goes on from its last snapshot: %d updates since then are lost",
+                self._server,
+                self.lost_updates,
+            )
+
+    def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
+        self._shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
+
+    def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
+        options = check_options(unpack_json(payload, header)["options"], self._groups)
+        self._mode.begin(worker, header.step, Begin(options, header.weight))
+
+    def _push(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.key not in self._shard.owned:
+            raise InvalidMessageError("a push of a slice that another server is the primary of")
+        if not self._mode.push((worker, header.incarnation), header, payload):
+            self.dropped["a push that is here already"] += 1
+
+    def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.encoding != Encoding.KEYS or len(payload) % 4:
+            raise InvalidMessageError("a pull without keys")
+        keys = np.frombuffer(payload, "<u4").tolist()
+        if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
+            raise InvalidMessageError("a pull of slices that another server is the primary of")
+        if header.base:
+            self._shard.pull(worker, keys, Pull(header.step, whole=True))
+        elif isinstance(self._mode, Synchronous):
+            self._shard.pull(worker, keys, Pull(header.step, version=header.step))
+        else:
+            self._mode.pull((worker, header.incarnation), keys, header.step)
+
+    # Of other servers
+
+    def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
+        self._shard.relay_begins(server, check_options(unpack_json(payload, header)["options"], self._groups))
+
+    def _copied(self, server: int, header: Header, payload: memoryview) -> None:
+        self._shard.copied(server, header, unpack_json(payload, header), payload)
+
+    def _asked(self, server: int, header: Header, payload: memoryview) -> None:
+        if self._gaps.asked(server, header.base):
+            self._shard.tell_again(server)
+            if isinstance(self._mode, Synchronous):
+                self._mode.tell_again(server)

@@ -1,0 +1,79 @@
+"""First values and the optimizer's state, from a worker to the servers and back."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.links import Links
+from cnnstrategies.paramserver.messages import Encoding, Header, Kind, unpack_json
+from cnnstrategies.paramserver.optimizers import StateValue, cut_state
+from cnnstrategies.paramserver.slicing import Slice, holders
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.state_messages import pack_state, unpack_state
+
+
+def send_initial(
+    links: Links,
+    specification: Specification,
+    slices: Sequence[Slice],
+    parameters: Sequence[Tensor],
+    optimizer_state: Mapping[str, Any] | None,
+) -> None:
+    """Send each slice's values to all servers that hold it, after its part of the optimizer's state.
+
+    Args:
+        links: The connections to the servers.
+        specification: What all processes of the run agree on.
+        slices: All slices.
+        parameters: The parameters in the specification's order.
+        optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None for no state.
+    """
+    states = {} if optimizer_state is None else cut_state(specification, slices, optimizer_state)
+    for slice_ in slices:
+        value = parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
+        for server in holders(slice_, links.view):
+            for name, part in states.get(slice_.key, {}).items():
+                described, raw = pack_state(name, part)
+                links.send(server, Kind.STATE, raw, key=slice_.key, json=described)
+            # A copy: the values are pulled into the same memory, maybe before they have left.
+            payload = bytes(as_bytes(value.contiguous()))
+            links.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
+
+
+class StateReceipt:
+    """The optimizer's state as it comes from the servers.
+
+    Args:
+        slices: All slices.
+        servers: The servers that send their part of it.
+
+    Attributes:
+        states: What has come, by slice.
+    """
+
+    def __init__(self, slices: Iterable[Slice], servers: Iterable[int]) -> None:
+        self.states: dict[int, dict[str, StateValue]] = {slice_.key: {} for slice_ in slices}
+        self._counts: dict[int, int] = {}
+        self._received = dict.fromkeys(servers, 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every server has sent as many messages as it has announced."""
+        return all(self._counts.get(server, -1) == received for server, received in self._received.items())
+
+    def take(self, server: int, header: Header, payload: memoryview) -> None:
+        """Keep a part, or note how many a server has.
+
+        Raises:
+            InvalidMessageError: It is no part of a state.
+        """
+        if server not in self._received:
+            return
+        if header.meta:
+            name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])
+            self.states[header.key][name] = value
+            self._received[server] += 1
+        else:
+            self._counts[server] = header.base

@@ -1,0 +1,91 @@
+"""How a worker meets the servers and begins to train."""
+
+import sys
+from dataclasses import dataclass
+
+from lightning.pytorch import LightningModule, Trainer
+from torch.optim import Optimizer
+
+from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.services import SPECIFICATION
+from cnnstrategies.paramserver.specification import Mode, Specification
+from cnnstrategies.strategies.parameter_server_group import WorkerGroup
+from cnnstrategies.strategies.parameter_server_options import Options
+from cnnstrategies.strategies.parameter_server_state import restore_trainer
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a worker begins with.
+
+    Attributes:
+        worker: Its connection to the servers.
+        specification: What all processes of the run agree on.
+        joined: Whether the others were training already, and have let it in.
+    """
+
+    worker: Worker
+    specification: Specification
+    joined: bool
+
+
+def meet_servers(
+    group: WorkerGroup,
+    options: Options,
+    module: LightningModule,
+    trainer: Trainer,
+    optimizer: Optimizer,
+    nodes: int,
+) -> Start:
+    """Agree on the run's specification, and join; a worker that was started again waits until the others let it in.
+
+    Args:
+        group: The workers of the run.
+        options: What the user asks for.
+        module: The module that is trained.
+        trainer: The trainer; one that was started again is put where the others stand.
+        optimizer: The user's. In all modes but ``local`` its state moves to the servers.
+        nodes: Nodes of the run.
+    """
+    run, membership = group.collectives, group.membership
+    if group.rank == 0:
+        whole = options.specification(module, optimizer, nodes, group.world_size, **_clipping(trainer, options.mode))
+        run.put(SPECIFICATION, [whole.to_json().encode()])
+    (text,) = run.get(SPECIFICATION)
+    specification = Specification.from_json(bytes(text).decode())
+    named = dict(module.named_parameters())
+    parameters = [named[info.name].data for info in specification.parameters]
+    # From here on the servers know this worker, and admit its keys.
+    started = run.start()
+    address = membership.address
+    worker = Worker(
+        specification,
+        parameters,
+        membership.source(),
+        address.id,
+        address.incarnation,
+        group.keys,
+        group.insecure,
+    )
+    if started.joined:
+        state = started.values[started.leader]
+        restore_trainer(trainer, optimizer, state)
+        notice = f"Rank {group.rank} was started again and goes on in epoch {state['epoch']}"
+        print(notice, file=sys.stderr, flush=True)
+    elif group.rank == 0:
+        served = optimizer.state and options.mode != "local"
+        worker.initialise(optimizer.state_dict() if served else None)
+    worker.join()
+    if started.joined:
+        run.barrier("admitted")
+    if options.mode != "local":
+        optimizer.state.clear()  # It is the servers' now.
+    return Start(worker, specification, started.joined)
+
+
+def _clipping(trainer: Trainer, mode: Mode) -> dict[str, float]:
+    value = trainer.gradient_clip_val
+    if not value or mode == "local":
+        return {}
+    by_value = trainer.gradient_clip_algorithm == "value"
+    return {"clip_value" if by_value else "clip_norm": float(value)}
