@@ -122,6 +122,8 @@ class Worker:
         self._used: dict[int, None] = {}
         self._joined = False
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        self._first: dict[int, dict[str, StateValue]] | None = None
+        self._state_request = 0
         self._states: dict[int, dict[str, StateValue]] = {}
         self._state_counts: dict[int, int] = {}
         self._states_received: dict[int, int] = {}
@@ -139,16 +141,9 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self._meet()
-        states = {} if optimizer_state is None else cut_state(self._specification, self._slices, optimizer_state)
-        for slice_ in self._slices:
-            value = self._parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
-            for server in holders(slice_, self._links.view):
-                for name, part in states.get(slice_.key, {}).items():
-                    described, raw = pack_state(name, part)
-                    self._links.send(server, Kind.STATE, raw, key=slice_.key, json=described)
-                # A copy: the values are pulled into the same memory, maybe before they have left.
-                payload = bytes(as_bytes(value.contiguous()))
-                self._links.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
+        self._first = {} if optimizer_state is None else cut_state(self._specification, self._slices, optimizer_state)
+        for server in self._links.view.servers:
+            self._send_first(server.id)
 
     def join(self) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
@@ -162,16 +157,18 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self._meet()
-        servers = {server.id for server in self._links.view.servers}
         if self._specification.aggregates:
-            leader = next(server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True)
-            self.step = self._ask({leader}, joins=True)[leader][0]
+            # One that dies before it has answered is no longer there to be asked: then another leads.
+            while not (answers := self._ask(self._leaders(), joins=True)):
+                self._meet()
         else:
-            # Never back: servers take a push with the number of an older one for the same push again.
-            self.step = max(self.step, *(step for step, _, _ in self._ask(servers, joins=True).values()))
+            answers = self._ask({server.id for server in self._links.view.servers}, joins=True)
+        steps = [step for step, _, _ in answers.values()]
+        # Never back where servers take a push with the number of an older one for the same push again.
+        self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
         self._joined = True
-        for server in servers:
-            self._hello(server)
+        for server in self._links.view.servers:
+            self._hello(server.id)
         self._request(refresh=True)
         self.wait_all()
         return self.step
@@ -244,6 +241,7 @@ class Worker:
                     self._unanswered[key] = b"", Encoding.NOTHING
                     self._send_push(key)
         self.step += 1
+        self._first = None
         self.counters.steps += 1
         if len(self._used) == len(self._parameters):
             self._order = list(self._used)
@@ -285,20 +283,46 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self.wait_all()
-        servers = {server for server, _ in self._owners}
-        self._states = {slice_.key: {} for slice_ in self._slices}
-        self._state_counts = {}
-        self._states_received = dict.fromkeys(servers, 0)
-        for server in servers:
-            self._links.send(server, Kind.GET_STATE, step=self.step)
-        self._wait_while(lambda: any(self._state_counts.get(s, -1) != self._states_received[s] for s in servers))
+        while not self._ask_for_states():
+            pass  # A server has died or was replaced meanwhile.
         return join_state(self._specification, self._slices, self._states, self._options)
 
     def close(self) -> None:
         """Close the sockets; nothing more is sent."""
         self._links.close()
 
+    def _ask_for_states(self) -> bool:
+        """Ask for the optimizer state of all slices; whether it came from the same servers to the end."""
+        owners = self._owners
+        servers = {server for server, _ in owners}
+        self._ask(servers, joins=False)  # Until they know as well as this worker which slices they answer for.
+        self._state_request += 1
+        self._states = {slice_.key: {} for slice_ in self._slices}
+        self._state_counts = {}
+        self._states_received = dict.fromkeys(servers, 0)
+        for server in servers:
+            self._links.send(server, Kind.GET_STATE, step=self._state_request)
+
+        def waiting() -> bool:
+            return any(self._state_counts.get(server, -1) != self._states_received[server] for server in servers)
+
+        self._wait_while(lambda: self._owners == owners and waiting())
+        return self._owners == owners
+
     # Sends
+
+    def _send_first(self, server: int) -> None:
+        """Send a server the first values of its slices."""
+        assert self._first is not None
+        for slice_ in self._slices:
+            if server in slice_.servers:
+                value = self._parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
+                for name, part in self._first.get(slice_.key, {}).items():
+                    described, raw = pack_state(name, part)
+                    self._links.send(server, Kind.STATE, raw, key=slice_.key, json=described)
+                # A copy: the values are pulled into the same memory, maybe before they have left.
+                payload = bytes(as_bytes(value.contiguous()))
+                self._links.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
 
     def _push(self, index: int, flat: Tensor) -> None:
         for key in self._by_parameter[index]:
@@ -344,7 +368,7 @@ class Worker:
         self._ask({server.id for server in self._links.view.servers}, joins=False)
 
     def _ask(self, servers: set[int], joins: bool) -> dict[int, tuple[int, int, dict[str, Any]]]:
-        """Say hello until all of some servers have answered; their answers."""
+        """Say hello until those of some servers that live have answered; their answers."""
         asked = self._links.sequence
         self._welcomes = {}
         step = NO_STEP
@@ -354,10 +378,15 @@ class Worker:
                 self._say_hello(server, step, joins)
 
         def waiting() -> bool:
-            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in servers)
+            alive = servers & {server.id for server in self._links.view.servers}
+            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in alive)
 
         self._wait_while(waiting, ask)
         return self._welcomes
+
+    def _leaders(self) -> set[int]:
+        """The server that says it leads, if one does."""
+        return {server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True}
 
     def _say_hello(self, server: int, step: int, joins: bool) -> None:
         self._links.send(server, Kind.HELLO, step=step, base=self._links.view.number, json={"joins": joins})
@@ -378,10 +407,9 @@ class Worker:
         primaries = [next(iter(holders(slice_, view)), -1) for slice_ in self._slices]
         self._owners = [(primary, since.get(primary, 0)) for primary in primaries]
         self._orphans = primaries.count(-1)
-        if not self._joined:
-            return
-        for server in view.servers:
-            self._hello(server.id)
+        if self._joined:
+            for server in view.servers:
+                self._hello(server.id)
         self._send_again([key for key, owner in enumerate(self._owners) if owner != before[key]])
 
     def _send_again(self, keys: Sequence[int]) -> None:
@@ -435,9 +463,11 @@ class Worker:
                 self._send_again([key for key, owner in enumerate(self._owners) if owner[0] == server])
                 return
             self._welcomes[server] = header.step, int(values["asked"]), values
-            if self._joined and self.step > 0 and values["ready"] is False:
+            if values["ready"] is False and self._joined and self.step > 0:
                 self._links.lost(server)
-        elif header.kind == Kind.STATE_IS and header.step == self.step and server in self._states_received:
+            elif values["ready"] is False and self._first is not None:
+                self._send_first(server)  # It was started again before the first step.
+        elif header.kind == Kind.STATE_IS and header.step == self._state_request and server in self._states_received:
             if header.meta:
                 name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])
                 self._states[header.key][name] = value

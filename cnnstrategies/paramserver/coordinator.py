@@ -347,6 +347,7 @@ class Coordinator:
             self._number,
             tuple(ServerInfo(m.id, m.endpoint, m.public_key, m.since) for m in servers),
             tuple(WorkerInfo(m.id, m.incarnation, m.public_key) for m in workers),
+            tuple(sorted(self._lost_servers)) if len(self._lost_servers) <= self.settings.survivable else (),
         )
 
     def _publish(self) -> None:

@@ -332,7 +332,11 @@ class Server:
             )
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
+        before = self._shard.ready
         self._shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
+        if self._shard.ready and not before:
+            for known in list(self._post.routes):
+                self._post.ask_again(known)  # What came too early was dropped.
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
         self._shard.copied(server, header, unpack_json(payload, header), payload)
