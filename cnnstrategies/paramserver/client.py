@@ -123,6 +123,7 @@ class Worker:
         self._joined = False
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._first: dict[int, dict[str, StateValue]] | None = None
+        self._moved = False  # The parameters are no longer those of the run's start.
         self._state_request = 0
         self._states: dict[int, dict[str, StateValue]] = {}
         self._state_counts: dict[int, int] = {}
@@ -166,6 +167,7 @@ class Worker:
         steps = [step for step, _, _ in answers.values()]
         # Never back where servers take a push with the number of an older one for the same push again.
         self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
+        self._moved = self._moved or self.step > 0
         self._joined = True
         for server in self._links.view.servers:
             self._hello(server.id)
@@ -241,7 +243,6 @@ class Worker:
                     self._unanswered[key] = b"", Encoding.NOTHING
                     self._send_push(key)
         self.step += 1
-        self._first = None
         self.counters.steps += 1
         if len(self._used) == len(self._parameters):
             self._order = list(self._used)
@@ -463,10 +464,10 @@ class Worker:
                 self._send_again([key for key, owner in enumerate(self._owners) if owner[0] == server])
                 return
             self._welcomes[server] = header.step, int(values["asked"]), values
-            if values["ready"] is False and self._joined and self.step > 0:
+            if values["ready"] is False and self._joined and self._moved:
                 self._links.lost(server)
             elif values["ready"] is False and self._first is not None:
-                self._send_first(server)  # It was started again before the first step.
+                self._send_first(server)  # It was started again before it had made a step.
         elif header.kind == Kind.STATE_IS and header.step == self._state_request and server in self._states_received:
             if header.meta:
                 name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])
@@ -481,6 +482,8 @@ class Worker:
         slice_ = self._slices[header.key]
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
+        if not self._refreshing:
+            self._moved, self._first = True, None
         self._targets[slice_.parameter].write(slice_.start, values)
         self.counters.bytes_received += len(payload)
         del self._pending[header.key]
