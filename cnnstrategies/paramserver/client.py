@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.pulls import Pulls
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.state_transfer import StateReceipt, send_initial
+from cnnstrategies.paramserver.state_transfer import InitialValues, StateReceipt
 from cnnstrategies.paramserver.view import ViewSource
 
 PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is there
@@ -91,6 +91,9 @@ class Worker:
         self._pulls = Pulls(self._slices, parameters, self._links, self._placement)
         self._joined = False
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        self._initial: InitialValues | None = None
+        self._moved = False  # The parameters are no longer those of the run's start.
+        self._state_request = 0
         self._state: StateReceipt | None = None
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
@@ -106,7 +109,9 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self._meet()
-        send_initial(self._links, self._specification, self._slices, self._parameters, optimizer_state)
+        self._initial = InitialValues(self._links, self._specification, self._slices, self._parameters, optimizer_state)
+        for server in self._links.view.servers:
+            self._initial.send(server.id)
 
     def join(self) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
@@ -120,16 +125,19 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self._meet()
-        servers = {server.id for server in self._links.view.servers}
         if self._specification.aggregates:
-            leader = next(server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True)
-            self.step = self._ask({leader}, joins=True)[leader][0]
+            # One that dies before it has answered is no longer there to be asked: then another leads.
+            while not (answers := self._ask(self._leaders(), joins=True)):
+                self._meet()
         else:
-            # Never back: servers take a push with the number of an older one for the same push again.
-            self.step = max(self.step, *(step for step, _, _ in self._ask(servers, joins=True).values()))
+            answers = self._ask({server.id for server in self._links.view.servers}, joins=True)
+        steps = [step for step, _, _ in answers.values()]
+        # Never back where servers take a push with the number of an older one for the same push again.
+        self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
+        self._moved = self._moved or self.step > 0
         self._joined = True
-        for server in servers:
-            self._hello(server)
+        for server in self._links.view.servers:
+            self._hello(server.id)
         self._pulls.request(self.step, refresh=True)
         self.wait_all()
         return self.step
@@ -211,16 +219,25 @@ class Worker:
             ServersUnreachableError: A server does not answer.
         """
         self.wait_all()
-        servers = self._placement.servers()
-        state = self._state = StateReceipt(self._slices, servers)
-        for server in servers:
-            self._links.send(server, Kind.GET_STATE, step=self.step)
-        self._wait_while(lambda: not state.complete)
+        while (state := self._ask_for_state()) is None:
+            pass  # A server has died or was replaced meanwhile.
         return join_state(self._specification, self._slices, state.states, self._outgoing.options)
 
     def close(self) -> None:
         """Close the sockets; nothing more is sent."""
         self._links.close()
+
+    def _ask_for_state(self) -> StateReceipt | None:
+        """Ask for the optimizer state of all slices; None if it did not come from the same servers to the end."""
+        owners = self._placement.owners
+        servers = self._placement.servers()
+        self._ask(servers, joins=False)  # Until they know as well as this worker which slices they answer for.
+        self._state_request += 1
+        state = self._state = StateReceipt(self._slices, servers)
+        for server in servers:
+            self._links.send(server, Kind.GET_STATE, step=self._state_request)
+        self._wait_while(lambda: self._placement.owners == owners and not state.complete)
+        return state if self._placement.owners == owners else None
 
     # Membership
 
@@ -231,7 +248,7 @@ class Worker:
         self._ask({server.id for server in self._links.view.servers}, joins=False)
 
     def _ask(self, servers: set[int], joins: bool) -> dict[int, tuple[int, int, dict[str, Any]]]:
-        """Say hello until all of some servers have answered; their answers."""
+        """Say hello until those of some servers that live have answered; their answers."""
         asked = self._links.sequence
         self._welcomes = {}
         step = NO_STEP
@@ -241,10 +258,15 @@ class Worker:
                 self._say_hello(server, step, joins)
 
         def waiting() -> bool:
-            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in servers)
+            alive = servers & {server.id for server in self._links.view.servers}
+            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in alive)
 
         self._wait_while(waiting, ask)
         return self._welcomes
+
+    def _leaders(self) -> set[int]:
+        """The server that says it leads, if one does."""
+        return {server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True}
 
     def _say_hello(self, server: int, step: int, joins: bool) -> None:
         self._links.send(server, Kind.HELLO, step=step, base=self._links.view.number, json={"joins": joins})
@@ -260,10 +282,9 @@ class Worker:
     def _place(self) -> None:
         """Find each slice's primary in the present view; send it what the last one has not answered."""
         moved = self._placement.follow(self._links.view)
-        if not self._joined:
-            return
-        for server in self._links.view.servers:
-            self._hello(server.id)
+        if self._joined:
+            for server in self._links.view.servers:
+                self._hello(server.id)
         self._send_again(moved)
 
     def _send_again(self, keys: list[int]) -> None:
@@ -308,14 +329,18 @@ class Worker:
                 self._send_again(self._placement.of(server))
                 return
             self._welcomes[server] = header.step, int(values["asked"]), values
-            if self._joined and self.step > 0 and values["ready"] is False:
+            if values["ready"] is False and self._joined and self._moved:
                 self._links.lost(server)
-        elif header.kind == Kind.STATE_IS and header.step == self.step and self._state is not None:
+            elif values["ready"] is False and self._initial is not None:
+                self._initial.send(server)  # It was started again before it had made a step.
+        elif header.kind == Kind.STATE_IS and header.step == self._state_request and self._state is not None:
             self._state.take(server, header, payload)
 
     def _pulled(self, header: Header, payload: memoryview) -> None:
         if not self._pulls.take(header, payload):
             return
+        if not self._pulls.refreshing:
+            self._moved, self._initial = True, None
         self.counters.bytes_received += len(payload)
         self._outgoing.answered(header.key)
         index = self._slices[header.key].parameter

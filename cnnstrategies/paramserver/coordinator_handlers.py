@@ -26,7 +26,7 @@ class CoordinatorHandlers:
         self.stopped = False
         self._settings = settings
         self._send = send
-        self._roster = Roster(settings.workers, settings.servers, send)
+        self._roster = Roster(settings.workers, settings.servers, settings.survivable, send)
         self._rounds = Rounds(self._roster, send)
         self._values = Values(send)
         self._dispatcher = Dispatcher()
@@ -168,7 +168,7 @@ class CoordinatorHandlers:
                 self._finish(f"{member} {how}, and no worker is left")
         elif member.role == SERVER:
             self._roster.lost_servers.add(member.id)
-            if len(self._roster.lost_servers) <= self._settings.survivable:
+            if self._roster.copies_are_left:
                 self._publish()  # Its copies take over; if it returns, it is a new one.
             elif not replaced:
                 self._finish(

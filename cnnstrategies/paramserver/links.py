@@ -77,17 +77,17 @@ class Links:
         self._connect()
 
     def wait_for_members(self) -> None:
-        """Wait until all servers and this worker are in the view.
+        """Wait until this worker and all servers are in the view, but those that have died already.
 
         Raises:
             ServersUnreachableError: They did not come within the time-out.
         """
         deadline = time.monotonic() + self._specification.timeout
-        while len(self.view.servers) < self._specification.servers or not self._is_member():
+        while self._missing() or not self._is_member():
             try:
                 self.view = self._views.wait_newer(self.view.number, max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                missing = set(range(self._specification.servers)) - {server.id for server in self.view.servers}
+                missing = self._missing()
                 who = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
                 raise ServersUnreachableError(
                     f"worker {self._id}: {who} did not join within {self._specification.timeout} s: look at their "
@@ -95,6 +95,9 @@ class Links:
                 ) from None
         self._was_member = True
         self._connect()
+
+    def _missing(self) -> set[int]:
+        return set(range(self._specification.servers)) - {server.id for server in self.view.servers} - {*self.view.lost}
 
     def _is_member(self) -> bool:
         return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)

@@ -60,13 +60,14 @@ class Roster:
         lost_servers: The servers that have died and not come back.
     """
 
-    def __init__(self, workers: int, servers: int, send: Callable[[Message], None]) -> None:
+    def __init__(self, workers: int, servers: int, survivable: int, send: Callable[[Message], None]) -> None:
         self.number = 0
         self.group = set(range(workers))
         self.sealed = False
         self.lost_servers: set[int] = set()
         self._workers = workers
         self._servers = servers
+        self._survivable = survivable
         self._send = send
         self._members: dict[tuple[str, int], Member] = {}
         self._running = time.monotonic()
@@ -116,7 +117,13 @@ class Roster:
             self.number,
             tuple(ServerInfo(m.id, m.endpoint, m.public_key, m.since) for m in servers),
             tuple(WorkerInfo(m.id, m.incarnation, m.public_key) for m in workers),
+            tuple(sorted(self.lost_servers)) if self.copies_are_left else (),
         )
+
+    @property
+    def copies_are_left(self) -> bool:
+        """Whether each slice has a server in spite of those that were lost."""
+        return len(self.lost_servers) <= self._survivable
 
     def publish(self) -> None:
         """Give the view, which has changed, the next number and send it to all."""

@@ -148,7 +148,11 @@ class ServerHandlers:
             )
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
+        before = self._shard.ready
         self._shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
+        if self._shard.ready and not before:
+            for known in list(self._post.routes):
+                self._post.ask_again(known)  # What came too early was dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
         options = check_options(unpack_json(payload, header)["options"], self._groups)

@@ -9,19 +9,13 @@ from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.links import Links
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind, unpack_json
 from cnnstrategies.paramserver.optimizers import StateValue, cut_state
-from cnnstrategies.paramserver.slicing import Slice, holders
+from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.state_messages import pack_state, unpack_state
 
 
-def send_initial(
-    links: Links,
-    specification: Specification,
-    slices: Sequence[Slice],
-    parameters: Sequence[Tensor],
-    optimizer_state: Mapping[str, Any] | None,
-) -> None:
-    """Send each slice's values to all servers that hold it, after its part of the optimizer's state.
+class InitialValues:
+    """The first values of the slices and their part of the optimizer's state, for the servers that hold them.
 
     Args:
         links: The connections to the servers.
@@ -30,16 +24,32 @@ def send_initial(
         parameters: The parameters in the specification's order.
         optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters; None for no state.
     """
-    states = {} if optimizer_state is None else cut_state(specification, slices, optimizer_state)
-    for slice_ in slices:
-        value = parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
-        for server in holders(slice_, links.view):
-            for name, part in states.get(slice_.key, {}).items():
+
+    def __init__(
+        self,
+        links: Links,
+        specification: Specification,
+        slices: Sequence[Slice],
+        parameters: Sequence[Tensor],
+        optimizer_state: Mapping[str, Any] | None,
+    ) -> None:
+        self._links = links
+        self._slices = slices
+        self._parameters = parameters
+        self._states = {} if optimizer_state is None else cut_state(specification, slices, optimizer_state)
+
+    def send(self, server: int) -> None:
+        """Send a server its slices' values, each after its state; what it has already, it ignores."""
+        for slice_ in self._slices:
+            if server not in slice_.servers:
+                continue
+            value = self._parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
+            for name, part in self._states.get(slice_.key, {}).items():
                 described, raw = pack_state(name, part)
-                links.send(server, Kind.STATE, raw, key=slice_.key, json=described)
+                self._links.send(server, Kind.STATE, raw, key=slice_.key, json=described)
             # A copy: the values are pulled into the same memory, maybe before they have left.
             payload = bytes(as_bytes(value.contiguous()))
-            links.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
+            self._links.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
 
 
 class StateReceipt:

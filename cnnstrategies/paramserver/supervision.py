@@ -16,7 +16,7 @@ import zmq
 
 from cnnstrategies.paramserver.control import ControlError, Message, parse, send
 from cnnstrategies.paramserver.membership import Address
-from cnnstrategies.paramserver.processes import Handle, ending
+from cnnstrategies.paramserver.processes import Handle, ending, is_stopped
 from cnnstrategies.paramserver.roster import SERVER, WORKER
 from cnnstrategies.paramserver.security import KeyPair
 
@@ -45,6 +45,7 @@ class Watched:
     incarnation: int = 0
     handle: Handle | None = None
     code: int | None = None
+    stopped: float = 0.0  # for so many seconds
 
     def __str__(self) -> str:
         number = "" if self.role == COORDINATOR else f" {self.id}"
@@ -70,7 +71,7 @@ class Supervision:
         self.keys = keys
         self.watched: list[Watched] = []
         self.deaths: list[str] = []
-        self._asked_at = time.monotonic()
+        self._asked_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
         self._stopping = False
 
@@ -103,6 +104,7 @@ class Supervision:
                 if code is not None:
                     self._on_end(one, code)
         now = time.monotonic()
+        self._end_the_stopped(now)
         if now - self._asked_at > ASK_EVERY and not self._stopping:
             self._ask_for_the_silent()
             self._asked_at = time.monotonic()
@@ -171,6 +173,19 @@ class Supervision:
     def _run_ends(self) -> None:
         if self._ended_at is None:
             self._ended_at = time.monotonic()
+
+    def _end_the_stopped(self, now: float) -> None:
+        """End those that are stopped: the coordinator cannot miss who has not registered yet, or has left."""
+        # At most a second: this process may have been stopped with them, as by Ctrl-Z.
+        passed, self._looked_at = min(now - self._looked_at, 1.0), now
+        for one in self.watched:
+            if one.code is not None or one.handle is None:
+                continue
+            one.stopped = one.stopped + passed if is_stopped(one.handle.pid) else 0.0
+            if one.stopped > self.coordinator.timeout:
+                one.stopped = 0.0
+                print(f"{one} was stopped for {self.coordinator.timeout:g} s: it is ended", file=sys.stderr, flush=True)
+                one.handle.send_signal(signal.SIGKILL)
 
     def _ask_for_the_silent(self) -> None:
         answer = self._send(Message("status"), answer="status")

@@ -48,11 +48,13 @@ class View:
         number: Grows by one with every change; a process that has seen a view ignores older ones.
         servers: The live servers, by id.
         workers: The live workers, by id.
+        lost: Ids of the servers that have died and that copies of their slices stand in for.
     """
 
     number: int
     servers: tuple[ServerInfo, ...]
     workers: tuple[WorkerInfo, ...]
+    lost: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """This view as what JSON can hold."""
@@ -66,7 +68,8 @@ class View:
             TypeError: A field is missing or unknown.
         """
         servers = tuple(ServerInfo(**server) for server in values["servers"])
-        return cls(int(values["number"]), servers, tuple(WorkerInfo(**worker) for worker in values["workers"]))
+        workers = tuple(WorkerInfo(**worker) for worker in values["workers"])
+        return cls(int(values["number"]), servers, workers, tuple(int(server) for server in values["lost"]))
 
 
 class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error

@@ -37,8 +37,10 @@ class Cluster:
         self.workers: dict[int, BaseProcess] = {}
         count = specification.workers if workers is None else workers
         self.view = View(0, (), tuple(WorkerInfo(w, 0, self._public(f"worker-{w}")) for w in range(count)))
+        self._complete = False  # Every server has come once.
         for server in range(specification.servers):
             self.start_server(server)
+        self._complete = True
 
     def _public(self, name: str) -> str:
         if not self._encrypted:
@@ -47,7 +49,10 @@ class Cluster:
         return self.keys[name].public
 
     def publish(self, **changes: Any) -> None:
-        values = {"servers": self.view.servers, "workers": self.view.workers} | changes
+        values = {"servers": self.view.servers, "workers": self.view.workers, **changes}
+        gone = set(range(self.specification.servers)) - {info.id for info in values["servers"]}
+        if self._complete and len(gone) < self.specification.replication:
+            values["lost"] = tuple(sorted(gone))
         self.view = View(self.view.number + 1, **values)
         self.views.publish(self.view)
 
