@@ -28,6 +28,7 @@ def every_collective(collectives):
     results["integer"] = collectives.reduce(torch.tensor(rank), "sum").item()
     results["start"] = collectives.start().joined
     results["view"] = [worker.id for worker in collectives.membership.current().workers]
+    collectives.barrier()  # Nobody leaves before the others have looked.
     return results
 
 
