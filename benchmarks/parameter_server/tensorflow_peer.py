@@ -344,9 +344,9 @@ def main() -> None:
         f"from the same initial values; medians of {options.rounds} runs of {options.steps} steps of each worker, "
         f"without the first. In {CHECKED} steps on one batch the losses of both differ by at most {max(checks):.0e}. "
         "The loss is that of the first and the last 10 steps; the images are patterns under noise. TensorFlow's "
-        "optimizer is one operation on the server for each variable, and its loop computes no accuracy; ours runs under "
-        "Lightning's Trainer and does. As with Keras, TensorFlow's workers update BatchNorm's running statistics on the "
-        "server in each step; ours average them when the epoch ends, hence the row without.\n\n"
+        "optimizer is one operation on the server for each variable, and its loop computes no accuracy; ours runs "
+        "under Lightning's Trainer and does. As with Keras, TensorFlow's workers update BatchNorm's running statistics "
+        "on the server in each step; ours average them when the epoch ends, hence the row without.\n\n"
         f"TensorFlow {tensorflow}, intra-op threads 1, inter-op threads {options.inter_op_threads} (its guide asks for "
         "workers + 1). Both strategies have more processes than the machine has cores. The load average was "
         f"{load:.1f} at the start.",
