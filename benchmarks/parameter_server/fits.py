@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,11 +104,12 @@ def fit(
     workers: int = 2,
     epochs: int = 1,
     slow_rank: int | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Fit:
     """Train in a forked process, whose ranks are forked too."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        arguments = (folder, strategy, make, classes, loader, workers, epochs, slow_rank)
+        arguments = (folder, strategy, make, classes, loader, workers, epochs, slow_rank, callbacks)
         process = multiprocessing.get_context("fork").Process(target=_fit, args=arguments)
         process.start()
         process.join(TIME_LIMIT)
@@ -127,6 +128,7 @@ def _fit(
     workers: int,
     epochs: int,
     slow_rank: int | None,
+    callbacks: Sequence[Callback],
 ) -> None:
     with (folder / "output").open("w") as output:
         for stream in (sys.stdout, sys.stderr):
@@ -139,7 +141,7 @@ def _fit(
         devices=workers,
         strategy=strategy(),
         max_epochs=epochs,
-        callbacks=[Clock(folder, slow_rank)],
+        callbacks=[Clock(folder, slow_rank), *callbacks],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
