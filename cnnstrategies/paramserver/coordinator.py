@@ -327,6 +327,11 @@ class Coordinator:
         self._dispatcher.lose(identity)
         self._publish()
         self._complete()
+        self._end_without_group()
+
+    def _end_without_group(self) -> None:
+        if self._joiners and not self._group:
+            self._finish("training is over: no worker is left that could let in one that was started again")
 
     def _leave(self, message: Message) -> None:
         member = self._member_of(message)
@@ -369,6 +374,7 @@ class Coordinator:
         seal, boundary = message.flag("seal"), message.flag("boundary")
         if self._sealed and seal:
             self._joiners[member.id] = message.sender
+            self._end_without_group()
             return
         if sequence < len(self._log):
             self._send_result(message.sender, self._log[sequence], sequence, joined=False)

@@ -113,6 +113,8 @@ class Server:
         )
         self._snapshots = Snapshots(specification, id)
         self._restored = self._snapshots.load(self._shard.store)
+        if self._restored and isinstance(self._mode, Synchronous):
+            self._mode.caught_up(min(self._shard.store.versions.values(), default=0))
         self._last: dict[int, tuple[int, int]] = {}
         self._gaps = Gaps()
         self._pinged = 0.0
