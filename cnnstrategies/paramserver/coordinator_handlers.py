@@ -183,6 +183,8 @@ class CoordinatorHandlers:
         self._dispatcher.lose(identity)
         self._publish()
         self._rounds.complete()
+        if (reason := self._rounds.over) is not None:
+            self._finish(reason)
 
     def _publish(self) -> None:
         self._roster.publish()

@@ -58,7 +58,7 @@ class Rounds:
         seal, boundary = message.flag("seal"), message.flag("boundary")
         if self._roster.sealed and seal:
             self._joiners[member.id] = message.sender
-            return None
+            return self.over
         if sequence < len(self._log):
             self._send(self._message(message.sender, self._log[sequence], sequence, joined=False))
             return None
@@ -73,6 +73,13 @@ class Rounds:
         self._pending[member.id] = _Contribution(message.sender, sequence, operation, message.frames)
         self._flags = (seal, boundary)
         self.complete()
+        return None
+
+    @property
+    def over(self) -> str | None:
+        """Why nobody can be let in any more, if somebody waits for it."""
+        if self._joiners and not self._roster.group:
+            return "training is over: no worker is left that could let in one that was started again"
         return None
 
     def forget(self, worker: int) -> None:

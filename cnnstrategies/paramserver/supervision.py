@@ -146,7 +146,9 @@ class Supervision:
             one.code = code
             return
         killed = code < 0
-        replaced = killed and one.restarts > 0 and self._ended_at is None
+        # Once a worker has finished, the others let no new one in.
+        over = one.role == WORKER and any(worker.code == 0 for worker in self.workers)
+        replaced = killed and one.restarts > 0 and self._ended_at is None and not over
         what = f"{one} {ending(code)}"
         if killed or one.role != WORKER:
             self.deaths.append(what)
