@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -329,8 +330,10 @@ class Server:
             for key in self._shard.own:
                 store.seen[key][worker, incarnation] = max(step - 1, store.seen[key].get((worker, incarnation), -1))
         if self.lost_updates > before:
-            _LOG.warning(
-                "server %d goes on from its last snapshot: %d updates since then are lost", self.id, self.lost_updates
+            print(
+                f"server {self.id} goes on from its last snapshot: {self.lost_updates} updates since then are lost",
+                file=sys.stderr,
+                flush=True,
             )
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
