@@ -1,7 +1,6 @@
 """A process of the run is killed or stopped at a random moment, set-up, checkpoints and the end included.
 
-The number of runs can be raised: ``CNNSTRATEGIES_FAULTS=200 pytest tests/strategies/test_parameter_server_random_faults.py``
-(about 5 s each), and ``CNNSTRATEGIES_FAULTS_FROM`` is the seed of the first.
+More runs, about 5 s each: ``CNNSTRATEGIES_FAULTS=200``; the seed of the first: ``CNNSTRATEGIES_FAULTS_FROM``.
 """
 
 import os
