@@ -1,6 +1,6 @@
 """What a server does with each kind of message."""
 
-import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 
@@ -24,7 +24,6 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.synchronous import Synchronous
 from cnnstrategies.paramserver.view import View
 
-_LOG = logging.getLogger(__name__)
 Mode = Synchronous | Asynchronous
 
 
@@ -141,10 +140,10 @@ class ServerHandlers:
             for key in self._shard.own:
                 store.seen[key][worker, incarnation] = max(step - 1, store.seen[key].get((worker, incarnation), -1))
         if self.lost_updates > before:
-            _LOG.warning(
-                "server %d goes on from its last snapshot: %d updates since then are lost",
-                self._server,
-                self.lost_updates,
+            print(
+                f"server {self._server} goes on from its last snapshot: {self.lost_updates} updates since then are lost",
+                file=sys.stderr,
+                flush=True,
             )
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:

@@ -23,7 +23,7 @@ class Snapshots:
         self._session = specification.session
         directory = specification.snapshot_directory
         self._path = Path(directory) / f"server-{server}.pt" if directory is not None and self._every else None
-        self._last = 0
+        self._last = -self._every  # The first is of the values that training begins with.
 
     def after(self, updates: int, store: Store) -> bool:
         """Write one if enough updates have been made since the last.
@@ -35,7 +35,7 @@ class Snapshots:
         Returns:
             Whether one was written.
         """
-        if self._path is None or updates < self._last + self._every:
+        if self._path is None or updates < self._last + self._every or min(store.versions.values(), default=-1) < 0:
             return False
         self._last = updates
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,6 +55,6 @@ class Snapshots:
             contents = torch.load(self._path, weights_only=True)
             if contents["session"] == self._session:
                 store.restore(contents)
-                self._last = max(store.versions.values(), default=0)
+                self._last = 0  # Servers count updates from their own start.
                 return True
         return False

@@ -1,5 +1,8 @@
 """What users switch on around the parameter server: averaging, early stopping, precision, metrics, refusals."""
 
+import os
+import signal
+
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -86,6 +89,29 @@ def test_mixed_precision_trains(run_cli, quick):
     assert losses[-1] < losses[0]
 
 
+class Terminate(Callback):
+    """Sends SIGTERM to the process that was started, as a scheduler does."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 8:
+            os.kill(os.getppid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, mode):
+    layout = [*served(mode=mode, max_restarts=1), "--trainer.max_epochs=60", "--stop.grace=60"]
+    terminate = "--trainer.callbacks+=test_parameter_server_features.Terminate"
+    code, output = run_cli("fit", *quick, *COMMON, *layout, terminate, "--trainer.logger.init_args.name=stopped")
+    assert code == 128 + signal.SIGTERM, output
+    path = checkpoint("stopped")
+    stopped = torch.load(path, weights_only=True)
+    assert stopped["global_step"] > 0
+    assert stopped["epoch"] < 59, "the run was over before the signal"
+    epochs = f"--trainer.max_epochs={stopped['epoch'] + 2}"
+    resumed = fit(run_cli, quick, "resumed", *served(mode=mode), epochs, f"--ckpt_path={path.resolve()}")
+    assert resumed["global_step"] == 6 * (stopped["epoch"] + 2)
+
+
 class ByHand(LightningModule):
     """Optimises by hand."""
 
@@ -125,3 +151,9 @@ def test_refuses_modules_it_cannot_train(run_cli, quick):
     )
     assert code == 2, output
     assert "automatic_optimization=False" in output.splitlines()[-1]
+
+
+def test_spawned_workers_train(run_cli, quick):
+    few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
+    last = fit(run_cli, quick, "run", *served(start_method="spawn"), *few)
+    assert last["global_step"] == 2
