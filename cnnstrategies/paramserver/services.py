@@ -149,7 +149,7 @@ def _forked(service: Service) -> None:
 def serve(service: Service) -> int:
     """Run a service in this process until it ends; its exit code."""
     # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
