@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import zmq
@@ -166,7 +166,12 @@ def serve(service: Service) -> int:
 
 def main() -> None:
     """Serve what the standard input describes."""
-    code = serve(from_json(sys.stdin.read()))
+    serve_and_exit(from_json(sys.stdin.read()))
+
+
+def serve_and_exit(service: Service) -> NoReturn:
+    """Run a service, and end the process."""
+    code = serve(service)
     # Nothing is left to clean up, and at a regular end torch's libraries print what they have not freed.
     sys.stdout.flush()
     sys.stderr.flush()
