@@ -13,11 +13,11 @@ from cnnstrategies.errors import ConfigurationError
 
 SECONDS = 60.0
 AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
-OTHER_PORT = "other port"
+FREE_PORT = "free port"
 
 
 @contextlib.contextmanager
-def own_store(port_is_for_others: bool = False) -> Iterator[None]:
+def own_store(listens: bool = False) -> Iterator[None]:
     """Have rank 0 serve the store through which the ranks find each other, instead of torchrun's agent.
 
     The agent's store outlives a restart, and restarted ranks read from it the addresses of the dead ones: gloo then
@@ -26,8 +26,8 @@ def own_store(port_is_for_others: bool = False) -> Iterator[None]:
     serves no store.
 
     Args:
-        port_is_for_others: The run opens no store of torch's at the main port, but listens there itself: make that
-            another port, which is free on rank 0's machine.
+        listens: The run opens no store of torch's, but listens at the main port itself: make that another port, which
+            is free on rank 0's machine.
 
     Raises:
         ConfigurationError: Rank 0 has not served one in time.
@@ -42,13 +42,13 @@ def own_store(port_is_for_others: bool = False) -> Iterator[None]:
     if os.environ["RANK"] == "0":
         # torch.distributed opens it again: within a process both share one server.
         server = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-        if port_is_for_others:
-            server.set(OTHER_PORT, str(_free_port()))
+        if listens:
+            server.set(FREE_PORT, str(_free_port()))
         agent.set("port", str(server.port))
     main_port = _current_port(agent, address)
-    if port_is_for_others:
+    if listens:
         store = server if server is not None else TCPStore(address, main_port, is_master=False, timeout=timeout)
-        main_port = int(store.get(OTHER_PORT))
+        main_port = int(store.get(FREE_PORT))
         del store
     os.environ["MASTER_PORT"] = str(main_port)
     os.environ[AGENT_SERVES] = "False"
