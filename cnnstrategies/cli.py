@@ -202,7 +202,8 @@ class CLI(LightningCLI):
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
         try:
-            with own_store(), across_hosts(self.trainer, self.config_init[self.subcommand].network):
+            listens = getattr(self.trainer.strategy, "finds_hosts", False)
+            with own_store(listens), across_hosts(self.trainer, self.config_init[self.subcommand].network):
                 function(**kwargs)
         except BaseException as error:
             launcher = self.trainer.strategy.launcher

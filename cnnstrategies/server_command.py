@@ -9,6 +9,8 @@ machine of rank 0 runs. A server serves one run, and may be started before or af
 """
 
 import argparse
+import ipaddress
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +22,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.membership import Address
 from cnnstrategies.paramserver.roster import SERVER
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.services import ServerProcess, serve
+from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server_run import own_address
 
 APPEAR = 600.0  # seconds to wait for the run
 
@@ -30,7 +33,10 @@ def main(args: Sequence[str] | None = None) -> None:
     """Entry point; exits with 2 and one line for a mistake in the configuration."""
     parser = argparse.ArgumentParser(prog="cnnstrategies-server", description="A dedicated parameter server.")
     parser.add_argument("--config", type=Path, action="append", help="the run's configuration; later ones add to it")
-    parser.add_argument("--index", type=int, default=0, help="which of the strategy's endpoints this server is")
+    # One task of srun is one server.
+    task = int(os.environ.get("SLURM_PROCID", "0"))
+    help = f"which of the strategy's endpoints this server is (default: number of the SLURM task, here {task})"
+    parser.add_argument("--index", type=int, default=task, help=help)
     parser.add_argument("--make-keys", type=Path, help="write a new pair of keys for a run to this file, and end")
     options = parser.parse_args(args)
     try:
@@ -38,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
             KeyPair.create().save(options.make_keys)
             print(f"Wrote {options.make_keys}: copy it to every machine of the run and set key_file to it")
             return
-        sys.exit(serve(server_of(options.config or [], options.index)))
+        serve_and_exit(server_of(options.config or [], options.index))
     except FileExistsError:
         print(f"cnnstrategies-server: {options.make_keys} exists, and keys are not overwritten", file=sys.stderr)
     except (ConfigurationError, OSError, TypeError) as error:
@@ -75,7 +81,22 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
         )
     key_file = options.key_file if options.encrypted(options.coordinator) else None
     address = Address(options.coordinator, SERVER, index, 0, options.heartbeat, options.timeout, APPEAR)
-    return ServerProcess(address, options.endpoints[index], key_file, options.security == "none")
+    return ServerProcess(
+        address, _bound(options.endpoints[index], options.coordinator), key_file, options.security == "none"
+    )
+
+
+def _bound(endpoint: str, coordinator: str) -> str:
+    """Where to listen: a machine's own name often leads to its loopback, so for a name it is the address on the route.
+
+    The workers learn the address from the coordinator.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return f"tcp://{own_address(coordinator)}:{port}"
+    return endpoint
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from cnnstrategies.cluster.run_name import keep_version
 from cnnstrategies.cluster.submit import submit
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
+from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.pipeline_contract import check_module
 from cnnstrategies.trainer import Trainer
 
@@ -71,11 +72,13 @@ class Submission:
         cli: Its parser and configuration.
         options: The ``cluster`` section.
         size: Nodes, tasks and GPUs.
+        goes_on: Whether the strategy goes on without a rank that dies.
     """
 
     cli: SubmitCLI
     options: ClusterOptions
     size: Size
+    goes_on: bool
 
     @property
     def checkpoints(self) -> str | None:
@@ -128,7 +131,7 @@ def main(args: Sequence[str]) -> None:
         )
     folder = _run_folder(base.options)
     last = "$run/checkpoints/last.ckpt" if base.checkpoints is None else shlex.quote(f"{base.checkpoints}/last.ckpt")
-    script = sbatch_script(base.options, base.size, folder, last, sys.executable, command, len(variants))
+    script = sbatch_script(base.options, base.size, folder, last, sys.executable, command, len(variants), base.goes_on)
     if base.cli.config.dry_run:
         print(script, end="")
         return
@@ -143,7 +146,8 @@ def main(args: Sequence[str]) -> None:
         shutil.rmtree(folder)
         raise
     logs = f"{job}_0.log to {job}_{len(variants) - 1}.log" if variants else f"{job}.log"
-    print(f"Submitted job {job}: {base.size.nodes} nodes x {base.size.tasks_per_node} tasks")
+    servers = f", and {base.options.server_nodes} server nodes" if base.options.server_nodes else ""
+    print(f"Submitted job {job}: {base.size.nodes} nodes x {base.size.tasks_per_node} tasks{servers}")
     print(f"Logs, checkpoints and script: {folder} ({logs})")
 
 
@@ -162,7 +166,7 @@ def check(args: Sequence[str]) -> Submission:
     options: ClusterOptions = cli.config_init.cluster
     trainer = cli.config.trainer
     size = job_size(trainer.num_nodes, trainer.devices, trainer.accelerator)
-    _check_strategy(cli, size)
+    goes_on = _check_strategy(cli, size, options.server_nodes)
     if options.requeue and (trainer.enable_checkpointing is False or trainer.fast_dev_run):
         raise ConfigurationError(
             "trainer.enable_checkpointing=false or fast_dev_run: without checkpoints a requeued job would start from "
@@ -170,10 +174,11 @@ def check(args: Sequence[str]) -> Submission:
         )
     if options.check_data and cli.datamodule is not None:
         cli.datamodule.prepare_data()
-    return Submission(cli, options, size)
+    return Submission(cli, options, size, goes_on)
 
 
-def _check_strategy(cli: SubmitCLI, size: Size) -> None:
+def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> bool:
+    """Refuse a strategy that cannot run as the job; whether it goes on without a rank that dies."""
     asked = cli.config.trainer.strategy
     if isinstance(asked, str):
         arguments = StrategyRegistry[asked]["init_params"] if asked in StrategyRegistry else {}
@@ -191,6 +196,20 @@ def _check_strategy(cli: SubmitCLI, size: Size) -> None:
         strategy = StrategyRegistry.get(strategy)
     if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
         strategy.request.check(check_module(cli.model), size.tasks)
+    if server_nodes and (isinstance(asked, str) or not isinstance(strategy, ParameterServerStrategy)):
+        name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
+        raise ConfigurationError(
+            f"cluster.server_nodes={server_nodes} with trainer.strategy={name}: they are for a strategy that is "
+            "written as class_path: ParameterServerStrategy"
+        )
+    if isinstance(strategy, ParameterServerStrategy) and size.nodes + server_nodes > 1:
+        strategy.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+        if server_nodes and strategy.options.endpoints:
+            raise ConfigurationError(
+                f"cluster.server_nodes={server_nodes} and endpoints={list(strategy.options.endpoints)}: the servers of "
+                "a job listen on the nodes that SLURM gives it; leave out endpoints"
+            )
+    return isinstance(strategy, ParameterServerStrategy)
 
 
 def _combinations(sweep: dict[str, list[Any]]) -> Iterator[list[str]]:

@@ -66,6 +66,14 @@ def test_refuses_configurations_without_such_a_server():
         server_of([path], 1)
 
 
+def test_a_name_is_listened_to_on_the_route_and_not_where_the_machine_itself_finds_it():
+    """On Debian a machine's own name is an address of its loopback."""
+    endpoints = ["tcp://node2:4000", "tcp://10.0.0.3:4000"]
+    path = configuration(endpoints=endpoints, coordinator="tcp://127.0.0.1:4001", security="none")
+    assert server_of([path], 0).endpoint == "tcp://127.0.0.1:4000"
+    assert server_of([path], 1).endpoint == "tcp://10.0.0.3:4000"
+
+
 @pytest.mark.parametrize("security", ["auto", "curve"])
 def test_another_machine_is_not_reached_without_keys(security):
     path = configuration(endpoints=["tcp://10.0.0.1:4000"], coordinator="tcp://10.0.0.1:4001", security=security)

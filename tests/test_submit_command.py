@@ -52,7 +52,22 @@ def test_checkpoints_are_looked_for_where_the_configuration_puts_them(capsys):
 
 
 HYBRID = f"--config={ROOT / 'configs/experiments/digits_smallcnn_hybrid_3-1_cpu.yaml'}"
+SERVER = "--trainer.strategy.init_args"
+PARAMETER_SERVER = [QUICKSTART, "--trainer.strategy=ParameterServerStrategy", f"{SERVER}.mode=async"]
 REFUSED = {
+    "parameter server without keys": ([*PARAMETER_SERVER, "--trainer.num_nodes=2"], "make a key file with"),
+    "server nodes of another strategy": ([QUICKSTART, "--cluster.server_nodes=1"], "trainer.strategy=ddp: "),
+    "server nodes and a name": (
+        [QUICKSTART, "--trainer.strategy=parameter_server", "--cluster.server_nodes=1"],
+        "trainer.strategy=parameter_server: ",
+    ),
+    "server nodes and endpoints": (
+        [
+            *(*PARAMETER_SERVER, f"{SERVER}.security=none", f'{SERVER}.endpoints=["tcp://10.0.0.5:7700"]'),
+            *(f"{SERVER}.coordinator=tcp://10.0.0.1:7000", "--cluster.server_nodes=1"),
+        ],
+        "leave out endpoints",
+    ),
     "nodes disagree with the layout": ([HYBRID, *TWO_NODES], r"replicas=\[3, 1\] need 4 devices, but there are 2"),
     "nodes disagree with an option of sbatch": ([QUICKSTART, '--cluster.sbatch=["--nodes=3"]'], "could disagree"),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),

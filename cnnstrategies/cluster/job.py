@@ -8,8 +8,9 @@ from typing import Any
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
-# After the first rank has ended, the others have this long.
-WAIT_SECONDS = 60
+# After the first rank has ended, the others have this long; without a limit where they may go on alone.
+WAIT_SECONDS, UNLIMITED = 60, 0
+STRATEGY = "cnnstrategies.strategies.ParameterServerStrategy"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,14 @@ def job_size(num_nodes: int, devices: Any, accelerator: Any) -> Size:
 
 
 def sbatch_script(
-    options: ClusterOptions, size: Size, folder: Path, last: str, python: str, command: str, variants: int = 0
+    options: ClusterOptions,
+    size: Size,
+    folder: Path,
+    last: str,
+    python: str,
+    command: str,
+    variants: int = 0,
+    goes_on: bool = False,
 ) -> str:
     """The script of a job.
 
@@ -69,6 +77,7 @@ def sbatch_script(
         python: The interpreter, unless the options name one.
         command: The command line that made the job, for the reader.
         variants: Number of combinations of a sweep; 0 for a single run.
+        goes_on: Whether the run goes on without a rank that dies.
 
     Returns:
         Text for ``sbatch``.
@@ -80,7 +89,7 @@ def sbatch_script(
     cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
     # A rank that fails alone must not leave the others waiting. Not --kill-on-bad-exit: its SIGTERM reaches ranks that
     # end in order after a warning, and srun's status, the highest of all ranks', would not tell of the warning.
-    srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={WAIT_SECONDS}"
+    srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={UNLIMITED if goes_on else WAIT_SECONDS}"
     parts.append(
         f"""run={run}
 last={last}
@@ -88,12 +97,21 @@ resume=()
 if [[ -f $last ]]; then # A job that was requeued or submitted again goes on from there.
     resume=(--ckpt_path "$last")
 fi
-
-{srun} \\
-    {shlex.quote(interpreter)} -m cnnstrategies fit --config "$run/config.yaml" "${{resume[@]}}"
+"""
+    )
+    config = '--config "$run/config.yaml"'
+    if options.server_nodes:
+        config += ' --config "$run/servers.yaml"'
+        parts.append(_servers(interpreter, config))
+        srun += " --het-group=0"
+    parts.append(
+        f"""{srun} \\
+    {shlex.quote(interpreter)} -m cnnstrategies fit {config} "${{resume[@]}}"
 status=$?
 """
     )
+    if options.server_nodes:
+        parts.append("if [[ $status -eq 0 ]]; then wait; fi # The servers end with the run.\n")
     if options.requeue:
         parts.append(_requeue(options, variants))
     parts.append("exit $status\n")
@@ -122,6 +140,12 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str, var
     given = [f"#SBATCH {name}={shlex.quote(str(value))}" for name, value in lines.items() if value is not None]
     given.append("#SBATCH --requeue" if options.requeue else "#SBATCH --no-requeue")
     given += [f"#SBATCH {line}" for line in options.sbatch]
+    if options.server_nodes:
+        same = {name: lines[name] for name in ("--partition", "--account", "--time")}
+        second = {"--nodes": options.server_nodes, "--ntasks-per-node": 1, **same}
+        given.append("#SBATCH hetjob")
+        given += [f"#SBATCH {name}={shlex.quote(str(value))}" for name, value in second.items() if value is not None]
+        given += [f"#SBATCH {line}" for line in options.server_sbatch]
     return "\n".join(["#!/bin/bash", f"# Written by: {command}", *given]) + "\n"
 
 
@@ -132,6 +156,26 @@ def _setup(options: ClusterOptions) -> str:
     if options.cpus_per_task is not None:
         lines.append(f"export OMP_NUM_THREADS={options.cpus_per_task}")
     return "".join(f"{line}\n" for line in [*lines, *options.setup])
+
+
+def _servers(interpreter: str, config: str) -> str:
+    """Start a parameter server on each node of the second part; which nodes these are, is known only now."""
+    # Ports as Lightning chooses them, by the job's number; those of the servers lie above.
+    return f"""# Dedicated parameter servers, one on each node of the job's second part.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_0" | head -n 1)
+port=$((25000 + SLURM_JOB_ID % 7000))
+cat > "$run/servers.yaml" <<END
+trainer:
+  strategy:
+    class_path: {STRATEGY}
+    init_args:
+      coordinator: tcp://${{MASTER_ADDR:-$first}}:${{MASTER_PORT:-$((15000 + SLURM_JOB_ID % 10000))}}
+      endpoints:
+$(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | sed "s|.*|      - tcp://&:$port|")
+END
+srun --kill-on-bad-exit=0 --het-group=1 \\
+    {shlex.quote(interpreter)} -m cnnstrategies.server_command {config} &
+"""
 
 
 def _requeue(options: ClusterOptions, variants: int) -> str:

@@ -47,6 +47,10 @@ class ClusterOptions:
         max_requeues: How often a job may requeue itself.
         folder: Where run folders are made, on a disk that all nodes see.
         check_data: Look at the data before the job is queued; false where only the nodes have them.
+        server_nodes: Nodes that hold the parameters of a ``ParameterServerStrategy``, one dedicated server on each: a
+            second part of a heterogeneous job, beside the nodes of the trainer. By default the trainer's nodes do.
+        server_sbatch: Options of sbatch for these nodes, such as ``--partition=cpu`` and ``--mem=32G``; partition,
+            account and time are otherwise the trainer's.
         sweep: Values of keys of the configuration; each combination is a task of a job array.
 
     Raises:
@@ -72,6 +76,8 @@ class ClusterOptions:
     max_requeues: int = 100
     folder: Path = Path("slurm")
     check_data: bool = True
+    server_nodes: int = 0
+    server_sbatch: list[str] = field(default_factory=list)
     sweep: dict[str, list[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,8 +88,9 @@ class ClusterOptions:
             )
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise ConfigurationError(f"cluster.cpus_per_task={self.cpus_per_task}: a process needs at least 1")
-        for line in self.sbatch:
+        for line in (*self.sbatch, *self.server_sbatch):
             self._check_extra(line)
+        self._check_servers()
         for key, values in self.sweep.items():
             if not values:
                 raise ConfigurationError(f"cluster.sweep: {key} has no values; give a list, such as [0.1, 0.01]")
@@ -94,6 +101,20 @@ class ClusterOptions:
     def grace(self) -> int:
         """Seconds between the warning signal and the moment when a run that has not stopped is killed."""
         return self.signal_seconds - MARGIN_SECONDS
+
+    def _check_servers(self) -> None:
+        if self.server_nodes < 0:
+            raise ConfigurationError(f"cluster.server_nodes={self.server_nodes}: 1 or more, or 0 for no such nodes")
+        if self.server_sbatch and not self.server_nodes:
+            raise ConfigurationError(
+                f"cluster.server_sbatch={self.server_sbatch} is for nodes that the job does not ask for: set "
+                "cluster.server_nodes, or leave it out"
+            )
+        if self.server_nodes and self.sweep:
+            raise ConfigurationError(
+                f"cluster.server_nodes={self.server_nodes} with cluster.sweep: SLURM has no arrays of heterogeneous "
+                "jobs; leave out server_nodes, and the trainer's nodes hold the parameters"
+            )
 
     def _check_extra(self, line: str) -> None:
         option = re.split(r"[=\s]", line, maxsplit=1)[0]

@@ -13,16 +13,21 @@ from cnnstrategies.errors import ConfigurationError
 
 SECONDS = 60.0
 AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
+FREE_PORT = "free port"
 
 
 @contextlib.contextmanager
-def own_store() -> Iterator[None]:
+def own_store(listens: bool = False) -> Iterator[None]:
     """Have rank 0 serve the store through which the ranks find each other, instead of torchrun's agent.
 
     The agent's store outlives a restart, and restarted ranks read from it the addresses of the dead ones: gloo then
     tries to connect to these until its time-out, and the restart fails (seen with torch 2.13 and 2.15). Here each
     start has a store of its own; its port is made known through the agent's. Nothing happens when torchrun's agent
     serves no store.
+
+    Args:
+        listens: The run opens no store of torch's, but listens at the main port itself: make that another port, which
+            is free on rank 0's machine.
 
     Raises:
         ConfigurationError: Rank 0 has not served one in time.
@@ -37,8 +42,15 @@ def own_store() -> Iterator[None]:
     if os.environ["RANK"] == "0":
         # torch.distributed opens it again: within a process both share one server.
         server = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        if listens:
+            server.set(FREE_PORT, str(_free_port()))
         agent.set("port", str(server.port))
-    os.environ["MASTER_PORT"] = str(_current_port(agent, address))
+    main_port = _current_port(agent, address)
+    if listens:
+        store = server if server is not None else TCPStore(address, main_port, is_master=False, timeout=timeout)
+        main_port = int(store.get(FREE_PORT))
+        del store
+    os.environ["MASTER_PORT"] = str(main_port)
     os.environ[AGENT_SERVES] = "False"
     yield
     del server
@@ -57,3 +69,8 @@ def _current_port(agent: PrefixStore, address: str) -> int:
         f"{socket.gethostname()} has not reached rank 0 on {address} for {SECONDS:g} s: it has failed, or a firewall "
         "blocks the connection; allow TCP connections on all ports between the machines of the run"
     )
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])

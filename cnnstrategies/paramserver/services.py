@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import zmq
@@ -150,7 +150,7 @@ def _forked(service: Service) -> None:
 def serve(service: Service) -> int:
     """Run a service in this process until it ends; its exit code."""
     # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
@@ -167,7 +167,12 @@ def serve(service: Service) -> int:
 
 def main() -> None:
     """Serve what the standard input describes."""
-    code = serve(from_json(sys.stdin.read()))
+    serve_and_exit(from_json(sys.stdin.read()))
+
+
+def serve_and_exit(service: Service) -> NoReturn:
+    """Run a service, and end the process."""
+    code = serve(service)
     # Nothing is left to clean up, and at a regular end torch's libraries print what they have not freed.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -94,6 +94,23 @@ def test_the_tasks_of_an_array_have_folders_of_their_own() -> None:
     assert "job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" in text
 
 
+def test_server_nodes_are_a_second_part_of_the_job() -> None:
+    options = ClusterOptions(partition="gpu", time="60", server_nodes=2, server_sbatch=["--partition=cpu"])
+    text = script(options, Size(nodes=1, tasks_per_node=4, gpus_per_node=4))
+    lines = directives(text)
+    second = lines[lines.index("hetjob") + 1 :]
+    # Of two options of one name sbatch takes the last.
+    assert second == ["--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--time=60", "--partition=cpu"]
+    assert text.index("--het-group=1") < text.index("cnnstrategies.server_command") < text.index("--het-group=0")
+    assert text.count('--config "$run/servers.yaml"') == 2
+
+
+def test_only_a_run_that_goes_on_without_a_dead_rank_is_left_to_do_so() -> None:
+    arguments = (ClusterOptions(), Size(1, 2, 0), FOLDER, LAST, "python", "command")
+    assert "--wait=60 " in sbatch_script(*arguments)
+    assert "--wait=0 " in sbatch_script(*arguments, goes_on=True)
+
+
 @pytest.mark.parametrize(
     ("devices", "accelerator", "size"),
     [
@@ -151,6 +168,10 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int
         ({"sbatch": ["-N 3"]}, "could disagree"),
         ({"sbatch": ["--gres=gpu:2"]}, "could disagree"),
         ({"sweep": {"seed_everything": []}}, "has no values"),
+        ({"server_nodes": -1}, "server_nodes=-1"),
+        ({"server_sbatch": ["--mem=8G"]}, "does not ask for"),
+        ({"server_nodes": 1, "server_sbatch": ["--nodes=3"]}, "could disagree"),
+        ({"server_nodes": 1, "sweep": {"seed_everything": [1]}}, "no arrays of heterogeneous jobs"),
     ],
 )
 def test_options_that_cannot_be_right_are_refused(arguments: dict[str, object], message: str) -> None:

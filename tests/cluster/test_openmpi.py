@@ -30,12 +30,12 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @needs_mpi
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline", "parameter_server"])
 def test_two_ranks_train_one_model(tmp_path: Path, strategy: str) -> None:
     arguments = fit(f"--trainer.strategy={strategy}", "--trainer.max_epochs=2")
     mpirun = Program([*MPIRUN, "-n", "2", PYTHON, *arguments], tmp_path / "log")
     assert mpirun.wait() == 0, mpirun.output()
-    assert mpirun.output().count("Starting with 2 processes") == 1, mpirun.output()
+    assert mpirun.output().count(" over 2 processes") == 1, mpirun.output()
     assert os.listdir(tmp_path / "runs/quickstart") == ["version_0"]
     checkpoint = torch.load(tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt", weights_only=True)
     assert checkpoint["epoch"] == 1

@@ -21,14 +21,23 @@ TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-
 RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=digits")
 
 
+# The other worker waits for the dead one's gradient as long as `timeout`.
+SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=4")
+
+
 @pytest.mark.parametrize(
     ("strategy", "launch", "folder"),
-    [("ddp", RENDEZVOUS, "torchrun_digits"), ("hybrid_pipeline", ("--nnodes=1",), "torchrun_*")],
+    [
+        (("--trainer.strategy=ddp",), RENDEZVOUS, "torchrun_digits"),
+        (("--trainer.strategy=hybrid_pipeline",), ("--nnodes=1",), "torchrun_*"),
+        (SERVER, RENDEZVOUS, "torchrun_digits"),
+    ],
+    ids=["ddp", "hybrid_pipeline", "parameter_server"],
 )
 def test_after_a_rank_is_killed_the_run_goes_on_from_its_last_checkpoint_in_the_same_folder(
-    tmp_path: Path, strategy: str, launch: tuple[str, ...], folder: str
+    tmp_path: Path, strategy: tuple[str, ...], launch: tuple[str, ...], folder: str
 ) -> None:
-    arguments = fit(f"--trainer.strategy={strategy}", f"--trainer.max_epochs={EPOCHS}", *BATCHES)
+    arguments = fit(*strategy, f"--trainer.max_epochs={EPOCHS}", *BATCHES)
     torchrun = Program([*TORCHRUN, *launch, *arguments], tmp_path / "log")
     pattern = f"runs/quickstart/{folder}/checkpoints/last.ckpt"
     torchrun.wait_until(lambda: bool(list(tmp_path.glob(pattern))))

@@ -4,13 +4,16 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import zmq
 from control_plane import Run
 
+from cnnstrategies.paramserver.coordinator import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.services import CoordinatorProcess, start
 
 TIMEOUT = 1.0
 
@@ -102,6 +105,19 @@ def test_without_a_coordinator_every_worker_ends_and_says_why(tmp_path, how):
             message = run.result("worker", rank, 0)
             assert message.startswith("RunEnded: the coordinator at ipc://")
             assert "was silent for 1 s" in message
+
+
+def test_the_signals_of_job_managers_do_not_end_services(tmp_path):
+    """They reach every process of a job; the workers stop after their step, and need the services until then."""
+    settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)
+    coordinator = start(CoordinatorProcess(settings), "fork")
+    while not Path(tmp_path / "coordinator").exists():
+        time.sleep(0.01)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        coordinator.send_signal(signum)
+    time.sleep(0.2)
+    assert coordinator.poll() is None
+    coordinator.send_signal(signal.SIGKILL)
 
 
 def test_a_lost_server_ends_the_run_unless_it_has_a_copy(tmp_path):
