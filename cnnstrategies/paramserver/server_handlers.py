@@ -140,8 +140,8 @@ class ServerHandlers:
             for key in self._shard.own:
                 store.seen[key][worker, incarnation] = max(step - 1, store.seen[key].get((worker, incarnation), -1))
         if self.lost_updates > before:
-            lost = f"{self.lost_updates} updates since then are lost"
-            print(f"server {self._server} goes on from its last snapshot: {lost}", file=sys.stderr, flush=True)
+            what = f"{self.lost_updates} updates since then are lost"
+            print(f"server {self._server} goes on from its last snapshot: {what}", file=sys.stderr, flush=True)
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
         before = self._shard.ready
