@@ -1,7 +1,11 @@
 """Jobs that our `submit` hands to a real SLURM of two nodes, started here for the purpose."""
 
+import contextlib
 import os
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +15,8 @@ import torch
 import yaml
 from conftest import ROOT
 from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
+
+from cnnstrategies.paramserver.security import KeyPair
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -23,12 +29,15 @@ cluster:
   partition: low
   time: "30"
   # Two nodes on one machine: their names lead nowhere.
-  setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}"]
+  setup: [export MASTER_ADDR=127.0.0.1, "export PYTHONPATH={ROOT}", export OMP_NUM_THREADS=1]
 """
 # Mixing is on: a resumed run must draw what the uninterrupted one draws.
 RUN = ["--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=12"]
 HYBRID = "--config=" + str(ROOT / "configs/experiments/digits_smallcnn_hybrid_1-1_cpu.yaml")
 QUICKSTART = "--config=" + str(ROOT / "configs/quickstart.yaml")
+RUNS = ("PENDING", "RUNNING", "COMPLETING")
+SERVER = "--trainer.strategy.init_args"
+PARAMETER_SERVER = (QUICKSTART, "--trainer.strategy=ParameterServerStrategy", f"{SERVER}.key_file=run.key")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +52,9 @@ class Job:
     def __init__(self, slurm: Slurm, run_cli: Callable[..., tuple[int, str]], *args: str) -> None:
         Path("two_nodes.yaml").write_text(TWO_NODES)
         os.environ |= slurm.environment
-        code, output = run_cli("submit", "fit", *args, "--config=two_nodes.yaml")
+        configs = [arg for arg in args if arg.startswith("--config=")]
+        options = [arg for arg in args if arg not in configs]
+        code, output = run_cli("submit", "fit", *configs, "--config=two_nodes.yaml", *options)
         assert code == 0, output
         self.slurm = slurm
         self.number = re.search(r"Submitted job (\d+): ", output)[1]
@@ -75,30 +86,40 @@ class Job:
         self.wait_for(lambda: (self.state["JobState"], self.state["Restarts"]) == ("PENDING", "1"), "requeued")
 
     def wait_for_end(self, restarts: int) -> None:
-        self.wait_for(lambda: self.state["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), "the job's end")
+        self.wait_for(lambda: self.state["JobState"] not in RUNS, "the job's end")
         state = self.state
         assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(restarts)), f"{state}\n{self.log}"
 
 
 def test_interrupted_jobs_go_on_exactly(slurm, run_cli):
-    """On 2 nodes, DDP warned of its end and the hybrid pipeline pre-empted: the weights are those of unbroken runs."""
+    """On 2 nodes, two jobs warned of their end and one pre-empted: the weights are those of unbroken runs."""
+    KeyPair.create().save("run.key")
+    # The hybrid pipeline gives way, whether the others run or wait at that moment.
+    hybrid = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
     ddp = Job(slurm, run_cli, QUICKSTART, *RUN, "--cluster.partition=high")
-    hybrid = Job(slurm, run_cli, HYBRID, *RUN)
-    ddp.wait_for(ddp.last.exists, "a checkpoint")
-    ddp.warn()
-    hybrid.wait_for(hybrid.last.exists, "a checkpoint")
-    ddp.wait_until_requeued()
-    # A more important job needs all there is; SLURM tells the pipeline with SIGTERM.
-    slurm.run(
-        "sbatch", "--partition=high", "--nodes=2", f"--ntasks-per-node={CPUS}", "--output=/dev/null", "--wrap=true"
-    )
+    encrypted = f"{SERVER}.security=curve"  # Two nodes on one machine would do without.
+    server = Job(slurm, run_cli, *PARAMETER_SERVER, encrypted, *RUN, "--cluster.partition=high")
+
+    def preempt():
+        """A more important job comes; SLURM tells the pipeline with SIGTERM."""
+        slurm.run("sbatch", "--partition=high", "--nodes=2", "--ntasks-per-node=3", "--output=/dev/null", "--wrap=true")
+
+    interruptions = {hybrid: preempt, ddp: ddp.warn, server: server.warn}
+
+    def all_are_interrupted():
+        for job in [job for job in interruptions if job.last.exists()]:
+            interruptions.pop(job)()
+        return not interruptions
+
+    server.wait_for(all_are_interrupted, "checkpoints")
     whole = {
         ddp: _uninterrupted(run_cli, QUICKSTART, "--trainer.strategy=ddp_fork"),
+        server: _uninterrupted(run_cli, QUICKSTART, "--trainer.strategy=parameter_server_fork"),
         hybrid: _uninterrupted(run_cli, HYBRID, "--trainer.strategy.init_args.start_method=fork"),
     }
-    for job, signal in ((ddp, "SIGUSR1"), (hybrid, "SIGTERM")):
+    for job, name in ((ddp, "SIGUSR1"), (server, "SIGUSR1"), (hybrid, "SIGTERM")):
         job.wait_for_end(restarts=1)
-        assert f"{signal}: stopping after this step" in job.log
+        assert f"{name}: stopping after this step" in job.log
         assert "Restored all states" in job.log
         ended = torch.load(job.last, weights_only=True)
         assert ended["global_step"] == whole[job]["global_step"], job.log
@@ -122,6 +143,38 @@ def test_a_job_that_is_warned_while_it_starts_is_requeued(slurm, run_cli):
     job.wait_until_requeued()
     assert not job.last.exists()
     slurm.run("scancel", job.number)
+
+
+def test_dedicated_servers_run_on_nodes_of_their_own_and_a_dead_worker_is_left_out(slurm, run_cli):
+    """A heterogeneous job: the second node holds the parameters, the workers are on the first one."""
+    KeyPair.create().save("run.key")
+    few = ("--trainer.num_nodes=1", "--trainer.devices=2", "--trainer.max_epochs=20", "--trainer.limit_train_batches=5")
+    job = Job(slurm, run_cli, *PARAMETER_SERVER, f"{SERVER}.timeout=4", *few, "--cluster.server_nodes=1")
+    job.wait_for(job.last.exists, "a checkpoint")
+    assert [slurm.job(f"{job.number}+{part}")["NodeList"] for part in (0, 1)] == ["n1", "n2"]
+    os.kill(_rank(job.number, 1), signal.SIGKILL)
+    job.wait_for(lambda: job.state["JobState"] not in RUNS, "the job's end")
+    assert torch.load(job.last, weights_only=True)["global_step"] == 100, job.log
+    # It counts as failed, since a process of it has; it is not requeued.
+    assert (job.state["JobState"], job.state["ExitCode"], job.state["Restarts"]) == ("FAILED", "137:0", "0")
+
+
+def _rank(job, number):
+    """The process of a rank."""
+    wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={number}".encode()}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if wanted <= set(path.read_bytes().split(b"\0")):
+                return int(path.parent.name)
+    raise AssertionError(f"no rank {number} of job {job}")
+
+
+def test_the_doctor_examines_the_nodes(slurm, tmp_path):
+    variables = {**slurm.environment, "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    words = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "cnnstrategies", "doctor"]
+    doctor = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=120)
+    assert doctor.returncode == 0, doctor.stdout + doctor.stderr
+    assert f"All 2 hosts agree, reach each other and share {tmp_path}" in doctor.stdout
 
 
 def test_each_combination_of_a_sweep_is_a_task_of_an_array(slurm, run_cli):

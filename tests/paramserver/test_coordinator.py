@@ -107,17 +107,22 @@ def test_without_a_coordinator_every_worker_ends_and_says_why(tmp_path, how):
             assert "was silent for 1 s" in message
 
 
-def test_the_signals_of_job_managers_do_not_end_services(tmp_path):
-    """They reach every process of a job; the workers stop after their step, and need the services until then."""
+def test_services_start_without_lightning_and_outlive_the_signals_of_job_managers(tmp_path):
+    """These reach every process of a job; the workers stop after their step, and need the services until then."""
     settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)
-    coordinator = start(CoordinatorProcess(settings), "fork")
+    coordinator = start(CoordinatorProcess(settings), "program")
     while not Path(tmp_path / "coordinator").exists():
         time.sleep(0.01)
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         coordinator.send_signal(signum)
     time.sleep(0.2)
     assert coordinator.poll() is None
+    loaded = Path(f"/proc/{coordinator.pid}/maps").read_text()
     coordinator.send_signal(signal.SIGKILL)
+    coordinator.wait()
+    # What Lightning brings along; it would take more time than all the rest.
+    assert "/torch/" in loaded
+    assert "/torchvision/" not in loaded
 
 
 def test_a_lost_server_ends_the_run_unless_it_has_a_copy(tmp_path):
