@@ -148,15 +148,16 @@ def test_an_error_in_one_worker_ends_the_run_with_its_message(run_cli, quick):
     assert "ends: worker 1 failed: AssertionError: no process nobody" in output
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_server_goes_on_from_its_snapshot_and_says_what_is_lost(run_cli, quick, mode):
-    options = {"mode": mode, "max_restarts": 1, "snapshot_every": 4, "snapshot_directory": "snapshots"}
+@pytest.mark.parametrize(("mode", "every", "least", "most"), [("sync", 4, 1, 3), ("async", 100, 1, 48)])
+def test_a_server_goes_on_from_its_snapshot_and_says_what_is_lost(run_cli, quick, mode, every, least, most):
+    """The first snapshot is that of the values which training begins with."""
+    options = {"mode": mode, "max_restarts": 1, "snapshot_every": every, "snapshot_directory": "snapshots"}
     code, output = train(run_cli, quick, {"victim": "ps-server-0", "step": 7}, **options)
     assert code == 0, output
     assert "server 0 (process" in output
     assert "was killed by SIGKILL; it is started again" in output
     lost = re.search(r"server 0 goes on from its last snapshot: (\d+) updates since then are lost", output)
     assert lost is not None, output
-    assert 1 <= int(lost[1]) <= (3 if mode == "sync" else 14)
+    assert least <= int(lost[1]) <= most
     assert len(accuracy()) == 4
     assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 24
