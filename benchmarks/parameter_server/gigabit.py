@@ -55,7 +55,7 @@ def main() -> None:
     if (reason := missing()) is not None:
         print(f"skipped: {reason}")
         return
-    rows = [("network", "parameter server, ms", "DDP, ms", "ratio of medians", "MB sent by a host in a step, and by DDP's")]
+    rows = [("network", "parameter server, ms", "DDP, ms", "ratio of medians", "MB sent by a host in a step; with DDP")]
     for network in NETWORKS:
         times: dict[str, list[float]] = {name: [] for name in STRATEGIES}
         size: dict[str, float] = {}
