@@ -292,9 +292,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="of each worker")
     parser.add_argument("--batch_size", type=int, default=32, help="images of a worker's step")
-    parser.add_argument(
-        "--inter_op_threads", type=int, default=3, help="of each TensorFlow process; its guide asks for workers + 1"
-    )
+    parser.add_argument("--inter_op_threads", type=int, default=3, help="of each TensorFlow process")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     options = parser.parse_args()
     tensorflow = version(options.tensorflow_python)
@@ -347,8 +345,8 @@ def main() -> None:
         "optimizer is one operation on the server for each variable, and its loop computes no accuracy; ours runs "
         "under Lightning's Trainer and does. As with Keras, TensorFlow's workers update BatchNorm's running statistics "
         "on the server in each step; ours average them when the epoch ends, hence the row without.\n\n"
-        f"TensorFlow {tensorflow}, intra-op threads 1, inter-op threads {options.inter_op_threads} (its guide asks for "
-        "workers + 1). Both strategies have more processes than the machine has cores. The load average was "
+        f"TensorFlow {tensorflow}, intra-op threads 1, inter-op threads {options.inter_op_threads}. "
+        "Both strategies have more processes than the machine has cores. The load average was "
         f"{load:.1f} at the start.",
         rows,
     )
