@@ -4,11 +4,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from cluster.two_hosts import Run, TwoHosts, missing, two_hosts
+from cluster.two_hosts import Run, TwoHosts, missing, two_hosts, wait_for_checkpoint
 from conftest import ROOT
 
 from cnnstrategies.cli import main
@@ -39,15 +38,6 @@ def train(hosts: TwoHosts, number: int, *arguments: str, address: str = "alpha")
         main()
 
     return hosts.start(number, run)
-
-
-def wait_for_checkpoint(*runs: Run) -> Path:
-    """The checkpoint of the first epoch."""
-    for _ in range(1000):
-        if found := list(Path("runs").glob("*/*/checkpoints/last.ckpt")):
-            return found[0]
-        time.sleep(0.1)
-    raise AssertionError("\n".join(run.output() for run in runs))
 
 
 @pytest.mark.parametrize(

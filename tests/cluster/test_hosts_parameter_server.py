@@ -4,11 +4,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from cluster.two_hosts import Run, TwoHosts, missing, two_hosts
+from cluster.two_hosts import Run, TwoHosts, missing, two_hosts, wait_for_checkpoint
 from conftest import ROOT
 
 from cnnstrategies.paramserver.security import KeyPair
@@ -38,15 +37,6 @@ def train(hosts: TwoHosts, number: int, *arguments: str) -> Run:
     # A program of its own, not a fork of pytest's: it starts itself again for each rank.
     environment = {**os.environ, **names, "PYTHONPATH": str(ROOT)}
     return hosts.start(number, lambda: os.execve(sys.executable, command, environment))
-
-
-def wait_for_checkpoint(*runs: Run) -> Path:
-    """The checkpoint of the first epoch."""
-    for _ in range(1000):
-        if found := list(Path("runs").glob("*/*/checkpoints/last.ckpt")):
-            return found[0]
-        time.sleep(0.1)
-    raise AssertionError("\n".join(run.output() for run in runs))
 
 
 def test_without_keys_an_open_network_is_refused(hosts: TwoHosts) -> None:

@@ -154,6 +154,15 @@ def bind(source: Path, target: Path, read_only: bool = False) -> None:
         subprocess.run(["mount", "-o", "remount,ro,bind", target], check=True)
 
 
+def wait_for_checkpoint(*runs: Run) -> Path:
+    """The checkpoint of the first epoch."""
+    for _ in range(1000):
+        if found := list(Path("runs").glob("*/*/checkpoints/last.ckpt")):
+            return found[0]
+        time.sleep(0.1)
+    raise AssertionError("\n".join(run.output() for run in runs))
+
+
 @contextlib.contextmanager
 def two_hosts() -> Iterator[TwoHosts]:
     with tempfile.TemporaryDirectory() as folder:
