@@ -7,6 +7,7 @@ from cnnstrategies.paramserver.clocks import StaleClock
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.pushes import Begin
+from cnnstrategies.paramserver.roll_call import RollCall
 from cnnstrategies.paramserver.shard import Pull, Shard
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.view import View
@@ -21,11 +22,14 @@ class Asynchronous:
 
     Attributes:
         clock: The workers' clocks.
+        roll: The workers that have not said yet where they are, after this server has come back.
         updates: Updates of single slices so far.
     """
 
     def __init__(self, specification: Specification, shard: Shard) -> None:
         self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None, specification.workers)
+        self.roll = RollCall()
+        self._free = specification.mode == "async"
         self.updates = 0
         self._shard = shard
         self._compensation = specification.delay_compensation
@@ -46,12 +50,19 @@ class Asynchronous:
             self.leave(worker)
             self._begun.pop(worker, None)
         self._lives = lives
+        self.roll.follow(lives)
+        self._release()
 
     def join(self, worker: int, step: int | None) -> int:
         """Count a worker from now on."""
         first = self.clock.join(worker, step)
-        self._release()
+        self.here(worker)
         return first
+
+    def here(self, worker: int) -> None:
+        """A worker has said where it is, or that it is no member."""
+        self.roll.here(worker)
+        self._release()
 
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""
@@ -106,7 +117,7 @@ class Asynchronous:
 
     def _release(self) -> None:
         for worker, (keys, pull) in list(self._held.items()):
-            if self.clock.may_start(pull.request):
+            if (self._free or self.roll.complete) and self.clock.may_start(pull.request):
                 del self._held[worker]
                 if self._compensation:
                     for key in keys:

@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.allocation import reuse_freed_memory
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
-from cnnstrategies.paramserver.messages import NO_STEP, Header, Kind, unpack_json
+from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, unpack_json
 from cnnstrategies.paramserver.optimizers import join_state
 from cnnstrategies.paramserver.outgoing import Outgoing
 from cnnstrategies.paramserver.placement import Placement
@@ -251,11 +252,10 @@ class Worker:
         """Say hello until those of some servers that live have answered; their answers."""
         asked = self._links.sequence
         self._welcomes = {}
-        step = NO_STEP
 
         def ask() -> None:
             for server in servers:
-                self._say_hello(server, step, joins)
+                self._say_hello(server, NO_STEP, joins)
 
         def waiting() -> bool:
             alive = servers & {server.id for server in self._links.view.servers}
@@ -268,16 +268,21 @@ class Worker:
         """The server that says it leads, if one does."""
         return {server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True}
 
-    def _say_hello(self, server: int, step: int, joins: bool) -> None:
-        self._links.send(server, Kind.HELLO, step=step, base=self._links.view.number, json={"joins": joins})
+    def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
+        keys = np.array(answered, "<u4").tobytes()
+        self._links.send(
+            server, Kind.HELLO, keys, {"joins": joins}, step=step, base=self._links.view.number, encoding=Encoding.KEYS
+        )
 
     def _hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
-        if self._joined:
-            waiting = self._outgoing.unanswered and self._pulls.under_way and not self._pulls.refreshing
-            self._say_hello(server, self.step - 1 if waiting else self.step, True)
-        else:
+        if not self._joined:
             self._say_hello(server, NO_STEP, False)
+        elif self._outgoing.unanswered and self._pulls.under_way and not self._pulls.refreshing:
+            answered = [key for key in self._placement.of(server) if not self._outgoing.waits(key)]
+            self._say_hello(server, self.step - 1, True, answered)
+        else:
+            self._say_hello(server, self.step, True)
 
     def _place(self) -> None:
         """Find each slice's primary in the present view; send it what the last one has not answered."""

@@ -25,7 +25,7 @@ HEADER_BYTES = _LAYOUT.size
 class Kind(IntEnum):
     """What a message asks or tells."""
 
-    HELLO = 1  # worker: I am here, at this step (or new)
+    HELLO = 1  # worker: I am here, at this step (or new), and these slices are answered
     WELCOME = 2  # server: begin with this step
     LEAVE = 3  # worker: do not wait for me any more
     VALUE = 4  # worker: a slice's first value

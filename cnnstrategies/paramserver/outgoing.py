@@ -57,6 +57,10 @@ class Outgoing:
         """Whether there are pushes that are not answered."""
         return bool(self._unanswered)
 
+    def waits(self, key: int) -> bool:
+        """Whether a slice's push is not answered."""
+        return key in self._unanswered
+
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.client.Worker.begin_step`."""
         self.options = [

@@ -95,8 +95,10 @@ class Server:
         self._store = shard.store
         self._snapshots = Snapshots(specification, id)
         restored = self._snapshots.load(self._store)
-        if restored and isinstance(self._mode, Synchronous):
-            self._mode.caught_up(min(self._store.versions.values(), default=0))
+        if restored:
+            self._mode.roll.begin()
+            if isinstance(self._mode, Synchronous):
+                self._mode.caught_up(min(self._store.versions.values(), default=0))
         self._gaps = Gaps()
         self._senders = Senders(keys is not None, self._gaps)
         self._handlers = ServerHandlers(specification, id, shard, self._mode, self._post, self._gaps, restored)

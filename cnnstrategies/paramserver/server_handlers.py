@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.post import Post
 from cnnstrategies.paramserver.pushes import Begin
-from cnnstrategies.paramserver.shard import Pull, Shard
+from cnnstrategies.paramserver.shard import Pull, Shard, Who
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.synchronous import Synchronous
 from cnnstrategies.paramserver.view import View
@@ -111,37 +111,49 @@ class ServerHandlers:
             return  # It knows a newer view, and asks again until this server does too.
         step = None if header.step == NO_STEP else header.step
         if step is not None and self._restored:
-            self._catch_up(worker, header.incarnation, step)
+            answered = frozenset(np.frombuffer(payload[header.meta :], "<u4").tolist())
+            self._catch_up((worker, header.incarnation), step, answered)
         # Only a question, at first: a newcomer becomes a member when it says from which step on.
         joins = unpack_json(payload, header).get("joins") is True
-        first = self._mode.join(worker, step) if joins else 0
+        first = 0
+        if joins:
+            first = self._mode.join(worker, step)
+        else:
+            self._mode.here(worker)
         answer = {"ready": self._shard.ready, "leader": self._leads(), "asked": header.sequence}
         self._post.to_worker(worker, Kind.WELCOME, step=first, json=answer)
 
     def _leads(self) -> bool:
         return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
 
-    def _catch_up(self, worker: int, incarnation: int, step: int) -> None:
-        """Go on from a snapshot at the step where the workers are, and say what is missing."""
-        store = self._shard.store
-        before = self.lost_updates
+    def _catch_up(self, who: Who, step: int, answered: frozenset[int]) -> None:
+        """Go on from a snapshot where a worker is, and say what is missing.
+
+        Args:
+            who: The worker.
+            step: The step that it works on, or whose answers it waits for.
+            answered: Slices that it has had that step's answer for: it pushes and pulls them no more.
+        """
+        store, own = self._shard.store, self._shard.own
+        updates = {key: step + 1 if key in answered else step for key in own}
         if isinstance(self._mode, Synchronous):
-            lost = max((step - store.versions[key] for key in self._shard.own), default=0)
-            if lost <= 0:
-                return
-            self.lost_updates += lost
-            for key in self._shard.own:
-                store.versions[key] = step
-            self._mode.caught_up(step)
-            self._shard.copy_to_backups()
+            missing = {key: count - store.versions[key] for key, count in updates.items()}
         else:
-            last = [store.seen[key].get((worker, incarnation), -1) for key in self._shard.own]
-            self.lost_updates += max(0, step - 1 - min(last, default=step - 1))
-            for key in self._shard.own:
-                store.seen[key][worker, incarnation] = max(step - 1, store.seen[key].get((worker, incarnation), -1))
-        if self.lost_updates > before:
-            what = f"{self.lost_updates} updates since then are lost"
-            print(f"server {self._server} goes on from its last snapshot: {what}", file=sys.stderr, flush=True)
+            missing = {key: count - 1 - store.seen[key].get(who, -1) for key, count in updates.items()}
+        lost = max(missing.values(), default=0)
+        if lost <= 0:
+            return
+        self.lost_updates += lost
+        for key in [key for key in own if missing[key] > 0]:
+            if isinstance(self._mode, Synchronous):
+                store.versions[key] = updates[key]
+            else:
+                store.seen[key][who] = updates[key] - 1
+        if isinstance(self._mode, Synchronous):
+            self._mode.caught_up(min(store.versions[key] for key in own))
+            self._shard.copy_to_backups()
+        what = f"{self.lost_updates} updates since then are lost"
+        print(f"server {self._server} goes on from its last snapshot: {what}", file=sys.stderr, flush=True)
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
         before = self._shard.ready

@@ -16,6 +16,7 @@ from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.post import Post
 from cnnstrategies.paramserver.pushes import Begin
 from cnnstrategies.paramserver.reports import Reports
+from cnnstrategies.paramserver.roll_call import RollCall
 from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.updater import Updater
@@ -33,10 +34,12 @@ class Synchronous:
 
     Attributes:
         clock: Counts the steps and members.
+        roll: The workers that have not said yet where they are, after this server has come back.
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, post: Post) -> None:
         self.clock = SyncClock(specification.workers)
+        self.roll = RollCall()
         self._clips = specification.clip_norm is not None
         self._server = server
         self._post = post
@@ -74,6 +77,7 @@ class Synchronous:
             self.clock.leave(worker)
             self._backlog.forget_worker(worker, self.clock.step)
         self._lives = lives
+        self.roll.follow(lives)
         self._backlog.compare()
         self._updater.follow(view)
         self._reports.follow(view.number)
@@ -106,8 +110,13 @@ class Synchronous:
     def join(self, worker: int, step: int | None) -> int:
         """Count a worker from now on, or from the step at which it is."""
         first = self.clock.join(worker, step)
-        self._consider()
+        self.here(worker)
         return first
+
+    def here(self, worker: int) -> None:
+        """A worker has said where it is, or that it is no member."""
+        self.roll.here(worker)
+        self._consider()
 
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""
@@ -120,6 +129,7 @@ class Synchronous:
             self.clock.decide(step - 1, ())
         self._ask_the_early()
         self._backlog.forget_before(step)
+        self._backlog.compare()
         self._plan()
         self._consider()
 
@@ -162,7 +172,7 @@ class Synchronous:
 
     def _consider(self) -> None:
         """As leader: decide the present step if all servers have what it needs."""
-        if self.leader != self._server:
+        if self.leader != self._server or not self.roll.complete:
             return
         step = self.clock.step
         complete = self._reports.complete(self._servers, step, self.clock.members)

@@ -80,7 +80,7 @@ class Updater:
         pushes.drop(key)
         if not self._todo:
             self.finished = self._backlog.lowest(decision.step)
-            self._backlog.uneven = False
+            self._backlog.compare()
         return True
 
     def squared_norm(self, decision: Decision) -> float | None:

@@ -115,28 +115,3 @@ def test_a_worker_that_has_left_is_answered_by_a_server_that_was_started_again(t
         Path("stopped").touch()
         replace(cluster, 0, restarted=True)
         assert cluster.result(0) == "refreshed"
-
-
-def test_a_snapshot_of_the_present_step_loses_nothing(tmp_path: Path) -> None:
-    def work(connect: Callable[..., Any], id: int) -> Any:
-        replica = Replica(connect, SGD)
-        replica.worker.initialise()
-        first = replica.worker.join()
-        for images, targets in DATA[first:2]:
-            replica.step(images, targets)
-        replica.worker.wait_all()
-        Path("trained").touch()
-        wait_for(Path("stopped"))
-        train(replica, 2)
-        return replica.network.state_dict()
-
-    expected, _ = run_apart(train_alone, SGD, DATA)
-    options = {"snapshot_every": 1, "snapshot_directory": str(tmp_path)}
-    with Cluster(specify(SGD, 1, **options), tmp_path) as cluster:
-        cluster.start_workers(work)
-        wait_for(Path("trained"))
-        time.sleep(1.0)  # Until it is written.
-        stop(cluster, 0)
-        Path("stopped").touch()
-        replace(cluster, 0, restarted=True)
-        assert_equal(cluster.result(0), expected)

@@ -1,0 +1,30 @@
+import pytest
+
+from cnnstrategies.paramserver import roll_call
+from cnnstrategies.paramserver.roll_call import RollCall
+
+
+def test_nobody_is_waited_for_where_nothing_was_lost() -> None:
+    roll = RollCall()
+    roll.follow({0, 1})
+    assert roll.complete
+
+
+def test_all_workers_of_the_first_view_are_waited_for_but_those_that_go() -> None:
+    roll = RollCall()
+    roll.begin()
+    roll.follow({0, 1, 2})
+    roll.here(0)
+    assert not roll.complete
+    roll.follow({0, 1, 3})
+    assert not roll.complete, "worker 1"
+    roll.here(1)
+    assert roll.complete, "worker 3 came later"
+
+
+def test_the_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", -1.0)
+    roll = RollCall()
+    roll.begin()
+    roll.follow({0, 1})
+    assert roll.complete
