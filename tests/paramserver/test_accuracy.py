@@ -5,21 +5,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from conftest import PlainCNN
 from local_cluster import Cluster
-from sklearn.datasets import load_digits
 from torch import Tensor
 
+from cnnstrategies.data.digits import FILE
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WORKERS, EPOCHS, BATCH = 4, 12, 8
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    data = load_digits()
-    images, targets = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
+    with np.load(FILE) as data:
+        images = torch.tensor(data["images"], dtype=torch.float32)[:, None] / 16
+        targets = torch.tensor(data["targets"], dtype=torch.long)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     return images[order[:1300]], targets[order[:1300]], images[order[1300:]], targets[order[1300:]]
 
