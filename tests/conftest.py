@@ -1,4 +1,5 @@
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -42,6 +43,12 @@ class PlainCNN(nn.Sequential):
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest test first, so that the others run beside it."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collectors of forked tests from what is imported, which they would have to copy and search."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -121,12 +128,16 @@ def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.fixture
-def run_cli() -> Callable[..., tuple[int, str]]:
+def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
 
-    Forked, because then Lightning is imported once.
+    Forked, because then Lightning is imported once. Without the picture of the curves, which takes longer than most of
+    these runs; `test_training_callbacks.py` looks at it.
     """
+    from cnnstrategies.callbacks import summary
     from cnnstrategies.cli import main
+
+    monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
 
     def run(*args: object) -> tuple[int, str]:
         def command() -> None:

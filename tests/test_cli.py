@@ -22,7 +22,7 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     code, output = run_cli("fit", *quick, "--trainer.max_epochs=4")
     assert code == 0, output
     log_dir = CHECKPOINTS.parent
-    assert {"config.yaml", "curves.png"} <= {path.name for path in log_dir.iterdir()}
+    assert (log_dir / "config.yaml").exists()
     assert "Training summary" in output
     assert "samples/s" in output
     assert str(CHECKPOINTS / "best.ckpt") in output

@@ -1,4 +1,4 @@
-"""Every file under configs/ trains for two steps and validates, whole or as a part of the quickstart."""
+"""Every file under configs/ trains for a step or two and validates, whole or as a part of the quickstart."""
 
 import pickle
 from pathlib import Path
@@ -54,7 +54,7 @@ ARGS = {
     "experiments/synthetic_alexnet_hybrid_3-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_resnet50_hybrid_2-2_4gpu.yaml": [*FOUR, *SMALL],
-    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [*FORKED, *SMALL],
+    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [*FORKED, *SMALL, "--trainer.limit_train_batches=1"],  # Slow.
     "experiments/digits_smallcnn_parameter_server_cpu.yaml": FORKED,
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,
@@ -73,7 +73,7 @@ ARGS = {
     "strategy/ddp_fp16.yaml": [*TWO, "--trainer.strategy=ddp_fp16_fork"],
     "strategy/ddp_local_sgd.yaml": FORKED,
     "strategy/ddp_powersgd.yaml": FORKED,
-    "strategy/ddp_spawn.yaml": TWO,
+    "strategy/ddp_spawn.yaml": [*TWO, "--trainer.strategy=ddp_fork"],  # `test_equality.py` spawns.
     "strategy/hybrid_pipeline.yaml": FORKED,
     "strategy/hybrid_pipeline_uneven.yaml": FOUR,
     "strategy/parameter_server.yaml": FORKED,

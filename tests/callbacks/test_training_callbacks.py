@@ -8,11 +8,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.callbacks import Pruning, StepProfile
+from cnnstrategies.callbacks import Pruning, StepProfile, summary
 from cnnstrategies.callbacks.curves import draw_curves
 
 
-def test_one_run_with_all_of_them(run_cli, quick):
+def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
+    monkeypatch.setattr(summary, "draw_curves", draw_curves)
     code, output = run_cli(
         "fit",
         *quick,

@@ -32,7 +32,8 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @needs_mpi
 @pytest.mark.parametrize("strategy", ["hybrid_pipeline", "parameter_server"])  # ddp: on two hosts, below
 def test_two_ranks_train_one_model(tmp_path: Path, strategy: str) -> None:
-    arguments = fit(f"--trainer.strategy={strategy}", "--trainer.max_epochs=2")
+    few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
+    arguments = fit(f"--trainer.strategy={strategy}", "--trainer.max_epochs=2", *few)
     mpirun = Program([*MPIRUN, "-n", "2", PYTHON, *arguments], tmp_path / "log")
     assert mpirun.wait() == 0, mpirun.output()
     assert mpirun.output().count(" over 2 processes") == 1, mpirun.output()

@@ -15,7 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-EPOCHS = 20
+EPOCHS = 12
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2")
 RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=digits")

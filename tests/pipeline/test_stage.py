@@ -32,7 +32,7 @@ TORCHVISION = [
     "squeezenet1_1",
     "vgg11_bn",
 ]
-TIMM = ["convnextv2_atto", "dm_nfnet_f0", "regnetz_b16", "resnet26d", "res2net50_14w_8s", "inception_v3"]
+TIMM = ["convnextv2_atto", "nf_regnet_b0", "regnetz_b16", "resnet26d", "res2net50_14w_8s", "inception_v3"]
 
 
 class UNet(nn.Module):
