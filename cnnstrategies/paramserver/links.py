@@ -1,6 +1,7 @@
 """A worker's connections to the servers, and what it knows of who is alive."""
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.transport import IO_THREADS, Context, Socket, client_socket, receive, send
+from cnnstrategies.paramserver.transport import IO_THREADS, Bundle, Context, Socket, client_socket, receive
 from cnnstrategies.paramserver.view import ServerInfo, ViewSource
 
 POLL_SECONDS = 0.05
@@ -65,10 +66,13 @@ class Links:
         self._insecure = insecure
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._sockets: dict[int, tuple[ServerInfo, Socket]] = {}
+        self._bundles: dict[int, Bundle] = {}
+        self._arrived: deque[tuple[int, Header, memoryview]] = deque()
         self._poller = zmq.Poller()
         self._descriptor = views.fileno()
         if self._descriptor is not None:
             self._poller.register(self._descriptor, zmq.POLLIN)
+        self._news = True  # The views have to be asked.
         self._last: dict[int, int] = {}
         self._heard: dict[int, float] = {}
         self._probed: dict[int, float] = {}
@@ -108,6 +112,9 @@ class Links:
         Raises:
             RemovedError: This worker is not in it.
         """
+        if not self._news:
+            return False
+        self._news = self._descriptor is None
         view = self._views.current()
         if view.number <= self.view.number:
             return False
@@ -128,14 +135,16 @@ class Links:
             if now.get(server) != info:
                 self._poller.unregister(socket)
                 socket.close(linger=0)
-                del self._sockets[server]
+                del self._sockets[server], self._bundles[server]
                 self._last.pop(server, None)
+                self._arrived = deque(arrived for arrived in self._arrived if arrived[0] != server)
         for server, info in now.items():
             if server not in self._sockets:
                 check_endpoint(info.endpoint, self._keys is not None, self._insecure)
                 largest = self._bounds.payload + HEADER_BYTES
                 socket = client_socket(self._context, info, self._keys, largest)
                 self._sockets[server] = info, socket
+                self._bundles[server] = Bundle(socket)
                 self._poller.register(socket, zmq.POLLIN)
                 self._heard[server] = time.monotonic()
 
@@ -143,6 +152,8 @@ class Links:
         self, server: int, kind: Kind, payload: Any = b"", json: dict[str, Any] | None = None, **fields: Any
     ) -> int:
         """Send a message; nothing if the server is not in the view.
+
+        Small pushes wait for each other, at most until something else is sent there.
 
         Returns:
             Bytes sent.
@@ -159,23 +170,31 @@ class Links:
             kind, self._id, self._specification.session, self.sequence, incarnation=self._incarnation,
             length=len(payload), meta=meta, **fields,
         )  # fmt: skip
-        send(self._sockets[server][1], header, payload)
+        self._bundles[server].send(header, payload, wait=kind == Kind.PUSH)
         return HEADER_BYTES + len(payload)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
         """The messages that are waiting; waits for the first, but not for longer than some seconds."""
-        ready = dict(self._poller.poll(int(1000 * seconds)))
-        for server, (_, socket) in list(self._sockets.items()):
-            if socket not in ready:
-                continue
-            while not socket.closed:
+        if not self._arrived:
+            for bundle in self._bundles.values():
+                bundle.flush()
+            ready = dict(self._poller.poll(int(1000 * seconds)))
+            self._news = self._news or self._descriptor in ready
+            for server, (_, socket) in self._sockets.items():
+                if socket in ready:
+                    self._read(server, socket)
+        while self._arrived:  # Who does not take all finds the rest the next time.
+            yield self._arrived.popleft()
+
+    def _read(self, server: int, socket: Socket) -> None:
+        """Take all that has come from a server."""
+        while True:
+            try:
+                together = receive(socket, False, self._keys is not None)
+            except zmq.Again:
+                return
+            for received in together:
                 try:
-                    received = receive(socket, False, self._keys is not None)
-                except zmq.Again:
-                    break
-                try:
-                    if received is None:
-                        raise InvalidMessageError("a message of another number of frames")
                     header = unpack(received.header, len(received.payload), self._specification.session, self._bounds)
                     if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
                         raise InvalidMessageError("a replay")
@@ -183,7 +202,7 @@ class Links:
                     continue
                 self._last[server] = header.sequence
                 self._heard[server] = time.monotonic()
-                yield server, header, received.payload
+                self._arrived.append((server, header, received.payload))
 
     # Who is alive
 

@@ -1,7 +1,8 @@
 """The wire format: a fixed binary header, then a payload; nothing of it is ever unpickled or evaluated.
 
-A message is two frames: the header (little-endian, 72 bytes) and the payload. A payload may begin with a JSON object of
-`Header.meta` bytes. Everything is checked before it is used, and a message that fails a check is dropped as a whole.
+A message is two frames: the header (little-endian, 72 bytes) and the payload. Several messages to the same peer may
+come together, one after the other. A payload may begin with a JSON object of `Header.meta` bytes. Everything is checked
+before it is used, and a message that fails a check is dropped as a whole.
 """
 
 import json

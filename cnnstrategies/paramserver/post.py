@@ -4,7 +4,7 @@ from typing import Any
 
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.transport import Context, Socket, client_socket, send
+from cnnstrategies.paramserver.transport import SMALL_BYTES, Bundle, Context, Socket, client_socket
 from cnnstrategies.paramserver.view import ServerInfo, View
 
 
@@ -40,6 +40,8 @@ class Post:
         self._sent: dict[int, int] = {}
         self._servers: dict[int, ServerInfo] = {}
         self._dealers: dict[int, Socket] = {}
+        self._to_servers: dict[int, Bundle] = {}
+        self._to_workers: dict[int, Bundle] = {}
 
     def follow(self, view: View) -> None:
         """Connect to the servers of a view, drop those that are gone or replaced, and the routes of dead workers."""
@@ -47,22 +49,37 @@ class Post:
         for server in list(self._dealers):
             if now.get(server) != self._servers[server]:
                 self._dealers.pop(server).close(linger=0)
+                del self._to_servers[server]
         self._servers = now
         self._view = view.number
         for server, info in now.items():
             if server not in self._dealers:
                 self._sent[server] = 0
                 self._dealers[server] = client_socket(self._context, info, self._keys, self._largest)
+                self._to_servers[server] = Bundle(self._dealers[server])
         alive = {worker.id for worker in view.workers}
         self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}
+        self._to_workers = {worker: bundle for worker, bundle in self._to_workers.items() if worker in alive}
 
     def to_worker(self, worker: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
-        """Send to a worker; nothing happens if none of its messages has come yet."""
+        """Send to a worker; nothing happens if none of its messages has come yet.
+
+        Small answers to pulls wait for each other, until :meth:`flush` or something else is sent to the worker.
+        """
         route = self.routes.get(worker)
         if route is not None:
             self._sequence += 1
             header, body = self._message(kind, self._sequence, payload, fields)
-            send(self._router, header, body, route)
+            bundle = self._to_workers.get(worker)
+            if bundle is None or bundle.route != route:
+                bundle = self._to_workers[worker] = Bundle(self._router, route)
+            wait = kind == Kind.PULLED and len(body) <= SMALL_BYTES
+            bundle.send(header, bytes(body) if wait else body, wait)  # The values may change before they leave.
+
+    def flush(self) -> None:
+        """Send what waits."""
+        for bundle in self._to_workers.values():
+            bundle.flush()
 
     def ask_again(self, worker: int) -> None:
         """Have a worker send again what was not answered."""
@@ -73,7 +90,7 @@ class Post:
         if server in self._dealers:
             self._sent[server] += 1
             header, body = self._message(kind, self._sent[server], payload, fields | {"incarnation": self._view})
-            send(self._dealers[server], header, body)
+            self._to_servers[server].send(header, body)
 
     def _message(self, kind: Kind, sequence: int, payload: Any, fields: dict[str, Any]) -> tuple[Header, Any]:
         described = fields.pop("json", None)

@@ -37,7 +37,7 @@ from cnnstrategies.paramserver.view import RunEnded, View, ViewSource
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked
 MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
-SLICES_AT_ONCE = 4  # that are updated between two looks at the messages
+WORK_SECONDS = 0.002  # on slices, between two looks at the messages
 
 
 class Server:
@@ -132,9 +132,10 @@ class Server:
                 if self._router in ready:
                     self._receive_waiting()
                 self._ping()
-                for _ in range(SLICES_AT_ONCE):
-                    if self._mode.busy():
-                        self._mode.work()
+                until = time.monotonic() + WORK_SECONDS
+                while self._mode.busy() and time.monotonic() < until:
+                    self._mode.work()
+                self._post.flush()
                 if self._snapshots.after(self._mode.finished, self._store):
                     _LOG.info("server %d wrote a snapshot after %d updates", self.id, self._mode.finished)
         finally:
@@ -195,19 +196,22 @@ class Server:
     # Messages
 
     def _receive_waiting(self) -> None:
-        for _ in range(MESSAGES_AT_ONCE):
+        handled = 0
+        while handled < MESSAGES_AT_ONCE:
             try:
-                received = receive(self._router, True, self._keys is not None)
+                together = receive(self._router, True, self._keys is not None)
             except zmq.Again:
                 return
-            try:
-                if received is None:
-                    raise InvalidMessageError("a message of another number of frames")
-                self._handle(received)
-            except InvalidMessageError as error:
-                self._drop(str(error))
-            except (KeyError, TypeError, ValueError, IndexError, OverflowError, AssertionError) as error:
-                self._drop(f"contents of another form ({type(error).__name__})")
+            if not together:
+                self._drop("a message of another number of frames")
+            handled += max(1, len(together))
+            for received in together:
+                try:
+                    self._handle(received)
+                except InvalidMessageError as error:
+                    self._drop(str(error))
+                except (KeyError, TypeError, ValueError, IndexError, OverflowError, AssertionError) as error:
+                    self._drop(f"contents of another form ({type(error).__name__})")
 
     def _drop(self, reason: str) -> None:
         self.dropped[reason] += 1

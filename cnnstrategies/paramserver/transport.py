@@ -62,6 +62,10 @@ Context = zmq.Context[Socket]
 # Messages that wait unread, of each connection to a server; what lies beyond waits at the sender.
 WAITING_MESSAGES = 64
 LINGER_MS = 500
+# Up to here libzmq gets a copy, which is cheaper than its telling Python when it has done without; and such payloads
+# may wait for each other, until they are as many or as large as this.
+SMALL_BYTES = 1 << 18
+MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
 
 
@@ -75,6 +79,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
         largest: Bytes of the largest frame; a peer that announces more is disconnected before anything is allocated.
     """
     router: Socket = context.socket(zmq.ROUTER)
+    router.copy_threshold = SMALL_BYTES
     router.linger = LINGER_MS
     router.setsockopt(zmq.MAXMSGSIZE, largest)
     router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
@@ -92,6 +97,7 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
 def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, largest: int) -> Socket:
     """A DEALER that is connected to a server; sends never block."""
     dealer: Socket = context.socket(zmq.DEALER)
+    dealer.copy_threshold = SMALL_BYTES
     dealer.linger = LINGER_MS
     dealer.setsockopt(zmq.MAXMSGSIZE, largest)
     dealer.setsockopt(zmq.SNDHWM, 0)
@@ -106,17 +112,53 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
     return dealer
 
 
-def send(to: Socket, header: Header, payload: Any = b"", route: bytes | None = None) -> None:
-    """Send a message; a large payload's memory is read later, by libzmq's thread, and kept alive until then."""
-    if route is not None:
-        to.send(route, zmq.SNDMORE)
-    to.send(header.pack(), zmq.SNDMORE)
-    to.send(payload, copy=False)
+class Bundle:
+    """Sends messages to one peer; small ones may wait for each other and then leave as one of libzmq's messages.
+
+    Most parameters of a CNN are small, and each message on its own wakes a thread at both ends.
+
+    Args:
+        to: The socket.
+        route: The peer, if the socket is a ROUTER.
+    """
+
+    def __init__(self, to: Socket, route: bytes | None = None) -> None:
+        self.route = route
+        self._to = to
+        self._waiting: list[Any] = []
+        self._bytes = 0
+
+    def send(self, header: Header, payload: Any = b"", wait: bool = False) -> None:
+        """Send a message after those that wait.
+
+        Args:
+            header: Its header.
+            payload: Its memory is read later, when it leaves or by libzmq's thread, and kept alive until then.
+            wait: Let it wait for the next ones, if it is small.
+        """
+        if not wait or len(payload) > SMALL_BYTES:
+            self._leave([*self._waiting, header.pack(), payload])
+            return
+        self._waiting += header.pack(), payload
+        self._bytes += len(payload)
+        if len(self._waiting) == 2 * MOST_TOGETHER or self._bytes >= BUNDLE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what waits."""
+        if self._waiting:
+            self._leave(self._waiting)
+
+    def _leave(self, frames: list[Any]) -> None:
+        self._waiting, self._bytes = [], 0
+        if self.route is not None:
+            self._to.send(self.route, zmq.SNDMORE)
+        self._to.send_multipart(frames, copy=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """The frames of one message, not checked yet.
+    """One message, not checked yet.
 
     Attributes:
         route: Where it came from, at a ROUTER.
@@ -131,8 +173,8 @@ class Received:
     user: str
 
 
-def receive(socket: Socket, routed: bool, encrypted: bool) -> Received | None:
-    """The message that is waiting; None if it does not have a header and a payload.
+def receive(socket: Socket, routed: bool, encrypted: bool) -> list[Received]:
+    """The messages that came together next; none if they do not have a header and a payload each, or are too many.
 
     Args:
         socket: A DEALER, or a ROUTER (`routed`).
@@ -143,16 +185,20 @@ def receive(socket: Socket, routed: bool, encrypted: bool) -> Received | None:
         zmq.Again: Nothing is waiting.
     """
     frames: list[zmq.Frame] = []
-    expected = 3 if routed else 2
-    more = True
+    route = b""
     count = 0
+    more = True
+    if routed:
+        first = socket.recv(zmq.NOBLOCK, copy=False)
+        route, more = first.bytes, first.more
     while more:
         frame = socket.recv(zmq.NOBLOCK, copy=False)
         more = frame.more
         count += 1
-        if count <= expected:
+        if count <= 2 * (MOST_TOGETHER + 1):
             frames.append(frame)
-    if count != expected:
-        return None
-    user = str(frames[-1].get("User-Id")) if encrypted and routed else ""
-    return Received(frames[0].bytes if routed else b"", frames[-2].bytes, frames[-1].buffer, user)
+    if count % 2 or count != len(frames):
+        return []
+    user = str(frames[-1].get("User-Id")) if encrypted and routed and frames else ""
+    pairs = zip(frames[::2], frames[1::2], strict=True)
+    return [Received(route, header.bytes, payload.buffer, user) for header, payload in pairs]

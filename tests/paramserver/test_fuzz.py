@@ -47,7 +47,7 @@ class Attacker:
     def cases(self, count: int) -> Iterator[list[bytes]]:
         kinds = [
             self.noise, self.truncated, self.of_another_run, self.of_another_version, self.of_a_stranger, self.replay,
-            self.bad_length, self.frames, *[self.insider] * 8, self.forged_server,
+            self.bad_length, self.frames, self.together, *[self.insider] * 8, self.forged_server,
         ]  # fmt: skip
         for _ in range(count):
             yield self.random.choice(kinds)()
@@ -104,6 +104,11 @@ class Attacker:
 
     def frames(self) -> list[bytes]:
         return [self.bytes() for _ in range(self.random.choice([1, 3, 4, 20]))]
+
+    def together(self) -> list[bytes]:
+        """Several messages at once, up to more than may come together."""
+        kinds = [self.noise, self.truncated, self.of_a_stranger, self.replay, self.bad_length]
+        return [frame for _ in range(self.random.choice([2, 3, 40])) for frame in self.random.choice(kinds)()]
 
     def insider(self) -> list[bytes]:
         """Right in all but the contents; only well-formed messages that ask to join are left out."""

@@ -82,6 +82,7 @@ def die_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, server: int, ve
         if self._replicas._server == server and self.store.versions[key] == version and not Path("dead").exists():
             done.append(key)
             if len(done) == slices:
+                self._post.flush()
                 time.sleep(0.2)  # Until the answers have left.
                 Path("dead").touch()
                 os.kill(os.getpid(), signal.SIGKILL)

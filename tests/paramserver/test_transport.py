@@ -1,0 +1,89 @@
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, Kind, unpack
+from cnnstrategies.paramserver.transport import (
+    BUNDLE_BYTES,
+    MOST_TOGETHER,
+    SMALL_BYTES,
+    Bundle,
+    Received,
+    Socket,
+    receive,
+)
+
+
+@contextlib.contextmanager
+def pair() -> Iterator[tuple[Socket, Socket]]:
+    """Two ends of a connection; no fixture, for it could not be used in the process that the test is forked into."""
+    with zmq.Context() as context:
+        near, far = context.socket(zmq.DEALER), context.socket(zmq.ROUTER)
+        far.bind("inproc://far")
+        near.connect("inproc://far")
+        yield near, far
+        near.close()
+        far.close()
+
+
+def header(sequence: int, length: int) -> Header:
+    return Header(Kind.PUSH, 0, 1, sequence, length=length)
+
+
+def came(far: Socket) -> list[list[Received]]:
+    """What has come, together or one after the other."""
+    bundles = []
+    while far.poll(100):
+        bundles.append(receive(far, True, False))
+    return bundles
+
+
+def numbers(received: list[Received]) -> list[int]:
+    return [unpack(one.header, len(one.payload), 1, Bounds(1 << 20, 1)).sequence for one in received]
+
+
+def test_small_messages_wait_for_one_that_does_not() -> None:
+    with pair() as (near, far):
+        bundle = Bundle(near)
+        for number in (1, 2):
+            bundle.send(header(number, 3), b"abc", wait=True)
+        assert came(far) == []
+        bundle.send(header(3, 0))
+        bundle.send(header(4, 0))
+        first, second = came(far)
+        assert (numbers(first), numbers(second)) == ([1, 2, 3], [4])
+        assert [bytes(one.payload) for one in first] == [b"abc", b"abc", b""]
+        assert len({one.route for one in first + second}) == 1
+
+
+def test_a_large_message_and_a_flush_take_along_what_waits() -> None:
+    with pair() as (near, far):
+        bundle = Bundle(near)
+        bundle.send(header(1, 0), b"", wait=True)
+        bundle.send(header(2, SMALL_BYTES + 1), bytes(SMALL_BYTES + 1), wait=True)
+        bundle.send(header(3, 0), b"", wait=True)
+        bundle.flush()
+        bundle.flush()
+        assert [numbers(together) for together in came(far)] == [[1, 2], [3]]
+
+
+def test_what_waits_is_bounded_in_number_and_size() -> None:
+    with pair() as (near, far):
+        bundle = Bundle(near)
+        for number in range(MOST_TOGETHER + 1):
+            bundle.send(header(number, 0), b"", wait=True)
+        assert [len(together) for together in came(far)] == [MOST_TOGETHER]
+        bundle.flush()
+        came(far)
+        for _ in range(BUNDLE_BYTES // SMALL_BYTES):
+            bundle.send(header(1, SMALL_BYTES), bytes(SMALL_BYTES), wait=True)
+        assert [len(together) for together in came(far)] == [BUNDLE_BYTES // SMALL_BYTES]
+
+
+@pytest.mark.parametrize("count", [1, 3, 2 * (MOST_TOGETHER + 1) + 2])
+def test_other_numbers_of_frames_are_no_messages(count: int) -> None:
+    with pair() as (near, far):
+        near.send_multipart([bytes(HEADER_BYTES)] * count)
+        assert came(far) == [[]]
