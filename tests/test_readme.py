@@ -36,7 +36,7 @@ def test_the_readmes_commands():
     began = time.monotonic()
     # In the environment that runs the tests: what `make` installs is installed.
     output = run(f"make -o {PREFIX}/.installed quickstart VENV={PREFIX}")
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 120  # Another test may run beside it.
     accuracy = re.search(r"val_acc\s+│ ([\d.]+) at the end", output)
     assert float(accuracy[1]) > 0.98
     assert Path("runs/quickstart/version_0/curves.png").is_file()
