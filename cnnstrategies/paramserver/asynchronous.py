@@ -98,7 +98,7 @@ class Asynchronous:
                 # DC-ASGD: the gradient at the present values, to first order, with g * g for the Hessian's diagonal.
                 moved = store.values[key].view(-1) - given
                 gradient = torch.addcmul(gradient, gradient * gradient, moved, value=self._compensation)
-        self._shard.update(key, gradient, begin.options, who, step)
+        self._shard.update({key: gradient}, begin.options, who, step)
         self.updates += 1
         return True
 

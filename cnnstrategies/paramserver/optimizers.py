@@ -51,40 +51,43 @@ def is_elementwise(path: str) -> bool:
     return any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
-class SliceOptimizer:
-    """The user's optimizer on one slice.
+class SharedOptimizer:
+    """The user's optimizer on some slices of a parameter group.
+
+    Those that are updated together cost one call of its ``step``, whose fixed costs outweigh a small slice's own.
 
     Args:
         kind: Its class.
-        value: The slice's values; updated in place.
-        options: Its group's hyper-parameters.
+        values: The slices' values by key; updated in place.
+        options: The group's hyper-parameters.
     """
 
-    def __init__(self, kind: type[Optimizer], value: Tensor, options: Mapping[str, Any]) -> None:
-        self.parameter = nn.Parameter(value, requires_grad=value.is_floating_point())
+    def __init__(self, kind: type[Optimizer], values: Mapping[int, Tensor], options: Mapping[str, Any]) -> None:
+        self._parameters = {
+            key: nn.Parameter(value, requires_grad=value.is_floating_point()) for key, value in values.items()
+        }
         # A group may hold options that the constructor does not take: a scheduler's initial_lr, for example.
         accepted = inspect.signature(kind).parameters
         arguments = {name: _tupled(value) for name, value in options.items() if name in accepted}
-        self._optimizer = kind([self.parameter], **arguments)
+        self._optimizer = kind(list(self._parameters.values()), **arguments)
 
-    def _set(self, options: Mapping[str, Any]) -> None:
+    def step(self, gradients: Mapping[int, Tensor], options: Mapping[str, Any]) -> None:
+        """One update of some slices, with the given hyper-parameters."""
         self._optimizer.param_groups[0].update((name, _tupled(option)) for name, option in options.items())
-
-    def step(self, gradient: Tensor, options: Mapping[str, Any]) -> None:
-        """One update with the given hyper-parameters."""
-        self._set(options)
-        self.parameter.grad = gradient.view(self.parameter.shape)
+        updated = [self._parameters[key] for key in gradients]
+        for parameter, gradient in zip(updated, gradients.values(), strict=True):
+            parameter.grad = gradient.view(parameter.shape)
         self._optimizer.step()
-        self.parameter.grad = None
+        for parameter in updated:
+            parameter.grad = None
 
-    @property
-    def state(self) -> dict[str, StateValue]:
-        """Its state by name; tensors of the slice's shape, or scalars."""
-        return dict(self._optimizer.state.get(self.parameter, {}))
+    def state(self, key: int) -> dict[str, StateValue]:
+        """A slice's state by name; tensors of the slice's shape, or scalars."""
+        return dict(self._optimizer.state.get(self._parameters[key], {}))
 
-    def set_state(self, name: str, value: StateValue) -> None:
-        """Replace one part of the state."""
-        self._optimizer.state[self.parameter][name] = value
+    def set_state(self, key: int, name: str, value: StateValue) -> None:
+        """Replace one part of a slice's state."""
+        self._optimizer.state[self._parameters[key]][name] = value
 
 
 def _tupled(option: Any) -> Any:

@@ -1,6 +1,6 @@
 """The slices of one server towards the outside: answers pulls, sends updates to backups, takes those of primaries."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,10 +135,15 @@ class Shard:
 
     # Updates and their copies
 
-    def update(self, key: int, change: Tensor | None, options: Options, who: Who, step: int) -> None:
-        """Apply an update here, send it to the backups, and answer the pulls that it makes possible."""
-        self.store.apply(key, change, options)
-        self.store.seen[key][who] = step
+    def update(self, changes: Mapping[int, Tensor | None], options: Options, who: Who, step: int) -> None:
+        """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible."""
+        self.store.apply(changes, options)
+        for key, change in changes.items():
+            self.store.seen[key][who] = step
+            self._relay(key, change, options, who, step)
+            self.answer(key)
+
+    def _relay(self, key: int, change: Tensor | None, options: Options, who: Who, step: int) -> None:
         for backup in self._replicas.backups(key):
             if self._options_sent[:2] != (who, step):
                 for server in {backup for key in self.own for backup in self._replicas.backups(key)}:
@@ -154,7 +159,6 @@ class Shard:
                 weight=self.store.versions[key],
                 encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
             )
-        self.answer(key)
 
     def relay_begins(self, primary: int, options: Options) -> None:
         """The hyper-parameters of the updates that a primary sends next."""
@@ -174,7 +178,7 @@ class Shard:
         # After lost messages a whole copy comes before updates go on.
         if self.store.versions[header.key] == header.weight - 1:
             change = from_bytes(payload, slice_.dtype) if header.encoding == Encoding.DENSE else None
-            self.store.apply(header.key, change, self._relayed_options[primary])
+            self.store.apply({header.key: change}, self._relayed_options[primary])
             self.store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
             self._acknowledge(header.key)
 

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.optimizers import SliceOptimizer, StateValue, load_optimizer
+from cnnstrategies.paramserver.optimizers import SharedOptimizer, StateValue, load_optimizer
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 
 Options = list[dict[str, Any]]
+SHARED_BY = 64  # slices that share an optimizer; each of its steps looks at all of them
 
 
 class Store:
@@ -37,37 +38,45 @@ class Store:
         self._group = {key: group_of[slice_.parameter] for key, slice_ in self.slices.items()}
         kind = load_optimizer(specification.optimizer)
         self._averages = specification.mode == "local"
-        self._optimizers = {
-            key: SliceOptimizer(kind, value, specification.groups[self._group[key]].options)
-            for key, value in self.values.items()
-        }
+        self._optimizers: list[SharedOptimizer] = []
+        self._place: dict[int, int] = {}
+        for number, group in enumerate(specification.groups):
+            keys = [key for key in self.slices if self._group[key] == number]
+            for start in range(0, len(keys), SHARED_BY):
+                shared = keys[start : start + SHARED_BY]
+                self._place.update(dict.fromkeys(shared, len(self._optimizers)))
+                self._optimizers.append(SharedOptimizer(kind, {key: self.values[key] for key in shared}, group.options))
 
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values."""
         self.values[key].copy_(value.view(self.values[key].shape))
         self.versions[key] = version
 
-    def apply(self, key: int, update: Tensor | None, options: Options) -> None:
-        """One update.
+    def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
+        """One update of some slices.
 
         Args:
-            key: The slice.
-            update: The gradient, or in mode local the mean of the weights; None leaves the values as they are.
+            updates: By slice the gradient, or in mode local the mean of the weights; None leaves the values alone.
             options: Each parameter group's hyper-parameters.
         """
-        if update is not None and self._averages:
-            self.values[key].copy_(update.view(self.values[key].shape))
-        elif update is not None:
-            self._optimizers[key].step(update, options[self._group[key]])
-        self.versions[key] += 1
+        together: dict[int, dict[int, Tensor]] = {}
+        for key, update in updates.items():
+            if update is not None and self._averages:
+                self.values[key].copy_(update.view(self.values[key].shape))
+            elif update is not None:
+                together.setdefault(self._place[key], {})[key] = update
+        for place, gradients in together.items():
+            self._optimizers[place].step(gradients, options[self._group[next(iter(gradients))]])
+        for key in updates:
+            self.versions[key] += 1
 
     def state(self, key: int) -> dict[str, StateValue]:
         """A slice's optimizer state."""
-        return self._optimizers[key].state
+        return self._optimizers[self._place[key]].state(key)
 
     def set_state(self, key: int, name: str, value: StateValue) -> None:
         """Replace one part of a slice's optimizer state."""
-        self._optimizers[key].set_state(name, value)
+        self._optimizers[self._place[key]].set_state(key, name, value)
 
     def contents(self) -> dict[str, Any]:
         """Everything in it, as tensors and plain values."""

@@ -13,6 +13,7 @@ from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.view import View
 
+TOGETHER_BYTES = 1 << 18  # of small slices that are updated together
 EVERYBODY = (0xFFFFFFFF, 0)  # whose update the mean of a step is
 
 
@@ -58,30 +59,47 @@ class Updater:
         return bool(self._todo)
 
     def work(self, decision: Decision) -> bool:
-        """Form the mean of one slice, and apply it if the step's factor is known.
+        """Form the means of one large slice or of some small ones, and apply them if the step's factor is known.
 
         Returns:
-            Whether the slice was there to be worked on.
+            Whether there was a slice to be worked on.
         """
-        key = self._todo.popleft()
         pushes = self._backlog.of(decision.step)
-        if self._shard.store.versions[key] != decision.step:
+        keys = self._next(decision, pushes)
+        if not keys:
             return False
-        if not pushes.has(key, self._present(decision)):
-            return False  # A slice taken over from a dead server: its last push brings it back here.
-        mean = self._mean(pushes, key, decision.members)
+        means: dict[int, Tensor | None] = {}
+        start = 0
+        for key in keys:
+            means[key] = self._mean(pushes, key, decision.members, start)
+            start += self._shard.store.slices[key].numel
         if decision.scale is None:
             return True
-        if mean is not None and self._clip_value is not None:
-            mean.clamp_(-self._clip_value, self._clip_value)
-        if mean is not None and decision.scale != 1.0:
-            mean.mul_(decision.scale)
-        self._shard.update(key, mean, decision.options, EVERYBODY, decision.step)
-        pushes.drop(key)
+        for mean in means.values():
+            if mean is not None and self._clip_value is not None:
+                mean.clamp_(-self._clip_value, self._clip_value)
+            if mean is not None and decision.scale != 1.0:
+                mean.mul_(decision.scale)
+        self._shard.update(means, decision.options, EVERYBODY, decision.step)
+        for key in keys:
+            pushes.drop(key)
         if not self._todo:
             self.finished = self._backlog.lowest(decision.step)
             self._backlog.compare()
         return True
+
+    def _next(self, decision: Decision, pushes: Pushes) -> list[int]:
+        """The next slices that are there to be worked on."""
+        store, present = self._shard.store, self._present(decision)
+        keys: list[int] = []
+        size = 0
+        while self._todo and (not keys or size + store.slices[self._todo[0]].nbytes <= TOGETHER_BYTES):
+            key = self._todo.popleft()
+            # Pushes lack of a slice that was taken over from a dead server: the last one brings it back here.
+            if store.versions[key] == decision.step and pushes.has(key, present):
+                keys.append(key)
+                size += store.slices[key].nbytes
+        return keys
 
     def squared_norm(self, decision: Decision) -> float | None:
         """The squared norm of this server's part of the mean gradient; None while a push is missing."""
@@ -90,19 +108,26 @@ class Updater:
         keys = [key for key in self._shard.own if self._shard.store.versions[key] == decision.step]
         if not all(pushes.has(key, present) for key in keys):
             return None
-        return squared_norm([self._mean(pushes, key, decision.members) for key in keys])
+        return squared_norm([self._mean(pushes, key, decision.members, 0) for key in keys])
 
     def _present(self, decision: Decision) -> list[int]:
         return [worker for worker in decision.members if worker in self._alive]
 
-    def _mean(self, pushes: Pushes, key: int, members: tuple[int, ...]) -> Tensor | None:
+    def _mean(self, pushes: Pushes, key: int, members: tuple[int, ...], start: int) -> Tensor | None:
         """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.
 
         Slices share one buffer, unless the means are needed again: to be clipped, or by libzmq to be sent to backups.
+
+        Args:
+            pushes: The step's.
+            key: The slice.
+            members: Who makes up the step.
+            start: Where in the shared buffer the mean goes.
         """
         slice_ = self._shard.store.slices[key]
         place = key if self._keeps_means else slice_.dtype
+        start = 0 if self._keeps_means else start
         buffer = self._buffers.get(place)
-        if buffer is None or buffer.numel() < slice_.numel:
-            buffer = self._buffers[place] = torch.empty(slice_.numel, dtype=slice_.dtype)
-        return pushes.mean(slice_, members, buffer[: slice_.numel])
+        if buffer is None or buffer.numel() < start + slice_.numel:
+            buffer = self._buffers[place] = torch.empty(start + slice_.numel, dtype=slice_.dtype)
+        return pushes.mean(slice_, members, buffer[start : start + slice_.numel])

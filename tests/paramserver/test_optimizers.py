@@ -50,10 +50,14 @@ def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str
                     store.set_state(key, part, value)
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape)
+        updates: dict[int, torch.Tensor | None] = {}
         for slice_ in slices:
             gradient = parameters[slice_.parameter].grad
             assert gradient is not None
-            store.apply(slice_.key, gradient.flatten()[slice_.start : slice_.stop], hyper)
+            updates[slice_.key] = gradient.flatten()[slice_.start : slice_.stop]
+        first, *others = updates.items()
+        store.apply(dict([first]), hyper)  # Some alone, others together: it is the same.
+        store.apply(dict(others), hyper)
         optimizer.step()
     for slice_ in slices:
         whole = parameters[slice_.parameter].detach().flatten()[slice_.start : slice_.stop]

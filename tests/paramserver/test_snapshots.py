@@ -74,20 +74,20 @@ def test_a_server_killed_at_any_moment_says_what_is_lost(seed: int, tmp_path: Pa
 
 def die_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, server: int, version: int, slices: int) -> None:
     """Have a server killed when some of its slices are answered with a version, and the others not yet."""
-    update = Shard.update
-    done = []
+    answer = Shard.answer
+    done: set[int] = set()
 
-    def last_update(self: Shard, key: int, *args: Any) -> None:
-        update(self, key, *args)
+    def last_answer(self: Shard, key: int) -> None:
+        answer(self, key)
         if self._replicas._server == server and self.store.versions[key] == version and not Path("dead").exists():
-            done.append(key)
+            done.add(key)
             if len(done) == slices:
                 self._post.flush()
                 time.sleep(0.2)  # Until the answers have left.
                 Path("dead").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(Shard, "update", last_update)
+    monkeypatch.setattr(Shard, "answer", last_answer)
 
 
 MODES: dict[str, dict[str, Any]] = {
