@@ -33,7 +33,8 @@ def train(connect: Callable[..., Any], id: int, shares: list[slice], steps: int 
     for step in range(first, steps):
         images, targets = data[step]
         replica.step(images[shares[id]], targets[shares[id]])
-        Path(f"trained-{id}").touch()
+        if step > first:  # So that a step has been answered.
+            Path(f"trained-{id}").touch()
         time.sleep(pause)
     replica.worker.wait_all()
     replica.worker.leave()
