@@ -13,9 +13,9 @@ INSTALLED := $(VENV)/.installed
 quickstart: $(INSTALLED)
 	$(BIN)/python cli.py fit --config configs/quickstart.yaml
 
-# Three tests at a time on any machine: much of their time is spent waiting for the processes that they start.
+# Two tests at a time on any machine: much of their time is spent waiting for the processes that they start.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadgroup
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

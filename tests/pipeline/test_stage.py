@@ -30,7 +30,6 @@ TORCHVISION = [
     "resnet50",
     "shufflenet_v2_x0_5",
     "squeezenet1_1",
-    "vgg11_bn",
 ]
 TIMM = ["convnextv2_atto", "nf_regnet_b0", "regnetz_b16", "resnet26d", "res2net50_14w_8s", "inception_v3"]
 
@@ -158,7 +157,7 @@ def compare_all(library: str, names: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(("library", "names"), [("torchvision", TORCHVISION), ("timm", TIMM), ("own", ["UNet"])])
 def test_outputs_and_gradients_equal_the_whole_network(library: str, names: list[str]) -> None:
-    """20 architectures of two libraries and a U-Net, each cut at three random places into four stages."""
+    """19 architectures of two libraries and a U-Net, each cut at three random places into four stages."""
     assert run_apart(compare_all, library, names) == []
 
 

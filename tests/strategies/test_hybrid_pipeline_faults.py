@@ -60,6 +60,8 @@ def test_started_ranks_end_and_leave_no_process(monkeypatch, fault):
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{Path(__file__).parent}")
     command = [sys.executable, str(ROOT / "cli.py"), "fit", "--config", str(ROOT / "configs/quickstart.yaml"), *ARGS]
+    # The time-out is also for the rendezvous, and the second program's imports take longer on a busy machine.
+    command.append("--trainer.strategy.init_args.timeout=0:00:15")
     with open("output.txt", "w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     try:

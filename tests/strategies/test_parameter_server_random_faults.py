@@ -16,7 +16,7 @@ import torch
 from test_hybrid_pipeline import COMMON
 from test_parameter_server import served
 
-RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "5"))
+RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "3"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 EPOCHS = 3
 LATEST = 3.0  # seconds after the coordinator's start; a run takes two to four
