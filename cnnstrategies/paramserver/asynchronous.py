@@ -54,10 +54,8 @@ class Asynchronous:
         self._release()
 
     def join(self, worker: int, step: int | None) -> int:
-        """Count a worker from now on."""
-        first = self.clock.join(worker, step)
-        self.here(worker)
-        return first
+        """Count a worker from now on; :meth:`here` comes next."""
+        return self.clock.join(worker, step)
 
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""

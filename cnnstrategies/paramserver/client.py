@@ -4,14 +4,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.allocation import reuse_freed_memory
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
-from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, unpack_json
+from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, pack_keys, unpack_json
 from cnnstrategies.paramserver.optimizers import join_state
 from cnnstrategies.paramserver.outgoing import Outgoing
 from cnnstrategies.paramserver.placement import Placement
@@ -269,10 +268,8 @@ class Worker:
         return {server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True}
 
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
-        keys = np.array(answered, "<u4").tobytes()
-        self._links.send(
-            server, Kind.HELLO, keys, {"joins": joins}, step=step, base=self._links.view.number, encoding=Encoding.KEYS
-        )
+        view, keys = self._links.view.number, pack_keys(answered)
+        self._links.send(server, Kind.HELLO, keys, {"joins": joins}, step=step, base=view, encoding=Encoding.KEYS)
 
     def _hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""

@@ -8,9 +8,12 @@ before it is used, and a message that fails a check is dropped as a whole.
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
+
+import numpy as np
 
 MAGIC = b"CNPS"
 VERSION = 1
@@ -172,3 +175,18 @@ def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InvalidMessageError("not a JSON object")
     return values
+
+
+def pack_keys(keys: Sequence[int]) -> bytes:
+    """Numbers of slices as payload."""
+    return np.array(keys, "<u4").tobytes()
+
+
+def unpack_keys(payload: memoryview) -> list[int]:
+    """The inverse of :func:`pack_keys`.
+
+    Raises:
+        ValueError: It is of another size.
+    """
+    keys: list[int] = np.frombuffer(payload, "<u4").tolist()
+    return keys

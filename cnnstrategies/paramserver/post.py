@@ -40,7 +40,6 @@ class Post:
         self._sent: dict[int, int] = {}
         self._servers: dict[int, ServerInfo] = {}
         self._dealers: dict[int, Socket] = {}
-        self._to_servers: dict[int, Bundle] = {}
         self._to_workers: dict[int, Bundle] = {}
 
     def follow(self, view: View) -> None:
@@ -49,14 +48,12 @@ class Post:
         for server in list(self._dealers):
             if now.get(server) != self._servers[server]:
                 self._dealers.pop(server).close(linger=0)
-                del self._to_servers[server]
         self._servers = now
         self._view = view.number
         for server, info in now.items():
             if server not in self._dealers:
                 self._sent[server] = 0
                 self._dealers[server] = client_socket(self._context, info, self._keys, self._largest)
-                self._to_servers[server] = Bundle(self._dealers[server])
         alive = {worker.id for worker in view.workers}
         self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}
         self._to_workers = {worker: bundle for worker, bundle in self._to_workers.items() if worker in alive}
@@ -90,7 +87,7 @@ class Post:
         if server in self._dealers:
             self._sent[server] += 1
             header, body = self._message(kind, self._sent[server], payload, fields | {"incarnation": self._view})
-            self._to_servers[server].send(header, body)
+            Bundle(self._dealers[server]).send(header, body)
 
     def _message(self, kind: Kind, sequence: int, payload: Any, fields: dict[str, Any]) -> tuple[Header, Any]:
         described = fields.pop("json", None)

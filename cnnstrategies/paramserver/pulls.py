@@ -2,13 +2,12 @@
 
 from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.links import Links
-from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.messages import Encoding, Header, Kind, pack_keys
 from cnnstrategies.paramserver.placement import Placement
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 
@@ -105,7 +104,7 @@ class Pulls:
         for key in keys:
             by_server.setdefault(self._placement.primary(key), []).append(key)
         for server, wanted in by_server.items():
-            payload = np.array(wanted, "<u4").tobytes()
+            payload = pack_keys(wanted)
             self._links.send(
                 server, Kind.PULL, payload, step=self._step, base=int(self.refreshing), encoding=Encoding.KEYS
             )

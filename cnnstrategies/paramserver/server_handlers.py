@@ -4,8 +4,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
-
 from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.gaps import Gaps
 from cnnstrategies.paramserver.messages import (
@@ -15,6 +13,7 @@ from cnnstrategies.paramserver.messages import (
     InvalidMessageError,
     Kind,
     unpack_json,
+    unpack_keys,
 )
 from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.post import Post
@@ -111,15 +110,11 @@ class ServerHandlers:
             return  # It knows a newer view, and asks again until this server does too.
         step = None if header.step == NO_STEP else header.step
         if step is not None and self._restored:
-            answered = frozenset(np.frombuffer(payload[header.meta :], "<u4").tolist())
-            self._catch_up((worker, header.incarnation), step, answered)
+            self._catch_up((worker, header.incarnation), step, frozenset(unpack_keys(payload[header.meta :])))
         # Only a question, at first: a newcomer becomes a member when it says from which step on.
         joins = unpack_json(payload, header).get("joins") is True
-        first = 0
-        if joins:
-            first = self._mode.join(worker, step)
-        else:
-            self._mode.here(worker)
+        first = self._mode.join(worker, step) if joins else 0
+        self._mode.here(worker)
         answer = {"ready": self._shard.ready, "leader": self._leads(), "asked": header.sequence}
         self._post.to_worker(worker, Kind.WELCOME, step=first, json=answer)
 
@@ -175,7 +170,7 @@ class ServerHandlers:
     def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.encoding != Encoding.KEYS or len(payload) % 4:
             raise InvalidMessageError("a pull without keys")
-        keys = np.frombuffer(payload, "<u4").tolist()
+        keys = unpack_keys(payload)
         if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
             raise InvalidMessageError("a pull of slices that another server is the primary of")
         if header.base:

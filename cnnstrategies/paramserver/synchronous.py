@@ -108,10 +108,8 @@ class Synchronous:
         self._post.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
 
     def join(self, worker: int, step: int | None) -> int:
-        """Count a worker from now on, or from the step at which it is."""
-        first = self.clock.join(worker, step)
-        self.here(worker)
-        return first
+        """Count a worker from now on, or from the step at which it is; :meth:`here` comes next."""
+        return self.clock.join(worker, step)
 
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""
