@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
@@ -71,12 +72,12 @@ class Worker:
         keys: KeyPair | None = None,
         insecure: bool = False,
     ) -> None:
-        shapes = [tuple(parameter.shape) for parameter in parameters]
-        expected = [parameter.shape for parameter in specification.parameters]
-        if shapes != expected:
+        given = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+        expected = [(parameter.shape, getattr(torch, parameter.dtype)) for parameter in specification.parameters]
+        if given != expected:
             raise ConfigurationError(
-                f"the parameters have the shapes {shapes}, the specification's are {expected}: give the parameters "
-                "that it was made from, in its order"
+                f"the parameters have the shapes and types {given}, the specification's are {expected}: give the "
+                "parameters that it was made from, in its order"
             )
         self.step = 0
         self.counters = Counters()
@@ -168,8 +169,18 @@ class Worker:
 
         Args:
             index: Index of the parameter.
-            gradient: Its gradient, of its shape; in mode ``local`` its value.
+            gradient: Its gradient, of its shape and type; in mode ``local`` its value.
+
+        Raises:
+            ConfigurationError: It has another shape or type: servers would drop it, and the step never end.
         """
+        parameter = self._parameters[index]
+        if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+            raise ConfigurationError(
+                f"parameter {self._specification.parameters[index].name} is {parameter.dtype} of shape "
+                f"{tuple(parameter.shape)}, its gradient {gradient.dtype} of shape {tuple(gradient.shape)}: push a "
+                "gradient of the same type and shape"
+            )
         self._note("push", index)
         self._outgoing.push(index, gradient)
 

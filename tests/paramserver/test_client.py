@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from local_cluster import Cluster
 from torch import Tensor, nn
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WIDTH, DEPTH = 512, 6
@@ -69,3 +71,24 @@ def test_a_forward_waits_for_its_own_layer_and_pulls_come_in_the_order_of_use(tm
     assert at["wait", use[0]] < at["arrived", use[-1]], "the first layer ran while the last was on its way"
     assert counters.seconds_waited > 0
     assert counters.bytes_received > counters.steps * DEPTH * WIDTH * WIDTH * 4
+
+
+def test_parameters_and_gradients_of_another_type_are_refused(tmp_path: Path) -> None:
+    """Servers drop what does not fit, and a step that waits for it would never end."""
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    specification = Specification.of([("scale", parameter)], torch.optim.SGD([parameter], lr=0.1), 1)
+
+    def push(connect: Callable[..., Any], id: int) -> None:
+        with pytest.raises(ConfigurationError, match=r"float32.*float64.*give the parameters that it was made from"):
+            connect([torch.zeros(3)])
+        worker = connect([parameter.data])
+        worker.initialise()
+        worker.join()
+        worker.begin_step([specification.groups[0].options], 1)
+        for gradient in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
+            with pytest.raises(ConfigurationError, match=r"scale is torch\.float64 of shape \(3,\), its gradient"):
+                worker.push(0, gradient)
+
+    with Cluster(specification, tmp_path) as cluster:
+        cluster.start_workers(push)
+        cluster.results()
