@@ -8,14 +8,32 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test lint types docs check clean
+.PHONY: quickstart test test-cluster test-portable mutants lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/python cli.py fit --config configs/quickstart.yaml
 
-# Two tests at a time on any machine: much of their time is spent waiting for the processes that they start.
+# Three tests at a time on any machine: much of their time is spent waiting for the processes that they start.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --maxschedchunk 2
+
 test: $(INSTALLED)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+	$(PYTEST) -m "not cluster"
+
+# With real launchers, a SLURM, hosts made of network namespaces; what the machine cannot do is skipped and said.
+test-cluster: $(INSTALLED)
+	$(PYTEST) --dist loadgroup -m cluster
+
+# The same on less capable processors, as far as this one can play them, and with other random numbers.
+test-portable: $(INSTALLED)
+	$(PYTEST) -m "not cluster" --seed-offset 1
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 \
+		$(PYTEST) -m "not cluster" --seed-offset 2
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
+		$(PYTEST) -m "not cluster" --seed-offset 3
+
+# Removes one guarantee after the other: a test must fail each time.
+mutants: $(INSTALLED)
+	$(BIN)/python tests/mutants/run.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -25,7 +43,8 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 docs: $(INSTALLED)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/check_site.py site
 
 check: test lint types docs
 

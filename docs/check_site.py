@@ -1,0 +1,84 @@
+"""Look through the built site for what `mkdocs build --strict` lets pass: `python docs/check_site.py site`.
+
+Raw marks of the extensions, links and pictures that lead nowhere, pages without a title.
+"""
+
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+# Snippets, mkdocstrings, admonitions and tabs, attribute lists; in the text as a reader sees it, code included.
+RAW_MARKS = (r"-+ ?8 ?<", r"^:::", r"^!!! ", r"^=== \"", r"\{: ?[#.]", r"\$\{\{")
+
+
+class Page(HTMLParser):
+    """What one page shows and where it leads.
+
+    Args:
+        html: Its source.
+    """
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text: list[str] = []
+        self.targets: list[str] = []
+        self.anchors: set[str] = set()
+        self.title = ""
+        self._hidden = 0
+        self._in_title = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self._hidden += tag in ("script", "style")
+        self._in_title = tag == "title"
+        for name in ("href", "src"):
+            if values.get(name):
+                self.targets.append(str(values[name]))
+        for name in ("id", "name"):
+            if values.get(name):
+                self.anchors.add(str(values[name]))
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag in ("script", "style")
+        self._in_title = False
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title:
+            self.title += data
+        if not self._hidden:
+            self.text.append(data)
+
+
+def faults(site: Path) -> list[str]:
+    """What is wrong, one line each."""
+    pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+    found = []
+    for path, page in pages.items():
+        name = path.relative_to(site)
+        text = "".join(page.text)
+        found += [f"{name}: raw mark {m[0]!r}" for mark in RAW_MARKS for m in re.finditer(mark, text, re.MULTILINE)]
+        if not page.title.strip():
+            found.append(f"{name}: no title")
+        if path.name == "404.html":
+            continue  # Its links begin at the site's root, wherever that is.
+        for target in page.targets:
+            parts = urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            place = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            place = place / "index.html" if place.is_dir() else place
+            if not place.exists():
+                found.append(f"{name}: {target} leads nowhere")
+            elif parts.fragment and place in pages and unquote(parts.fragment) not in pages[place].anchors:
+                found.append(f"{name}: {target} names no part of that page")
+    return found
+
+
+if __name__ == "__main__":
+    site = Path(sys.argv[1]).resolve()
+    found = faults(site)
+    print("\n".join(found) or f"{len(list(site.rglob('*.html')))} pages, no raw mark, broken link or missing picture")
+    sys.exit(bool(found))
