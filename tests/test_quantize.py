@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import in_fork
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
@@ -26,7 +27,9 @@ def digits(tmp_path_factory):
         data = DigitsDataModule(batch_size=32)
         trainer = Trainer(
             accelerator="cpu",
-            max_epochs=5,
+            # However this processor rounds: until it has learnt, within a bound.
+            max_epochs=40,
+            callbacks=[EarlyStopping("val_acc", mode="max", patience=40, stopping_threshold=0.95)],
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
@@ -43,7 +46,7 @@ def digits(tmp_path_factory):
 
 def test_accuracy_stays_and_the_weights_are_a_third(digits):
     _, _, path, report = digits
-    assert report.before.accuracy > 0.9
+    assert report.before.accuracy >= 0.95
     assert report.after.accuracy == pytest.approx(report.before.accuracy, abs=0.015)
     assert report.after.megabytes < 0.35 * report.before.megabytes
     assert report.batch_size == 32

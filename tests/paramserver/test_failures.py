@@ -56,7 +56,7 @@ def all_train(cluster: Cluster) -> None:
 def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         error = (got[name] - value).norm() / value.norm().clamp(min=1e-3)
-        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+        assert error < 1e-10, f"{name}: relative error {error:.1e}"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -36,7 +36,7 @@ def replace(cluster: Cluster, server: int, restarted: bool) -> None:
 
 def assert_equal(got: Any, expected: Any) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_a_server_that_dies_before_it_has_answered_a_hello_is_not_waited_for(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
 
     def intrude(keys: KeyPair) -> Callable[..., Any]:
         def work(connect: Callable[..., Any], id: int) -> None:
-            parameters = [torch.zeros(info.shape) for info in specification.parameters]
+            parameters = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
             worker = Worker(specification, parameters, FileViews(tmp_path / "view.json"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
                 worker.initialise()
@@ -72,7 +72,7 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
         return work
 
     def pull(connect: Callable[..., Any], id: int) -> list[Tensor]:
-        parameters = [torch.ones(info.shape) for info in specification.parameters]
+        parameters = [torch.ones(info.shape, dtype=torch.float64) for info in specification.parameters]
         worker = connect(parameters)
         worker.initialise()
         worker.join()

@@ -155,4 +155,4 @@ def test_a_snapshot_of_the_present_step_loses_nothing(tmp_path: Path) -> None:
         got = cluster.result(0)
         assert cluster.server_report(0)["lost"] == 0
     for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)

@@ -1,4 +1,4 @@
-"""One small CNN, its batches, and a training loop with and without servers."""
+"""One small CNN in float64, its batches, and a training loop with and without servers."""
 
 import copy
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def make_network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 8, 3, 2, 1), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5)
-    )
+    ).double()
 
 
 def make_optimizer(network: nn.Module, options: dict[str, Any]) -> Optimizer:
@@ -41,7 +41,7 @@ def make_scheduler(optimizer: Optimizer) -> LRScheduler:
 def batches(steps: int, size: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(size, 1, 8, 8, generator=generator), torch.randint(5, (size,), generator=generator))
+        (torch.randn(size, 1, 8, 8, generator=generator).double(), torch.randint(5, (size,), generator=generator))
         for _ in range(steps)
     ]
 
@@ -50,7 +50,7 @@ def specify(options: dict[str, Any], workers: int, **rest: Any) -> Specification
     network = make_network()
     optimizer = make_optimizer(network, options)
     make_scheduler(optimizer)
-    rest = {"slice_bytes": 1024, "timeout": 20.0} | rest
+    rest = {"slice_bytes": 2048, "timeout": 20.0} | rest
     return Specification.of(network.named_parameters(), optimizer, workers, **rest)
 
 

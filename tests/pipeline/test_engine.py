@@ -48,21 +48,25 @@ class Network(nn.Module):
 
 def make_network() -> Network:
     torch.manual_seed(0)
-    network = Network()
+    network = Network().double()
     network.norm.running_mean.normal_()
     return network
 
 
 def global_batches(steps: int, sizes: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+    """In float64, as the networks: in float32 what is equal here differs by chance, and from processor to processor."""
     generator = torch.Generator().manual_seed(1)
     counts = itertools.islice(itertools.cycle(sizes), steps)
-    return [(torch.randn(n, 1, 8, 8, generator=generator), torch.randint(5, (n,), generator=generator)) for n in counts]
+    return [
+        (torch.randn(n, 1, 8, 8, generator=generator).double(), torch.randint(5, (n,), generator=generator))
+        for n in counts
+    ]
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
     if name == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3)
-    return torch.optim.AdamW(parameters, lr=1e-2)
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-3)
 
 
 def part(pipeline: Pipeline, tensor: Tensor) -> Tensor:
@@ -125,8 +129,8 @@ def test_five_steps_equal_one_process(replicas: tuple[int, ...]) -> None:
         for scenario, compared in results.items():
             for name, got, expected in compared:
                 names.setdefault(scenario, set()).add(name)
-                error = (got.double() - expected.double()).norm()
-                assert error <= 1e-5 * expected.double().norm() + 1e-12, (rank, scenario, name, error)
+                error = (got - expected).double().norm()
+                assert error <= 1e-10 * expected.double().norm() + 1e-14, (rank, scenario, name, error)
     for scenario, seen in names.items():
         assert make_network().state_dict().keys() <= seen, scenario
 
@@ -143,7 +147,7 @@ def norm_network() -> nn.Module:
         nn.Sequential(nn.Conv2d(4, 4, 3), shared),
         nn.Flatten(),
         nn.Linear(16, 5),
-    )
+    ).double()
 
 
 def norm_statistics(replicas: tuple[int, ...], mode: Any, recompute: Any) -> list[tuple[str, Tensor, Tensor]]:
@@ -185,7 +189,7 @@ def test_running_statistics_of_batch_norm(replicas: tuple[int, ...]) -> None:
         for mode, recompute, values in results:
             for name, got, expected in values:
                 compared.add((mode, name))
-                assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6), (mode, recompute, name, got, expected)
+                assert torch.allclose(got, expected, rtol=1e-10, atol=1e-12), (mode, recompute, name, got, expected)
     assert {
         ("deferred", "1.running_var"),
         ("microbatch", "3.running_var"),
@@ -211,7 +215,7 @@ def evaluate(replicas: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
 def test_evaluation_gives_the_rows_of_one_process_in_order_on_every_rank(replicas: tuple[int, ...]) -> None:
     for results in run_ranks(sum(replicas), evaluate, replicas):
         for got, expected in results:
-            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
 
 
 class Meter:
@@ -240,7 +244,7 @@ def peak(replicas: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     peaks = {}
     for schedule, recompute in (("1f1b", "never"), ("gpipe", "never"), ("gpipe", "always")):
         layers = [nn.Sequential(nn.Conv2d(8 if i else 1, 8, 3, padding=1), nn.Tanh()) for i in range(6)]
-        network = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()))
+        network = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())).double()
         pipeline = Pipeline(network, ["1", "3"], replicas, 8, schedule=schedule, activation_checkpointing=recompute)
         meter = Meter()
         images, targets = global_batches(1, (16,))[0]
@@ -253,13 +257,13 @@ def peak(replicas: tuple[int, ...]) -> dict[str, tuple[int, int]]:
 
 def test_peak_memory_holds_the_microbatches_in_flight_alone() -> None:
     results = run_ranks(3, peak, (1, 1, 1))
-    microbatch = 2 * 8 * 64 * 4  # Bytes of one activation: 2 samples of 8 channels of 8 x 8.
+    microbatch = 2 * 8 * 64 * 8  # Bytes of one activation: 2 samples of 8 channels of 8 x 8.
     for stage, peaks in enumerate(results):
         held, saved = peaks["1f1b never"]
         assert held == min(3 - stage, 8) == in_flight((1, 1, 1), stage)
         assert peaks["gpipe never"][0] == 8
         # Two layers, each of which saves its input and its output, and what the weights take.
-        assert saved <= held * 4.5 * microbatch + 20_000
+        assert saved <= held * 4.5 * microbatch + 40_000
         assert peaks["gpipe never"][1] > 2 * saved or stage == 0
         assert peaks["gpipe always"][1] < peaks["gpipe never"][1] / 3
 
