@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -12,7 +13,12 @@ from typing import TypeVar
 
 import pytest
 import torch
+import warm
 from torch import nn
+
+# Imported once: tests, and the programs that those marked `warm` start, are forked from here.
+from cnnstrategies import cli
+from cnnstrategies.callbacks import summary
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -40,12 +46,25 @@ class PlainCNN(nn.Sequential):
         )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Lets the tests be run with other random numbers: what they prove must not hang on them."""
+    parser.addoption("--seed-offset", type=int, default=0, help="added to every seed of torch's own generator")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Shifts the seeds of torch's own generator, from which networks draw their first weights."""
+    if offset := config.getoption("--seed-offset"):
+        seed = torch.manual_seed
+        torch.manual_seed = lambda number: seed(number + offset)
+
+
+# They take longest, so they start first, and at the end all workers are busy.
+SLOWEST = ("test_readme.py", "test_slurm.py", "test_graceful_stop.py", "test_torchrun.py", "test_configs.py")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the longest test into the middle, where others run beside it, but not SLURM's."""
-    readme = [item for item in items if item.path.name == "test_readme.py"]
-    others = [item for item in items if item not in readme]
-    middle = len(others) // 2
-    items[:] = [*others[:middle], *readme, *others[middle:]]
+    """Puts the slowest tests first."""
+    items.sort(key=lambda item: item.path.name not in SLOWEST)
 
 
 def pytest_collection_finish() -> None:
@@ -67,7 +86,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     hang. So no test may do that in pytest's own process, from which all others are forked.
     """
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    code, output = run_forked(lambda: pyfuncitem.obj(**arguments), timeout=230, keep_streams=True)
+    start_warm = pyfuncitem.get_closest_marker("warm") is not None
+    code, output = run_forked(
+        lambda: pyfuncitem.obj(**arguments), timeout=230, keep_streams=True, start_warm=start_warm
+    )
     if code != 0:
         pytest.fail(output, pytrace=False)
     return True
@@ -82,10 +104,13 @@ def in_fork(function: Callable[[], T]) -> T:
     return result
 
 
-def run_forked(function: Callable[[], None], timeout: float = 120, keep_streams: bool = False) -> tuple[int, str]:
+def run_forked(
+    function: Callable[[], None], timeout: float = 120, keep_streams: bool = False, start_warm: bool = False
+) -> tuple[int, str]:
     """Runs a function in a forked process; gives its exit code and output, and fails if it leaves a process behind.
 
-    With `keep_streams`, `sys.stdout` stays what pytest made of it, for tests that use `capsys`.
+    With `keep_streams`, `sys.stdout` stays what pytest made of it, for tests that use `capsys`. With `start_warm`, the
+    programs that it starts are warm; see there.
     """
     with tempfile.TemporaryFile("w+b") as log:
         pid = os.fork()
@@ -93,6 +118,8 @@ def run_forked(function: Callable[[], None], timeout: float = 120, keep_streams:
             os.setsid()
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
+            if start_warm or warm.is_installed():
+                warm.install()
             streams = [os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2)]
             if not keep_streams:
                 sys.stdout, sys.stderr = streams
@@ -106,28 +133,48 @@ def run_forked(function: Callable[[], None], timeout: float = 120, keep_streams:
                 traceback.print_exc(file=streams[1])
             sys.stdout.flush()
             os._exit(code)
-        deadline = time.monotonic() + timeout
-        while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        process = os.pidfd_open(pid)
+        in_time, _, _ = select.select([process], [], [], timeout)
+        os.close(process)
+        if not in_time:
+            os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
         left = kill_group(pid)
         log.seek(0)
         output = log.read().decode(errors="replace")
-    assert ended[0] == pid, f"no end after {timeout} s:\n{output}"
-    assert not left, f"processes were left behind:\n{output}"
-    return os.waitstatus_to_exitcode(ended[1]), output
+    assert in_time, f"no end after {timeout} s:\n{output}"
+    assert not left, f"processes were left behind:\n{left}\n{output}"
+    return os.waitstatus_to_exitcode(status), output
 
 
-def kill_group(group: int) -> bool:
-    """Kills what is left of a process group a moment after its leader ended; whether there was anything."""
-    for _ in range(100):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, signal.SIGKILL)
-    return True
+def kill_group(group: int, seconds: float = 5.0) -> str:
+    """Waits a moment for a process group to end; what is left of it is killed, and listed."""
+    deadline = time.monotonic() + seconds
+    pause = 0.001
+    while left := _alive(group):
+        if time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+            return "\n".join(left)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return ""
+
+
+def _alive(group: int) -> list[str]:
+    """The processes of a group, but not those that have ended and wait for their parent to ask."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return []
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, rest = status.read_text().rpartition(")")
+            state, _, its_group = rest.split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                found.append(f"{name}) {state}")
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -142,15 +189,12 @@ def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     Forked, because then Lightning is imported once. Without the picture of the curves, which takes longer than most of
     these runs; `test_training_callbacks.py` looks at it.
     """
-    from cnnstrategies.callbacks import summary
-    from cnnstrategies.cli import main
-
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
 
     def run(*args: object) -> tuple[int, str]:
         def command() -> None:
-            sys.argv = ["cnnstrategies", *(str(arg) for arg in args)]
-            main()
+            sys.argv = [str(ROOT / "cli.py"), *(str(arg) for arg in args)]
+            cli.main()
 
         return run_forked(command)
 

@@ -1,4 +1,4 @@
-"""Every file under configs/ trains for a step or two and validates, whole or as a part of the quickstart."""
+"""Every file under configs/ trains for a step or two with its own launcher, whole or as a part of the quickstart."""
 
 import pickle
 from pathlib import Path
@@ -29,33 +29,30 @@ SYNTHETIC = ["--data=SyntheticDataModule", "--data.init_args.num_samples=40", "-
 FEW = ["--data.init_args.batch_size=4"]
 NO_WORKERS = ["--data.init_args.num_workers=0"]
 COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
-TWO = ["--trainer.devices=2"]
-START_FORKED = "--trainer.strategy.init_args.start_method=fork"
-FORKED = [*TWO, START_FORKED]
-FOUR = ["--trainer.devices=4", START_FORKED]
+TWO, FOUR = ["--trainer.devices=2"], ["--trainer.devices=4"]
 SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
 ARGS = {
-    "quickstart.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
-    "cluster/one_node_4_gpus.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
-    **{f"cluster/slurm_{kind}_nodes.yaml": [*TWO, "--trainer.strategy=ddp_fork"] for kind in ("cpu", "gpu")},
-    "cluster/two_nodes_4_gpus.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
+    "quickstart.yaml": TWO,
+    "cluster/one_node_4_gpus.yaml": TWO,
+    **{f"cluster/slurm_{kind}_nodes.yaml": TWO for kind in ("cpu", "gpu")},
+    "cluster/two_nodes_4_gpus.yaml": TWO,
     "data/cifar10.yaml": [*FEW, *NO_WORKERS, *COLOUR],
     "data/cifar100.yaml": [*FEW, *COLOUR, "--model.init_args.num_classes=100"],
     "data/fashion_mnist.yaml": [*FEW, *NO_WORKERS],
     "data/image_folder.yaml": [*FEW, *NO_WORKERS, *FOLDER, *COLOUR],
     "data/mnist.yaml": [*FEW, *NO_WORKERS],
     "data/synthetic.yaml": [*FEW, *COLOUR, "--data.init_args.image_size=64", "--model.init_args.num_classes=1000"],
-    "experiments/cifar10_resnet20_ddp_2gpu.yaml": [*FEW, *NO_WORKERS, *TWO, "--trainer.strategy=ddp_fork"],
-    "experiments/digits_smallcnn_ema_mixup_cpu.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
-    "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.strategy=ddp_fork", "--trainer.max_epochs=11"],
+    "experiments/cifar10_resnet20_ddp_2gpu.yaml": [*FEW, *NO_WORKERS, *TWO],
+    "experiments/digits_smallcnn_ema_mixup_cpu.yaml": TWO,
+    "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.max_epochs=11"],
     **{f"experiments/digits_smallcnn_hybrid_{layout}_cpu.yaml": FOUR for layout in ("2-2", "3-1", "1-2-1")},
-    "experiments/digits_smallcnn_hybrid_1-1_cpu.yaml": FORKED,
+    "experiments/digits_smallcnn_hybrid_1-1_cpu.yaml": TWO,
     "experiments/synthetic_alexnet_hybrid_3-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_resnet50_hybrid_2-2_4gpu.yaml": [*FOUR, *SMALL],
-    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [*FORKED, *SMALL, "--trainer.limit_train_batches=1"],  # Slow.
-    "experiments/digits_smallcnn_parameter_server_cpu.yaml": FORKED,
+    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [*TWO, *SMALL, "--trainer.limit_train_batches=1"],  # Slow.
+    "experiments/digits_smallcnn_parameter_server_cpu.yaml": TWO,
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,
         *NO_WORKERS,
@@ -67,22 +64,23 @@ ARGS = {
     "model/torchvision_alexnet.yaml": [*SYNTHETIC, *FEW],
     "model/torchvision_resnet50.yaml": [*SYNTHETIC, *FEW],
     "model/torchvision_vgg16.yaml": [*SYNTHETIC, *FEW],
-    "strategy/ddp.yaml": FORKED,
-    "strategy/ddp_bf16.yaml": [*TWO, "--trainer.strategy=ddp_bf16_fork"],
+    "strategy/ddp.yaml": TWO,
+    "strategy/ddp_bf16.yaml": TWO,
     "strategy/ddp_fork.yaml": TWO,
-    "strategy/ddp_fp16.yaml": [*TWO, "--trainer.strategy=ddp_fp16_fork"],
-    "strategy/ddp_local_sgd.yaml": FORKED,
-    "strategy/ddp_powersgd.yaml": FORKED,
-    "strategy/ddp_spawn.yaml": [*TWO, "--trainer.strategy=ddp_fork"],  # `test_equality.py` spawns.
-    "strategy/hybrid_pipeline.yaml": FORKED,
+    "strategy/ddp_fp16.yaml": TWO,
+    "strategy/ddp_local_sgd.yaml": TWO,
+    "strategy/ddp_powersgd.yaml": TWO,
+    "strategy/ddp_spawn.yaml": TWO,
+    "strategy/hybrid_pipeline.yaml": TWO,
     "strategy/hybrid_pipeline_uneven.yaml": FOUR,
-    "strategy/parameter_server.yaml": FORKED,
-    "strategy/parameter_server_async.yaml": FORKED,
-    "strategy/parameter_server_local.yaml": FORKED,
-    "strategy/parameter_server_ssp.yaml": FORKED,
+    "strategy/parameter_server.yaml": TWO,
+    "strategy/parameter_server_async.yaml": TWO,
+    "strategy/parameter_server_local.yaml": TWO,
+    "strategy/parameter_server_ssp.yaml": TWO,
 }
 
 
+@pytest.mark.warm
 @pytest.mark.parametrize("file", FILES)
 def test_config_trains(run_cli, downloads, file):
     whole = file == "quickstart.yaml" or file.startswith("experiments/")

@@ -13,6 +13,8 @@ import torch
 from conftest import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+pytestmark = pytest.mark.warm
+
 # Dropout, mixup and random shifts are all on: a resumed run must draw what the uninterrupted one draws.
 RUN = [
     sys.executable,

@@ -41,9 +41,10 @@ def test_ddp_equals_one_process_on_the_same_global_batch(run_cli, quick, optimiz
     options = OPTIMIZERS[optimizer]
     one = ["--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64"]
     single = train(run_cli, quick, "single", *options, *one)
-    assert_equal(train(run_cli, quick, "ddp", *options), single, rtol=1e-6)
+    assert_equal(train(run_cli, quick, "ddp", *options), single, rtol=1e-9)
 
 
+@pytest.mark.warm
 def test_ddp_spawn_equals_ddp_fork(run_cli, quick):
     """The launcher has no part in the result: spawn, as in Lightning's own tests, gives the same bits."""
     forked = train(run_cli, quick, "fork", "--trainer.max_epochs=1")
@@ -52,9 +53,11 @@ def test_ddp_spawn_equals_ddp_fork(run_cli, quick):
 
 
 def test_compressed_gradients_stay_close_and_are_compressed(run_cli, quick):
-    exact = train(run_cli, quick, "exact")
+    """For a few steps: what is rounded at first is another run in the end."""
+    few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=5"]
+    exact = train(run_cli, quick, "exact", *few)
     for name, rtol in (("ddp_fp16", 5e-3), ("ddp_bf16", 5e-2)):
-        compressed = train(run_cli, quick, name, f"--trainer.strategy={name}_fork")
+        compressed = train(run_cli, quick, name, *few, f"--trainer.strategy={name}_fork")
         assert_equal(compressed, exact, rtol)
         # Were the hook not registered, as Lightning leaves it on CPUs, they would be equal.
         assert any(not torch.equal(compressed[key], exact[key]) for key in exact)
@@ -69,7 +72,7 @@ def test_powersgd_starts_when_it_is_told(run_cli, quick):
     exact = train(run_cli, quick, "exact")
     late = train(run_cli, quick, "late", *powersgd, "--trainer.strategy.init_args.powersgd_start=1000")
     early = train(run_cli, quick, "early", *powersgd, "--trainer.strategy.init_args.powersgd_start=2")
-    assert_equal(late, exact, rtol=1e-6)
+    assert_equal(late, exact, rtol=1e-9)
     assert any((early[key] - exact[key]).norm() > 1e-3 * exact[key].norm() for key in exact)
 
 
@@ -83,6 +86,6 @@ def test_local_sgd_with_plain_sgd_averaging_each_step_equals_ddp(run_cli, quick)
     ]
     ddp = train(run_cli, quick, "ddp", *plain)
     each = train(run_cli, quick, "each", *plain, *local, "--trainer.strategy.init_args.sync_every=1")
-    assert_equal(each, ddp, rtol=1e-6)
+    assert_equal(each, ddp, rtol=1e-9)
     seldom = train(run_cli, quick, "seldom", *plain, *local, "--trainer.strategy.init_args.sync_every=50")
     assert any((seldom[key] - ddp[key]).norm() > 1e-3 * ddp[key].norm() for key in ddp)

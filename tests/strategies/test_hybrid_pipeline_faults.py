@@ -54,6 +54,7 @@ def test_forked_ranks_end_with_a_message(run_cli, monkeypatch, fault, messages):
     check_checkpoint()
 
 
+@pytest.mark.warm
 @pytest.mark.parametrize("fault", ["kill 1", "silent 0"])
 def test_started_ranks_end_and_leave_no_process(monkeypatch, fault):
     """As a user starts it: a script whose other ranks are scripts, too."""

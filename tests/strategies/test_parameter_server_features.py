@@ -153,6 +153,7 @@ def test_refuses_modules_it_cannot_train(run_cli, quick):
     assert "automatic_optimization=False" in output.splitlines()[-1]
 
 
+@pytest.mark.warm
 def test_spawned_workers_train(run_cli, quick):
     few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
     last = fit(run_cli, quick, "run", *served(start_method="spawn"), *few)
