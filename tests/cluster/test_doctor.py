@@ -47,6 +47,7 @@ def examine(hosts: TwoHosts, *arguments: str, on_beta: Callable[[], None] = lamb
     return codes[0], runs[0].output()
 
 
+@pytest.mark.cluster
 @needs_hosts
 def test_two_hosts_that_agree_pass(hosts: TwoHosts, tmp_path: Path) -> None:
     code, output = examine(hosts)
@@ -56,6 +57,7 @@ def test_two_hosts_that_agree_pass(hosts: TwoHosts, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".cnnstrategies-doctor*"))
 
 
+@pytest.mark.cluster
 @needs_hosts
 def test_other_versions_an_unshared_directory_and_a_wrong_clock_are_named(hosts: TwoHosts, tmp_path: Path) -> None:
     (tmp_path / "beta").mkdir()
@@ -76,6 +78,7 @@ def test_other_versions_an_unshared_directory_and_a_wrong_clock_are_named(hosts:
     assert "mend: the clock of beta is 90.0 s ahead of that of alpha" in output
 
 
+@pytest.mark.cluster
 @needs_hosts
 def test_a_directory_without_permission_and_the_wrong_network_are_named(hosts: TwoHosts, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
@@ -87,6 +90,7 @@ def test_a_directory_without_permission_and_the_wrong_network_are_named(hosts: T
     assert "--interface" in output
 
 
+@pytest.mark.cluster
 @needs_hosts
 def test_a_host_without_a_connection_is_named_on_both_sides(hosts: TwoHosts) -> None:
     hosts.cut()
@@ -100,6 +104,7 @@ def test_a_host_without_a_connection_is_named_on_both_sides(hosts: TwoHosts) -> 
     assert f"mend: beta has not reached the main address {hosts.addresses[0]} on port 29481" in runs[1].output()
 
 
+@pytest.mark.cluster
 @needs_hosts
 @needs_ssh
 def test_it_starts_itself_over_ssh_and_names_a_host_without_a_password_less_login(

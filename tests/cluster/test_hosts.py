@@ -13,7 +13,7 @@ from conftest import ROOT
 from cnnstrategies.cli import main
 
 reason = missing()
-pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
 PORT = "29511"
 ENDLESS = ("--trainer.max_epochs=10000", "--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1")

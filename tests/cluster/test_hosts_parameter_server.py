@@ -13,7 +13,7 @@ from conftest import ROOT
 from cnnstrategies.paramserver.security import KeyPair
 
 reason = missing()
-pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
 TIMEOUT = 6
 

@@ -29,6 +29,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return RANKS
 
 
+@pytest.mark.cluster
 @needs_mpi
 @pytest.mark.parametrize("strategy", ["hybrid_pipeline", "parameter_server"])  # ddp: on two hosts, below
 def test_two_ranks_train_one_model(tmp_path: Path, strategy: str) -> None:
@@ -42,6 +43,7 @@ def test_two_ranks_train_one_model(tmp_path: Path, strategy: str) -> None:
     assert checkpoint["epoch"] == 1
 
 
+@pytest.mark.cluster
 @needs_mpi
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.skipif(SSHD is None, reason=NO_SSHD)
@@ -70,6 +72,7 @@ def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path)
         assert (tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt").exists()
 
 
+@pytest.mark.cluster
 @needs_mpi
 def test_another_number_of_processes_than_the_trainer_expects_is_refused(tmp_path: Path) -> None:
     mpirun = Program([*MPIRUN, "-n", "1", PYTHON, *fit("--trainer.num_nodes=2")], tmp_path / "log")

@@ -19,6 +19,7 @@ from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
 from cnnstrategies.paramserver.security import KeyPair
 
 pytestmark = [
+    pytest.mark.cluster,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
     pytest.mark.xdist_group("slurm"),  # They share one cluster.
 ]

@@ -13,8 +13,6 @@ from cluster.processes_of import PYTHON, Program, fit
 from cnnstrategies.cluster.run_name import run_name
 from cnnstrategies.errors import ConfigurationError
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
 EPOCHS = 12
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2")
@@ -25,6 +23,8 @@ RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"
 SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=4")
 
 
+@pytest.mark.cluster
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("strategy", "launch", "folder"),
     [
