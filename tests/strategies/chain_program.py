@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -89,8 +90,8 @@ def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-class Rows(Callback):
-    """Writes each rank's predictions; what `predict` returns stays in the ranks that a launcher forks or spawns."""
+class Leftovers(Callback):
+    """Writes what stays in the ranks that a launcher forks or spawns: predictions, and a checkpoint when fit ends."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -101,6 +102,9 @@ class Rows(Callback):
 
     def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
         torch.save(self.rows, self.folder / f"rows_of_rank_{trainer.global_rank}.pt")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"end_of_{trainer.current_epoch}.ckpt")
 
 
 class Chain:
@@ -119,6 +123,7 @@ class Chain:
     ) -> None:
         self.folder = Path(folder)
         self.strategy, self.other, self.devices, self.callbacks = strategy, other, devices, callbacks
+        self.precision = DoublePrecision()  # For both: what a strategy does to it must not reach the other.
         self.notes: dict[str, dict[str, Any]] = {}
         seed_everything(1, verbose=False)
         self.model, self.data = Model(), Data()
@@ -128,7 +133,8 @@ class Chain:
             accelerator="cpu",
             devices=self.devices,
             strategy=strategy,
-            precision="64-true",
+            plugins=[self.precision],
+            gradient_clip_val=0.3,
             max_epochs=epochs,
             callbacks=list(callbacks),
             enable_checkpointing=bool(callbacks),
@@ -152,7 +158,7 @@ class Chain:
     def run(self, short: bool = False) -> None:
         """Run everything; or what saves and restores most, for a launcher that takes its time."""
         best = ModelCheckpoint(self.folder, "best", monitor="val_loss", save_last=True)
-        trainer = self.trainer(self.strategy, 2, best, Rows(self.folder), *self.callbacks)
+        trainer = self.trainer(self.strategy, 2, best, Leftovers(self.folder), *self.callbacks)
         if not short:
             trainer.validate(self.model, self.data, verbose=False)
             self.note("validate before fit", trainer)
@@ -173,7 +179,7 @@ class Chain:
             # The first epoch's is the best, another than the last.
             trainer.test(self.model, self.data, ckpt_path="best", weights_only=True, verbose=False)
             self.note("test the best", trainer)
-        self.go_on_with_another()
+            self.go_on_with_another()
 
     def fit_again(self, trainer: Trainer) -> None:
         trainer.fit_loop.max_epochs = 3

@@ -6,6 +6,8 @@ Trainer's loops and optimizers) is the same as with Lightning's own DDP.
 
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,12 @@ import torch.distributed as dist
 from chain_program import Chain, names
 from cluster.processes_of import Program
 from conftest import in_fork
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from ranks import run_ranks
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from cnnstrategies.strategies import HybridPipelineStrategy
 
 PROGRAM = Path(__file__).with_name("chain_program.py")
 
@@ -56,7 +63,7 @@ def assert_equals_one_device(folder: Path, one: Path, rtol: float = 1e-9, ranks:
             assert refused or got["global_step"] == wanted["global_step"], (rank, function)
     if "predict" in notes:
         assert_same_rows(folder, one, rtol)
-    for name in ("after_fit.ckpt", "best.ckpt", *([] if refused else ["after_second_fit.ckpt"])):
+    for name in ("best.ckpt", "end_of_2.ckpt", "after_fit.ckpt", *([] if refused else ["after_second_fit.ckpt"])):
         lost = refused and name == "after_fit.ckpt"
         assert_same_checkpoint(load(folder, name), load(one, name), rtol, lost, name)
 
@@ -91,21 +98,34 @@ def assert_same_checkpoint(got: Any, expected: Any, rtol: float, lost: bool, nam
     assert got["global_step"] == expected["global_step"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp"])
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
 def test_programs_that_start_their_other_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     start(strategy, tmp_path)
     assert_equals_one_device(tmp_path, one)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", "hybrid_pipeline_fork"])
 def test_forked_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
-    Chain(*names(strategy), tmp_path).run()
+    with warnings.catch_warnings(record=True) as caught:
+        Chain(*names(strategy), tmp_path).run()
     assert_equals_one_device(tmp_path, one)
     assert "Calling `trainer.fit()` twice on the same Trainer" in (tmp_path / "refusal.txt").read_text()
+    # DDP says nothing.
+    warned = any("after_fit.ckpt holds weights alone" in str(warning.message) for warning in caught)
+    assert warned == strategy.startswith("hybrid_pipeline")
+
+
+def test_a_checkpoint_without_optimizer_states_is_not_resumed_from(tmp_path: Path) -> None:
+    chain = Chain(*names("hybrid_pipeline_fork"), tmp_path)
+    trainer = chain.trainer("ddp_fork", 1)
+    trainer.fit(chain.model, chain.data)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt")
+    with pytest.raises(ProcessRaisedException, match="the states of 0 optimizers, and this run has 1"):
+        chain.trainer("hybrid_pipeline_fork", 2).fit(chain.model, chain.data, ckpt_path=tmp_path / "weights.ckpt")
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("strategy", ["ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["hybrid_pipeline_spawn"])
 def test_spawned_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     start(strategy, tmp_path)
     assert_equals_one_device(tmp_path, one)
@@ -113,16 +133,16 @@ def test_spawned_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("strategy", ["ddp"])
+@pytest.mark.parametrize("strategy", ["hybrid_pipeline"])
 def test_ranks_of_torchrun_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     start(strategy, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert_equals_one_device(tmp_path, one)
 
 
-def as_rank(strategy: Any, other: Any, devices: int, folder: Path) -> None:
-    """Run the script in a rank that something else has started, as torchrun or `popen` do."""
+def as_rank(strategy: Any, other: Any, devices: int, folder: Path, callbacks: Sequence[Callback] = ()) -> None:
+    """Run the script in a rank that something else has started, as torchrun and `popen` do."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(devices)}
-    Chain(strategy, other, devices, folder).run()
+    Chain(strategy, other, devices, folder, callbacks).run()
 
 
 @pytest.mark.parametrize(
@@ -133,3 +153,21 @@ def as_rank(strategy: Any, other: Any, devices: int, folder: Path) -> None:
 def test_ranks_in_place_equal_one_device(strategy: str, rtol: float, one: Path, tmp_path: Path) -> None:
     run_ranks(2, as_rank, strategy, "ddp", 2, tmp_path)
     assert_equals_one_device(tmp_path, one, rtol)
+
+
+def test_averages_and_replicas_across_stages_equal_one_device(tmp_path: Path) -> None:
+    one, three = tmp_path / "one", tmp_path / "three"
+    one.mkdir()
+    three.mkdir()
+    averages = [EMAWeightAveraging(decay=0.7)]
+    in_fork(lambda: Chain(*names("one"), one, averages).run())
+    strategies = [
+        HybridPipelineStrategy(replicas=replicas, cuts=["1"], microbatches=4) for replicas in ([2, 1], [1, 2])
+    ]
+    run_ranks(3, as_rank, *strategies, 3, three, averages)
+    assert_equals_one_device(three, one, ranks=3)
+    for name in ("after_fit.ckpt", "best.ckpt", "after_second_fit.ckpt"):
+        expected = load(one, name)["current_model_state"]
+        got = load(three, name)["current_model_state"]
+        assert list(got) == list(expected)
+        assert all(torch.allclose(got[key], expected[key], rtol=1e-9) for key in expected), name
