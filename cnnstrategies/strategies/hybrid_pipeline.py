@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -150,7 +151,8 @@ class HybridPipelineStrategy(DDPStrategy):
         if not isinstance(batch, NoBatch):
             batch = super().batch_to_device(batch, device, dataloader_idx)
         images, rest, form = images_and_rest(batch)
-        self._batch = shared = self.pipeline.share(images, *rest, form=form)
+        with self._announced("share_batch"):
+            self._batch = shared = self.pipeline.share(images, *rest, form=form)
         rows = shared.split.samples if self._sees_batch else 0
         seen = torch.zeros((), dtype=shared.image_dtype, device=self.root_device).expand(rows, *shared.image_shape)
         if shared.form == "tensor":
@@ -245,7 +247,7 @@ class HybridPipelineStrategy(DDPStrategy):
             gradients, local = pipeline.train(batch, module.loss, scale)
             if scaler is not None:
                 self._share_overflow(gradients)
-            output = self._call_step("training_step", batch, pipeline.gather(batch, local), args, kwargs)
+            output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise ConfigurationError(
@@ -283,8 +285,19 @@ class HybridPipelineStrategy(DDPStrategy):
 
     def _evaluate(self, step: str, args: Any, kwargs: Any) -> Any:
         _, pipeline, batch = self._before_step()
-        outputs = pipeline.gather(batch, pipeline.evaluate(batch))
+        outputs = self._gather(batch, pipeline.evaluate(batch))
         return self._call_step(step, batch, outputs, args, kwargs)
+
+    def _gather(self, batch: Batch, outputs: dict[int, Any]) -> Any:
+        with self._announced("gather_outputs"):
+            return self._pipeline.gather(batch, outputs)
+
+    def _announced(self, action: str) -> AbstractContextManager[None]:
+        """Tell the Trainer's profiler, as Lightning does of the strategy's own functions."""
+        assert self.lightning_module is not None
+        profiler: Any = self.lightning_module.trainer.profiler  # type: ignore[attr-defined]  # set outside the class
+        announced: AbstractContextManager[None] = profiler.profile(f"[Strategy]{type(self).__name__}.{action}")
+        return announced
 
     def _call_step(self, step: str, batch: Batch, outputs: Any, args: Any, kwargs: Any) -> Any:
         if not self._sees_batch:
