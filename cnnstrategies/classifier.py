@@ -142,6 +142,12 @@ class ImageClassifier(LightningModule):
         if self.compile_backend is not None:
             self.network.compile(backend=self.compile_backend)
 
+    def on_fit_start(self) -> None:
+        """Start the metrics anew: `validate` leaves them with tensors that only inference mode may update."""
+        for module in self.modules():
+            if isinstance(module, Metric):
+                module.reset()
+
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Seed the random numbers of this training step (dropout, mixup) from (seed, step, rank).
 

@@ -21,7 +21,7 @@ from cnnstrategies.pipeline.link import measure_local_link
 from cnnstrategies.pipeline.predict import Predictor
 from cnnstrategies.pipeline.profiling import profile
 from cnnstrategies.pipeline.request import Request
-from cnnstrategies.pipeline.timeline import draw_timeline
+from cnnstrategies.pipeline.timeline import Span, draw_timeline
 from cnnstrategies.pipeline.tracing import trace
 
 STEPS = 10  # between two profiles
@@ -128,12 +128,13 @@ def _draw(
     rank: int, pipeline: Pipeline, step: Callable[[], float], predictor: Predictor, layout: Layout, path: Path
 ) -> None:
     """Draw one measured step and its prediction."""
-    pipeline.executor.spans = []
+    own: list[Span] = []
+    pipeline.executor.watchers.append(own.append)
     step()
     gathered = [None, None]
-    dist.all_gather_object(gathered, pipeline.executor.spans)
+    dist.all_gather_object(gathered, own)
     if rank == 0:
-        spans = [span for own in gathered for span in own or ()]
+        spans = [span for part in gathered for span in part or ()]
         names = {0: "stage 0", 1: "stage 1"}
         draw_timeline(spans, path.with_name(path.name + "_measured.png"), "Measured step", names)
         predicted = predictor.simulate(layout).spans

@@ -17,17 +17,23 @@ class PartClock:
         device: Where the work runs. On an accelerator every reading waits until its queue is empty, so that a kernel
             counts for the part that launched it.
         rest: Name for the time outside all parts.
+        inner: Time that others have measured within the parts: for each of their names the seconds so far. It counts
+            for that name instead of the part in which it passed.
 
     Attributes:
         seconds: Time of each part so far.
         running: Whether time is being counted.
     """
 
-    def __init__(self, device: torch.device, rest: str = "other") -> None:
+    def __init__(
+        self, device: torch.device, rest: str = "other", inner: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
         self.seconds: dict[str, float] = {}
         self.running = False
         self._device = device
         self._rest = rest
+        self._inner = inner
+        self._inner_before: Mapping[str, float] = {}
         self._open: list[str] = []
         self._mark = 0.0
 
@@ -36,6 +42,7 @@ class PartClock:
         self.running = True
         self._open.clear()
         self._mark = self._now()
+        self._inner_before = dict(self._inner())
 
     def stop(self) -> None:
         """Count no longer; the time since the last reading counts for no part."""
@@ -45,9 +52,15 @@ class PartClock:
         """Count what has passed since the last reading."""
         if self.running:
             now = self._now()
-            part = self._open[-1] if self._open else self._rest
-            self.seconds[part] = self.seconds.get(part, 0.0) + now - self._mark
+            passed = now - self._mark
             self._mark = now
+            inner = dict(self._inner())
+            for name, seconds in inner.items():
+                since = seconds - self._inner_before.get(name, 0.0)
+                self._count(name, since)
+                passed -= since
+            self._inner_before = inner
+            self._count(self._open[-1] if self._open else self._rest, passed)
 
     def begin(self, part: str) -> None:
         """Open a part."""
@@ -59,6 +72,9 @@ class PartClock:
         self.read()
         if self._open:
             self._open.pop()
+
+    def _count(self, part: str, seconds: float) -> None:
+        self.seconds[part] = self.seconds.get(part, 0.0) + seconds
 
     def _now(self) -> float:
         if self._device.type != "cpu":

@@ -36,16 +36,18 @@ class PipelineTimeline(Callback):
         self.skip_first = skip_first
         self.steps = steps
         self._seen = 0
+        self._spans: list[Span] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen = 0
+        self._spans.clear()
         self._pipeline(trainer)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._seen == self.skip_first:
-            self._pipeline(trainer).executor.spans = []
+            self._pipeline(trainer).executor.watchers.append(self._spans.append)
 
     @override
     def on_train_batch_end(
@@ -57,8 +59,9 @@ class PipelineTimeline(Callback):
 
     def _write(self, trainer: Trainer, pipeline: Pipeline) -> None:
         everyone: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(everyone, pipeline.executor.spans)
-        pipeline.executor.spans = None
+        dist.all_gather_object(everyone, self._spans)
+        pipeline.executor.watchers.remove(self._spans.append)
+        self._spans.clear()
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # On every rank: it is broadcast.
         if not trainer.is_global_zero:
             return

@@ -1,38 +1,20 @@
 """Where a training step's time goes."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
-from rich.table import Table
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies._torch_private import communication_seconds, measure_every_step, measure_rarely
 from cnnstrategies.callbacks.part_clock import ActionTap, PartClock
+from cnnstrategies.callbacks.profile_table import profile_table, stage_means
+from cnnstrategies.callbacks.step_parts import TOTAL, StepParts, parts_under
 from cnnstrategies.errors import ConfigurationError
-
-# The actions that Lightning announces to its profiler, by the end of their names. The closure of `optimizer_step`
-# contains `training_step` and `backward`; the clock counts each moment for the innermost.
-ACTIONS = {
-    "train_dataloader_next": "data",
-    "batch_to_device": "transfer",
-    "training_step": "forward",
-    "backward": "backward",
-    "optimizer_step": "optimizer",
-}
-EXPLAINED = {
-    "data": "waiting for the loader",
-    "transfer": "copy, batch hooks",
-    "forward": "network, loss, metrics",
-    "backward": "gradients",
-    "communication": "all-reduce in the open",
-    "optimizer": "clipping, update",
-    "other": "callbacks, logging",
-    "step": "end to end",
-}
-PARTS = tuple(EXPLAINED)
 
 
 class StepProfile(Callback):
@@ -43,12 +25,16 @@ class StepProfile(Callback):
     batch before to its own end; with gradient accumulation several batches share one optimizer update. Validation,
     checkpoints and what else happens between epochs are left out.
 
-    Communication is the part of the gradients' all-reduce that backward does not hide, measured by DDP itself under
-    any communication hook; it contains the wait for slower ranks, so the rank with the *least* communication is the
-    slowest one. How much was hidden stands below the table. DDP's broadcast of buffers, such as those of batch
-    normalisation, is part of forward, and Lightning's broadcast of the signal to stop part of other. Under FSDP all
-    communication is part of forward and backward. Time that ``training_step`` spends on gradients or updates itself
-    counts for the parts that Lightning announces within it.
+    Under a pipeline each stage has a column, and ``profile/stage_<s>/<part>_ms`` in the log; the schedule, which runs
+    within ``training_step``, is told apart into what the engine does: receive, forward, backward, send, reduce. Under
+    a parameter server the wait for parameters is told from the forward in which it falls.
+
+    Under DDP, communication is the part of the gradients' all-reduce that backward does not hide, measured by DDP
+    itself under any communication hook; it contains the wait for slower ranks, so the rank with the *least*
+    communication is the slowest one. How much was hidden stands below the table. DDP's broadcast of buffers, such as
+    those of batch normalisation, is part of forward, and Lightning's broadcast of the signal to stop part of other.
+    Under FSDP all communication is part of forward and backward. Time that ``training_step`` spends on gradients or
+    updates itself counts for the parts that Lightning announces within it.
 
     On an accelerator the profiled steps are synchronised at each boundary, so that kernels are counted where they
     run; steps are slower for it, because the CPU no longer queues work ahead. Outside the profiled steps nothing is
@@ -61,6 +47,7 @@ class StepProfile(Callback):
     Attributes:
         milliseconds: After fit: mean over the ranks of each part's time per step, and ``communication_total``,
             hidden or not, where it is measured. Empty when fit ended before ``skip_first``.
+        stages: After fit under a pipeline: the same for each stage.
 
     Raises:
         ConfigurationError: A number is out of its range.
@@ -73,11 +60,17 @@ class StepProfile(Callback):
             raise ConfigurationError(f"steps={steps}: profile at least 1 step; 50 is usual")
         self.skip_first = skip_first
         self.steps = steps
+        self._tap: ActionTap | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Be as before the first fit."""
         self.milliseconds: dict[str, float] = {}
+        self.stages: list[Mapping[str, float]] = []
         self._seen = 0
         self._measured = 0
+        self._parts = StepParts()
         self._clock: PartClock | None = None
-        self._tap: ActionTap | None = None
         self._ddp: DistributedDataParallel | None = None
         self._all_reduces: list[tuple[float, float]] = []  # Seconds in the open, and in total.
         self._synchronised = 0  # Profiled steps that end with an all-reduce.
@@ -85,9 +78,11 @@ class StepProfile(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock = PartClock(trainer.strategy.root_device)
+        self._forget()
+        self._parts = parts_under(trainer.strategy)
+        self._clock = PartClock(trainer.strategy.root_device, inner=self._parts.seconds)
         inner = trainer.profiler  # type: ignore[attr-defined]  # set outside the class
-        self._tap = ActionTap(inner, ACTIONS, self._action_starts, self._action_ends)
+        self._tap = ActionTap(inner, self._parts.actions, self._action_starts, self._action_ends)
         trainer.profiler = self._tap  # type: ignore[attr-defined]
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             self._ddp = trainer.strategy.model
@@ -96,7 +91,7 @@ class StepProfile(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._clock is not None and self._profiling():
             # Before an epoch's first batch the loader starts its workers.
-            self._clock.start()
+            self._start()
             self._clock.begin("data")
             self._opening = True
 
@@ -123,7 +118,7 @@ class StepProfile(Callback):
             if self._seen > self.skip_first:
                 self._remove_tap(trainer)
         elif not self._clock.running:
-            self._clock.start()
+            self._start()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -139,32 +134,41 @@ class StepProfile(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove_tap(trainer)
-        assert self._clock is not None
-        steps = max(1, self._measured)
-        times = {part: seconds / steps for part, seconds in self._clock.seconds.items()}
-        times["step"] = sum(times.values())
-        times["communication"], total = self._communication(steps)
-        times["backward"] = times.get("backward", 0.0) - times["communication"]
-        mine = [1000 * seconds for seconds in (*(times.get(part, 0.0) for part in PARTS), total)]
-        everyone = trainer.strategy.all_gather(torch.tensor(mine, device=trainer.strategy.root_device))
-        gathered = everyone.reshape(-1, len(mine)).cpu()
+        names, times = self._everyone(trainer)
         if self._measured == 0:
             if trainer.is_global_zero:
                 print(f"StepProfile: fit ended after {self._seen} steps; skip_first={self.skip_first} left none")
             return
-        mean, least, most = gathered.mean(0).tolist(), gathered.amin(0).tolist(), gathered.amax(0).tolist()
-        self.milliseconds = dict(zip((*PARTS, "communication_total"), mean, strict=True))
-        if not self._all_reduces:
-            del self.milliseconds["communication"], self.milliseconds["communication_total"]
+        self.milliseconds = dict(zip(names, times.mean(0).tolist(), strict=True))
+        self.stages = stage_means(self._parts, names, times)
         if trainer.is_global_zero:
-            Console(soft_wrap=True).print(self._table(least, most))
+            title = f"Where {self._measured} training steps spent"
+            Console(soft_wrap=True).print(profile_table(self._parts, names, times, title))
+        figures = {f"profile/{part}_ms": value for part, value in self.milliseconds.items()}
+        for stage, means in enumerate(self.stages):
+            figures |= {f"profile/stage_{stage}/{part}_ms": value for part, value in means.items()}
         for logger in trainer.loggers:
-            figures = {f"profile/{part}_ms": value for part, value in self.milliseconds.items()}
             logger.log_metrics(figures, trainer.global_step)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._remove_tap(trainer)
+
+    def _everyone(self, trainer: Trainer) -> tuple[list[str], Tensor]:
+        """The parts that were measured, and each rank's milliseconds (ranks, parts); a collective."""
+        assert self._clock is not None
+        steps = max(1, self._measured)
+        times = {part: seconds / steps for part, seconds in self._clock.seconds.items()}
+        times[TOTAL] = sum(times.values())
+        times["communication"], times["communication_total"] = self._communication(steps)
+        times["backward"] = times.get("backward", 0.0) - times["communication"]
+        names = [*self._parts.explained, "communication_total"]
+        mine = torch.tensor([1000 * times.get(name, 0.0) for name in names], device=trainer.strategy.root_device)
+        gathered = trainer.strategy.all_gather(mine).reshape(-1, len(names)).cpu()
+        if not self._all_reduces:
+            names = [name for name in names if not name.startswith("communication")]
+            gathered = gathered[:, [list(self._parts.explained).index(name) for name in names]]
+        return names, gathered
 
     def _communication(self, steps: int) -> tuple[float, float]:
         """Seconds of all-reduce per step: in the open, and in total."""
@@ -174,27 +178,18 @@ class StepProfile(Callback):
         share = self._synchronised / steps
         return share * in_the_open, share * total
 
-    def _table(self, least: list[float], most: list[float]) -> Table:
-        means = self.milliseconds
-        table = Table("part", "ms", "min", "max", "share", "what", title=f"Where {self._measured} training steps spent")
-        for column in table.columns[1:5]:
-            column.justify = "right"
-        for index, part in enumerate(PARTS):
-            if part in means:
-                figures = (f"{value:.2f}" for value in (means[part], least[index], most[index]))
-                table.add_row(part, *figures, f"{means[part] / means['step']:.0%}", EXPLAINED[part])
-        if total := means.get("communication_total"):
-            hidden = 1 - means["communication"] / total
-            table.caption = f"All-reduce took {total:.2f} ms; backward hid {hidden:.0%} of it."
-        return table
-
     def _profiling(self) -> bool:
         return self._seen >= self.skip_first and (self.steps is None or self._seen < self.skip_first + self.steps)
+
+    def _start(self) -> None:
+        assert self._clock is not None
+        self._parts.begin()
+        self._clock.start()
 
     def _action_starts(self, part: str) -> None:
         assert self._clock is not None
         if part == "data" and self._profiling() and not self._clock.running:
-            self._clock.start()
+            self._start()
         self._clock.begin(part)
 
     def _action_ends(self, part: str) -> None:
@@ -216,5 +211,6 @@ class StepProfile(Callback):
         if self._tap is not None:
             trainer.profiler = self._tap.inner  # type: ignore[attr-defined]
             self._tap = None
+            self._parts.end()
             if self._ddp is not None:
                 measure_rarely(self._ddp)

@@ -142,10 +142,16 @@ class Pipeline:
         return None
 
     @torch.no_grad()
-    def merge(self) -> dict[str, Tensor]:
-        """All parameters and buffers of the network, on the CPU of every rank; a collective."""
-        own = dict((*self.module.named_parameters(), *self.module.named_buffers()))
-        everything = dict((*self.blueprint.network.named_parameters(), *self.blueprint.network.named_buffers()))
+    def merge(self, copy: tuple[nn.Module, nn.Module] | None = None) -> dict[str, Tensor]:
+        """All parameters and buffers of the network, on the CPU of every rank; a collective.
+
+        Args:
+            copy: Another network that is divided as this one, such as an average of the weights: this rank's stage of
+                it and the whole; by default the one that is trained.
+        """
+        module, network = copy or (self.module, self.blueprint.network)
+        own = dict((*module.named_parameters(), *module.named_buffers()))
+        everything = dict((*network.named_parameters(), *network.named_buffers()))
         merged = {}
         for stage, names in enumerate(self.blueprint.state):
             source = self.placement.ranks(stage)[0]
@@ -221,6 +227,14 @@ class Pipeline:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         with torch.no_grad():
             return loss(self.gather(batch, outputs), batch.rest[0])
+
+    def close(self) -> None:
+        """Give the connections between the ranks back, after the last step; a collective."""
+        if self.placement.world_size > 1:
+            dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
+        if self.reducer.group is not None:
+            dist.destroy_process_group(self.reducer.group)
+        self.transport.close()
 
     def _autocast(self) -> Hashable:
         kind = self.device.type

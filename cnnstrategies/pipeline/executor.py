@@ -58,7 +58,8 @@ class Executor:
     Attributes:
         loss_sum: In the last stage the sum of the losses of the last step's samples on this rank.
         peak_held: Most microbatches whose activations were held at once in the last step.
-        spans: The measured timeline, while it is a list; on a GPU measuring synchronises at each task.
+        watchers: Called with each span of a step; while there are none, nothing is timed. On a GPU timing synchronises
+            at each task.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Executor:
         self.transport = transport
         self.device = device
         self.peak_held = 0
-        self.spans: list[Span] | None = None
+        self.watchers: list[Callable[[Span], None]] = []
         self.loss_sum = torch.zeros((), device=device)
         self._held: dict[int, Held] = {}
         self._outputs: dict[int, Any] = {}
@@ -113,7 +114,8 @@ class Executor:
         self.statistics.begin(batch.split.microbatches)
         try:
             for index, task in enumerate(tasks):
-                self._expect(channels, tasks[index : index + 1 + AHEAD], batch)
+                with self._timed("receive", None):
+                    self._expect(channels, tasks[index : index + 1 + AHEAD], batch)
                 with self._described(task):
                     if task.kind == "forward":
                         again = is_recomputed(self.checkpointing, task.microbatch == last_backward)
@@ -129,7 +131,8 @@ class Executor:
             self.reducer.abandon()
             self.statistics.abandon()
             raise
-        channels.finish()
+        with self._timed("send", None):
+            channels.finish()
         outputs, self._outputs = self._outputs, {}
         return gradients, outputs
 
@@ -196,7 +199,8 @@ class Executor:
             gradients = channels.receive_backward(microbatch, size)
         with self._timed("backward", microbatch):
             held = self._backpropagate(channels, microbatch, batch, loss, scale, gradients)
-        channels.send_backward(microbatch, held.leaves)
+        with self._timed("send", microbatch):
+            channels.send_backward(microbatch, held.leaves)
         del self._held[microbatch]
 
     def _backpropagate(
@@ -291,12 +295,14 @@ class Executor:
 
     @contextmanager
     def _timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
-        if self.spans is None:
+        if not self.watchers:
             yield
             return
         start = self._now()
         yield
-        self.spans.append(Span(torch.distributed.get_rank(), kind, self.place.stage, microbatch, start, self._now()))
+        span = Span(self.transport.rank, kind, self.place.stage, microbatch, start, self._now())
+        for watcher in self.watchers:
+            watcher(span)
 
     def _now(self) -> float:
         if self.device.type == "cuda":

@@ -33,19 +33,19 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Grou
     return groups
 
 
-def keep_own(optimizer: Optimizer, own: Mapping[str, nn.Parameter], groups: Groups) -> None:
-    """Take the parameters of the other stages out of an optimizer; its groups stay, even where they become empty.
+def hold(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], groups: Groups) -> None:
+    """Have an optimizer hold some of the network's parameters alone; its groups stay, even where they become empty.
 
     Args:
-        optimizer: The optimizer over all parameters.
-        own: This stage's parameters by name.
+        optimizer: The optimizer.
+        parameters: Those that it shall hold, by name: a stage's, or all.
         groups: What :func:`group_names` returned.
     """
     for group, names in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [own[name] for name in names if name in own]
+        group["params"] = [parameters[name] for name in names if name in parameters]
         if "param_names" in group:
-            group["param_names"] = [name for name in names if name in own]
-    kept = set(own.values())
+            group["param_names"] = [name for name in names if name in parameters]
+    kept = set(parameters.values())
     for parameter in list(optimizer.state):
         if parameter not in kept:
             del optimizer.state[parameter]

@@ -22,6 +22,17 @@ def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = No
     return group if isinstance(group, dist.ProcessGroup) else None
 
 
+@contextmanager
+def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
+    """A group of all ranks for tensors on the CPU: the default one where it can send them, else one for a while."""
+    if dist.get_backend() == "gloo":
+        yield dist.group.WORLD
+        return
+    group = new_group(range(dist.get_world_size()), timeout, backend="gloo")
+    yield group
+    dist.destroy_process_group(group)
+
+
 class PeerError(RuntimeError):
     """A rank did not answer, or its connection broke: the message names both sides and what was waited for."""
 
@@ -137,6 +148,13 @@ class Transport:
             raise PeerError(
                 f"{self.me}, {what} with the other ranks: {str(error).splitlines()[0]}; one of them is gone or silent"
             ) from error
+
+    def close(self) -> None:
+        """Give the connections back; no rank may wait for a message any more."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        if self.control is not dist.group.WORLD:
+            dist.destroy_process_group(self.control)
 
     @property
     def me(self) -> str:

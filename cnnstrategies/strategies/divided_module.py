@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.optimizer_state import Groups, group_names, keep_own, merge_state, named_state, split_state
+from cnnstrategies.pipeline.optimizer_state import Groups, group_names, hold, merge_state, named_state, split_state
 from cnnstrategies.strategies.pipeline_step import NetworkStandIn
 
 PREFIX = "network."
@@ -29,7 +29,6 @@ class DividedModule:
 
     Attributes:
         stand_in: What ``module.network`` is now.
-        averages: Whether a callback averages weights.
 
     Raises:
         ConfigurationError: A callback needs the whole network.
@@ -49,7 +48,9 @@ class DividedModule:
                 tensor.data = torch.empty(0, dtype=tensor.dtype)  # Another rank holds it; `restore` brings it back.
         self.stand_in = NetworkStandIn(pipeline.module)
         module.network = self.stand_in
-        self.averages = self._divide_averages(callbacks)
+        # Each with its stage and its whole network.
+        self._divided: list[tuple[LightningModule, nn.Module, nn.Module]] = [(module, pipeline.module, network)]
+        self._divide_averages(callbacks)
         self._metrics: list[tuple[Metric, Any]] = []
         for child in module.modules():
             if isinstance(child, Metric):
@@ -57,8 +58,12 @@ class DividedModule:
                 self._metrics.append((child, child.distributed_available_fn))
                 child.distributed_available_fn = _never
 
-    def _divide_averages(self, callbacks: Iterable[Any]) -> bool:
-        found = False
+    @property
+    def averages(self) -> bool:
+        """Whether a callback averages weights."""
+        return len(self._divided) > 1
+
+    def _divide_averages(self, callbacks: Iterable[Any]) -> None:
         blueprint, stage = self.pipeline.blueprint, self.pipeline.place.stage
         for callback in callbacks:
             if isinstance(callback, StochasticWeightAveraging):
@@ -72,9 +77,9 @@ class DividedModule:
                     assert isinstance(copy, LightningModule)
                     whole = copy.network
                     assert isinstance(whole, nn.Module)
-                    copy.network = NetworkStandIn(blueprint.of(whole).build(stage).to(self.pipeline.device))
-                    found = True
-        return found
+                    part = blueprint.of(whole).build(stage).to(self.pipeline.device)
+                    copy.network = NetworkStandIn(part)
+                    self._divided.append((copy, part, whole))
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
@@ -86,7 +91,7 @@ class DividedModule:
         names = {parameter: name for name, parameter in self.network.named_parameters()}
         self._groups = {optimizer: group_names(optimizer, names) for optimizer in optimizers}
         for optimizer, groups in self._groups.items():
-            keep_own(optimizer, self.own, groups)
+            hold(optimizer, self.own, groups)
             if optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
 
@@ -108,12 +113,20 @@ class DividedModule:
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an optimizer's state over the whole network, as one process would save it; a collective."""
+        if optimizer not in self._groups:
+            return optimizer.state_dict()  # Of a fit that has ended: it is whole.
         groups = self._groups[optimizer]
         parts = self.pipeline.collect(named_state(optimizer, self.own, groups))
         return {} if parts is None else merge_state(optimizer, parts, groups)
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load this stage's part of the optimizers' states over the whole network."""
+        if len(states) != len(self._groups):
+            raise ConfigurationError(
+                f"the checkpoint holds the states of {len(states)} optimizers, and this run has {len(self._groups)}: "
+                "one that was saved after ranks were forked or spawned has none; resume from one that was saved "
+                "during fit, or load its weights alone"
+            )
         for (optimizer, groups), state in zip(self._groups.items(), states, strict=True):
             optimizer.load_state_dict(split_state(state, self.own, groups))
 
@@ -121,17 +134,27 @@ class DividedModule:
         """Put the whole network back.
 
         Args:
-            merge: Bring the weights of all stages together on every rank, a collective; else the network has those of
-                this stage alone.
+            merge: Bring the weights of all stages together on every rank, and the optimizers' states on rank 0, a
+                collective; else the network has those of this stage alone.
         """
+        for module, part, network in self._divided:
+            if merge:
+                state = dict((*network.named_parameters(), *network.named_buffers()))
+                for name, value in self.pipeline.merge((part, network)).items():
+                    state[name].data = value
+            module.network = network
         if merge:
-            merged = self.pipeline.merge()
-            state = dict((*self.network.named_parameters(), *self.network.named_buffers()))
-            for name, value in merged.items():
-                state[name].data = value
-        self.module.network = self.network
+            self._restore_optimizers()
         for metric, available in self._metrics:
             metric.distributed_available_fn = available
+
+    def _restore_optimizers(self) -> None:
+        parameters = dict(self.network.named_parameters())
+        for optimizer, groups in self._groups.items():
+            state = self.whole_optimizer_state(optimizer)
+            hold(optimizer, parameters, groups)
+            if state:
+                optimizer.load_state_dict(state)
 
 
 def _never() -> Literal[False]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -12,22 +13,24 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Placement, Schedule
-from cnnstrategies.pipeline.transport import PeerError, new_group
+from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.strategies.divided_module import DividedModule
-from cnnstrategies.strategies.pipeline_contract import check_module, check_optimizers
-from cnnstrategies.strategies.pipeline_layout import LayoutRequest
+from cnnstrategies.strategies.pipeline_contract import check_loss, check_module, check_optimizers
+from cnnstrategies.strategies.pipeline_layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.pipeline_loader import NoBatch, StageLoader, images_and_rest, stage_loader
 from cnnstrategies.strategies.pipeline_step import HandOver, clip_by_joint_norm
 
@@ -89,7 +92,9 @@ class HybridPipelineStrategy(DDPStrategy):
         self._checked: LightningModule | None = None
         self._divided: DividedModule | None = None
         self._batch: Batch | None = None
+        self._layout: tuple[nn.Module, ChosenLayout] | None = None
         self._failed = False
+        self._in_parts = False
         self._loss_checked = False
 
     # Before the processes start
@@ -146,7 +151,8 @@ class HybridPipelineStrategy(DDPStrategy):
         if not isinstance(batch, NoBatch):
             batch = super().batch_to_device(batch, device, dataloader_idx)
         images, rest, form = images_and_rest(batch)
-        self._batch = shared = self.pipeline.share(images, *rest, form=form)
+        with self._announced("share_batch"):
+            self._batch = shared = self.pipeline.share(images, *rest, form=form)
         rows = shared.split.samples if self._sees_batch else 0
         seen = torch.zeros((), dtype=shared.image_dtype, device=self.root_device).expand(rows, *shared.image_shape)
         if shared.form == "tensor":
@@ -179,7 +185,8 @@ class HybridPipelineStrategy(DDPStrategy):
             check_optimizers(self.optimizers)
         self._divide(trainer, network)
         self.model_to_device()
-        self._divided_module.divide_optimizers(self.optimizers)
+        if fitting:
+            self._divided_module.divide_optimizers(self.optimizers)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_grad_by_norm  # The plugin's own knows this stage's gradients alone.
@@ -192,7 +199,10 @@ class HybridPipelineStrategy(DDPStrategy):
 
     def _divide(self, trainer: Trainer, network: nn.Module) -> None:
         assert self.lightning_module is not None
-        layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device)
+        if self._layout is None or self._layout[0] is not network:
+            layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device)
+            self._layout = (network, layout)
+        layout = self._layout[1]
         self.pipeline = Pipeline(
             network,
             layout.cuts,
@@ -210,8 +220,7 @@ class HybridPipelineStrategy(DDPStrategy):
         """Start from rank 0's weights on every rank."""
         if self.world_size == 1:
             return
-        group = new_group(range(self.world_size), self.time_limit, backend="gloo")
-        with torch.no_grad():
+        with torch.no_grad(), cpu_group(self.time_limit) as group:
             for tensor in (*network.parameters(), *network.buffers()):
                 whole = tensor.detach().cpu().contiguous()
                 dist.broadcast(whole, 0, group=group)
@@ -238,14 +247,14 @@ class HybridPipelineStrategy(DDPStrategy):
             gradients, local = pipeline.train(batch, module.loss, scale)
             if scaler is not None:
                 self._share_overflow(gradients)
-            output = self._call_step("training_step", batch, pipeline.gather(batch, local), args, kwargs)
+            output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
         loss = output["loss"] if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise ConfigurationError(
                 f"{type(module).__name__}.training_step returned {type(loss).__name__}: a pipeline's gradients are "
                 "computed already; return the loss"
             )
-        self._check_loss(batch, loss)
+        self._check_loss(loss)
         loss = HandOver.apply(loss, gradients, scale, *pipeline.parameters)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
@@ -276,8 +285,19 @@ class HybridPipelineStrategy(DDPStrategy):
 
     def _evaluate(self, step: str, args: Any, kwargs: Any) -> Any:
         _, pipeline, batch = self._before_step()
-        outputs = pipeline.gather(batch, pipeline.evaluate(batch))
+        outputs = self._gather(batch, pipeline.evaluate(batch))
         return self._call_step(step, batch, outputs, args, kwargs)
+
+    def _gather(self, batch: Batch, outputs: dict[int, Any]) -> Any:
+        with self._announced("gather_outputs"):
+            return self._pipeline.gather(batch, outputs)
+
+    def _announced(self, action: str) -> AbstractContextManager[None]:
+        """Tell the Trainer's profiler, as Lightning does of the strategy's own functions."""
+        assert self.lightning_module is not None
+        profiler: Any = self.lightning_module.trainer.profiler  # type: ignore[attr-defined]  # set outside the class
+        announced: AbstractContextManager[None] = profiler.profile(f"[Strategy]{type(self).__name__}.{action}")
+        return announced
 
     def _call_step(self, step: str, batch: Batch, outputs: Any, args: Any, kwargs: Any) -> Any:
         if not self._sees_batch:
@@ -285,19 +305,12 @@ class HybridPipelineStrategy(DDPStrategy):
         self._divided_module.stand_in.put(outputs)
         return getattr(self.lightning_module, step)(*args, **kwargs)
 
-    def _check_loss(self, batch: Batch, loss: Tensor) -> None:
+    def _check_loss(self, loss: Tensor) -> None:
         """In the first step, compare what training_step returned with what the last stage has trained."""
         if self._loss_checked:
             return
         self._loss_checked = True
-        trained = self._pipeline.mean_loss()
-        got = float(loss.detach())
-        if trained == trained and abs(got - trained) > 0.02 * max(abs(trained), 1e-3):
-            raise ConfigurationError(
-                f"training_step returned the loss {got:.6g}, but the mean of loss(outputs, targets) over the "
-                f"microbatches is {trained:.6g}: a pipeline trains loss() alone, which must be a mean over samples and "
-                "all of what training_step returns"
-            )
+        check_loss(float(loss.detach()), self._pipeline.mean_loss())
 
     def _share_overflow(self, gradients: list[Tensor | None]) -> None:
         """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale."""
@@ -333,6 +346,11 @@ class HybridPipelineStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """On rank 0 the whole module's state, under the names that any strategy has; a collective."""
         assert self.lightning_module is not None
+        if self._in_parts:
+            raise RuntimeError(
+                "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
+                "save; go on from the last checkpoint"
+            )
         state = self.lightning_module.state_dict()
         return state if self._divided is None else self._divided.whole_state(state)
 
@@ -347,9 +365,9 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the optimizer's state over the whole network, as one process would save it; a collective."""
-        return self._divided_module.whole_optimizer_state(
-            optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        )
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer.state_dict() if self._divided is None else self._divided.whole_optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -362,6 +380,11 @@ class HybridPipelineStrategy(DDPStrategy):
         # Weight averaging has put this rank's part of its average there; `current_model_state` is whole already.
         if self._divided is not None and self._divided.averages and "current_model_state" in checkpoint:
             checkpoint["state_dict"] = self._divided.whole_state(checkpoint["state_dict"])
+        if ranks_are_children(self._launcher) and checkpoint.get("optimizer_states") == []:
+            rank_zero_warn(
+                f"{filepath} holds weights alone: the optimizers and the count of steps have ended with the ranks that "
+                f"were started by {self._start_method}; resume from a checkpoint that was saved during fit"
+            )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # The end
@@ -383,5 +406,11 @@ class HybridPipelineStrategy(DDPStrategy):
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
         if self._divided is not None:
             self._divided.restore(merge=not self._failed)
+            self._in_parts = self._failed
+            if self._failed:
+                self._checked = None
+            else:
+                self._pipeline.close()
         self.pipeline = self._divided = None
+        vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         super().teardown()

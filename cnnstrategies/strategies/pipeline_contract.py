@@ -25,6 +25,11 @@ def check_module(module: LightningModule) -> nn.Module:
             f"{name}.network is {type(network).__name__}: strategy hybrid_pipeline divides the nn.Module of that name; "
             "set self.network in __init__ (not in configure_model) and call self.network(images) once per step"
         )
+    if any(not parameter.numel() for parameter in network.parameters()):
+        raise ConfigurationError(
+            f"parts of {name}.network are gone: an earlier run with strategy hybrid_pipeline has failed and left each "
+            "rank its own stage alone; build the module anew and go on from the last checkpoint"
+        )
     if not callable(getattr(module, "loss", None)):
         raise ConfigurationError(
             f"{name} has no method loss(outputs, targets): strategy hybrid_pipeline computes each microbatch's mean "
@@ -57,3 +62,21 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
                 "LBFGS needs the gradients of all stages at once: use SGD, Adam or another optimizer that treats each "
                 "parameter by itself, or strategy ddp"
             )
+
+
+def check_loss(returned: float, trained: float) -> None:
+    """Refuse a step whose loss is another than what the last stage has trained.
+
+    Args:
+        returned: What ``training_step`` returned.
+        trained: The mean of the module's ``loss`` over the microbatches.
+
+    Raises:
+        ConfigurationError: They are not the same.
+    """
+    if trained == trained and abs(returned - trained) > 0.02 * max(abs(trained), 1e-3):
+        raise ConfigurationError(
+            f"training_step returned the loss {returned:.6g}, but the mean of loss(outputs, targets) over the "
+            f"microbatches is {trained:.6g}: a pipeline trains loss() alone, which must be a mean over samples and all "
+            "of what training_step returns"
+        )

@@ -1,22 +1,27 @@
 """Each part of a step gets the time that was spent in it, and communication only what backward does not hide."""
 
 import csv
+import re
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import StepProfile, part_clock
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.strategies import HybridPipelineStrategy
 
 
 def fit(*callbacks, model, data=None, **options):
@@ -133,6 +138,106 @@ def test_each_part_gets_its_time_and_the_pauses_get_none(spend, capsys, steps, v
     assert len(mine.recorded_durations["[Strategy]SingleDeviceStrategy.training_step"]) == 24
 
 
+class Waiting(SingleDeviceStrategy):
+    """Counts waiting as a worker of parameter servers does."""
+
+    counters = None
+
+    def on_train_start(self):
+        self.counters = Counters()
+
+
+def test_waiting_for_servers_is_told_from_the_forward_in_which_it_falls(spend):
+    class Worker(ImageClassifier):
+        def training_step(self, batch, batch_idx):
+            spend(SPENT["forward"] + 0.006)
+            self.trainer.strategy.counters.seconds_waited += 0.006
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_start(self):
+            self.trainer.strategy.counters.seconds_waited += 100
+
+    profile = StepProfile(2)
+    options = {"max_epochs": 2, "limit_train_batches": 4, "num_sanity_val_steps": 0, "logger": False}
+    fit(profile, model=classifier(Worker), strategy=Waiting("cpu"), **options)
+    assert profile.milliseconds["wait"] == pytest.approx(6)
+    assert profile.milliseconds["forward"] == pytest.approx(11)
+    assert profile.milliseconds["step"] == pytest.approx(17)
+
+
+class Slow(nn.Tanh):
+    """Takes some time more, on one rank or on all that have it."""
+
+    def __init__(self, forward=0.0, backward=0.0, rank=None):
+        super().__init__()
+        self.seconds = forward, backward
+        self.rank = rank
+        self.register_full_backward_pre_hook(lambda *_: self.sleep(1))
+
+    def sleep(self, which):
+        if self.rank in (None, dist.get_rank()):
+            time.sleep(self.seconds[which])
+
+    def forward(self, input):
+        if torch.is_grad_enabled():  # Not when cuts are tried.
+            self.sleep(0)
+        return super().forward(input)
+
+
+class Untimed(Callback):
+    """Outside the profiled steps the engine times nothing."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        profiling = 2 <= trainer.global_step < 6
+        assert bool(trainer.strategy.pipeline.executor.watchers) == profiling, trainer.global_step
+
+
+def stages_of(replicas, slow_first=None, slow_last=None):
+    """What each stage of a pipeline of two did in a step of 4 microbatches, from what was logged."""
+    first = nn.Sequential(nn.Conv2d(1, 4, 3), slow_first or nn.Tanh())
+    last = nn.Sequential(nn.Conv2d(4, 4, 3), slow_last or nn.Tanh(), nn.Flatten(), nn.Linear(64, 10))
+    strategy = HybridPipelineStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
+    profile = StepProfile(skip_first=2, steps=4)
+    model = ImageClassifier(nn.Sequential(first, last), 10)
+    fit(profile, Untimed(), model=model, strategy=strategy, devices=sum(replicas), max_steps=8, logger=CSVLogger("."))
+    with open("lightning_logs/version_0/metrics.csv", newline="") as file:
+        row = list(csv.DictReader(file))[-1]
+    found = [{}, {}]
+    for name, value in row.items():
+        if name.startswith("profile/stage_"):
+            _, stage, part = name.split("/")
+            found[int(stage[6:])][part[:-3]] = float(value)
+    for times in found:
+        assert times["metrics"] > 0
+        assert times["step"] == pytest.approx(sum(value for part, value in times.items() if part != "step"))
+    return found
+
+
+def test_a_slow_stage_computes_and_the_other_one_waits_for_it(capfd):
+    first, last = stages_of([1, 1], slow_last=Slow(forward=0.02, backward=0.06))
+    computing = last["forward"] + last["backward"]
+    assert last["forward"] >= 80
+    assert last["backward"] > 2 * last["forward"]
+    assert computing > 0.6 * last["step"]
+    assert first["forward"] + first["backward"] < 0.3 * computing
+    assert first["receive"] > 0.6 * computing
+    assert last["receive"] < 0.3 * computing
+    assert first["step"] == pytest.approx(last["step"], rel=0.1)
+    printed = capfd.readouterr().out
+    assert "┃ stage 0 ┃ stage 1 ┃ share ┃" in printed
+    waits = [int(share) for share in re.search(r"stage 0 (\d+)%, stage 1 (\d+)%\. The others", printed).groups()]
+    assert waits[0] > 60 > 40 > waits[1]
+
+
+def test_a_replica_that_waits_for_the_other_ones_gradients_reduces():
+    first, last = stages_of([2, 1], slow_first=Slow(backward=0.1, rank=0))
+    # Mean of the replica that takes 200 ms for its two backwards and of the one that waits for the last of them.
+    assert 100 <= first["backward"] < 0.7 * first["step"]
+    assert first["reduce"] > 0.2 * first["step"]
+    assert last["reduce"] < 0.3 * first["reduce"]
+    assert last["gather"] > 0.5 * last["step"]  # Its work ends with the last forward.
+
+
 class SlowLinks(DDPStrategy):
     """DDP in which the all-reduce of the gradients that are ready first (the last layers') takes some time more."""
 
@@ -208,6 +313,20 @@ def test_accumulation_counts_an_all_reduce_once():
     # Two of the eight profiled batches send.
     assert times["communication_total"] >= 20
     assert 15 <= times["communication"] < 40
+
+
+def test_a_second_fit_is_profiled_by_itself(spend):
+    model, data = spending(spend)
+    profile = StepProfile(2, 3)
+    trainer = fit(profile, model=model, data=data, max_epochs=1, limit_train_batches=8, logger=False)
+    first = dict(profile.milliseconds)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, data)
+    assert profile.milliseconds == pytest.approx(first)
+    profile.skip_first = 100
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, data)
+    assert profile.milliseconds == {}
 
 
 def test_a_run_that_is_too_short_says_so(capsys):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -291,3 +292,39 @@ def test_impossible_cuts_are_refused() -> None:
         divide_by_names(make_network(), ["join", "2"])
     with pytest.raises(ConfigurationError, match="cannot be cut"):
         divide_by_names(make_network(), ["head"])
+
+
+def one_after_another() -> tuple[list[Tensor], int]:
+    """Two pipelines of a network in turn, each closed after a step: the weights after each, and groups not closed."""
+    network = make_network()
+    states = []
+    groups_left = 0
+    for replicas in ((2, 1), (1, 2)):
+        pipeline = Pipeline(network, CUTS[2], replicas, 6)
+        freeze_norm(pipeline.module)
+        optimizer = optimizer_of("sgd", pipeline.module.parameters())
+        ((images, targets),) = global_batches(1, (12,))
+        pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
+        optimizer.step()
+        network.load_state_dict(pipeline.merge(), strict=False)
+        pipeline.close()
+        groups_left += pipeline.reducer.group in dist.distributed_c10d._world.pg_map
+        states.append(network.head.weight.detach().clone())
+    return states, groups_left
+
+
+def test_a_closed_pipeline_leaves_no_group_and_another_can_follow() -> None:
+    alone = make_network()
+    freeze_norm(alone)
+    ((images, targets),) = global_batches(1, (12,))
+    expected = []
+    for _ in range(2):
+        optimizer = optimizer_of("sgd", alone.parameters())
+        optimizer.zero_grad()
+        F.cross_entropy(alone(images), targets).backward()
+        optimizer.step()
+        expected.append(alone.head.weight.detach().clone())
+    for got, groups_left in run_ranks(3, one_after_another):
+        assert groups_left == 0
+        for weights, wanted in zip(got, expected, strict=True):
+            torch.testing.assert_close(weights, wanted)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from ranks import run_apart
+from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics.classification import MulticlassAUROC
@@ -86,7 +87,8 @@ def trainer_of(replicas: list[int] | None, callbacks: Any = (), name: str = "run
     """In float64, where the order of a sum leaves no trace."""
     strategy: Any = "auto"
     if replicas is not None:
-        strategy = HybridPipelineStrategy(replicas=replicas, cuts=["2"], microbatches=4, start_method="fork")
+        start = "popen" if dist.is_initialized() else "fork"
+        strategy = HybridPipelineStrategy(replicas=replicas, cuts=["2"], microbatches=4, start_method=start)
     return Trainer(
         accelerator="cpu",
         devices=1 if replicas is None else sum(replicas),
@@ -339,6 +341,32 @@ def test_a_module_of_ones_own_trains_and_the_parent_has_all_weights() -> None:
 def test_steps_that_a_pipeline_cannot_follow_are_refused(broken: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         raise ConfigurationError(run_apart(own_module, broken))
+
+
+def after_a_failure() -> list[str]:
+    """What a script meets that goes on after a fit has failed on all ranks."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    model, loader = OwnModule("other loss"), DataLoader(Images(20), 8)
+    trainer = trainer_of([1, 1], max_epochs=1)
+    messages = []
+    for function in (
+        lambda: trainer.fit(model, loader),
+        lambda: trainer.save_checkpoint("failed.ckpt"),
+        lambda: trainer.fit(model, loader),
+        lambda: trainer_of([1, 1]).validate(model, loader, verbose=False),
+    ):
+        with pytest.raises((RuntimeError, ConfigurationError)) as caught:
+            function()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_after_a_failure_nothing_goes_on_with_a_part_of_the_network() -> None:
+    for failure, save, again, other in run_ranks(2, after_a_failure):
+        assert "a pipeline trains loss() alone" in failure
+        assert "there is nothing whole to save" in save
+        assert "OwnModule.network are gone: an earlier run" in again
+        assert "OwnModule.network are gone: an earlier run" in other
 
 
 class Tunable(ImageClassifier):

@@ -1,0 +1,213 @@
+"""Call a Trainer's functions one after another under a strategy, and write what each of them left.
+
+``python chain_program.py STRATEGY FOLDER``, or under torchrun. STRATEGY is a registered name; ``one`` is one device.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import DoublePrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies import ImageClassifier
+
+GLOBAL_BATCH = 16
+
+
+class SharesOfGlobalBatches:
+    """Every rank's part of each global batch, so that all strategies see the same batches as one device.
+
+    Args:
+        samples: Number of samples, a multiple of ``size``.
+        size: Samples of a global batch.
+        parts: Ranks that load.
+        part: Which of them this one is.
+    """
+
+    def __init__(self, samples: int, size: int, parts: int, part: int) -> None:
+        self.samples, self.size, self.parts, self.part = samples, size, parts, part
+
+    def __len__(self) -> int:
+        return self.samples // self.size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, self.samples, self.size):
+            yield list(range(start, start + self.size))[self.part :: self.parts]
+
+
+class Data(LightningDataModule):
+    """Noise with a trace of its class, in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.images = torch.randn(80, 1, 6, 6, generator=generator, dtype=torch.float64)
+        self.targets = torch.randint(3, (80,), generator=generator)
+        self.images += self.targets[:, None, None, None] * 0.5
+
+    def loader(self, start: int, stop: int, targets: Any = None) -> DataLoader[Any]:
+        assert self.trainer is not None
+        shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        rows = TensorDataset(self.images[start:stop], (self.targets if targets is None else targets)[start:stop])
+        sampler = SharesOfGlobalBatches(stop - start, GLOBAL_BATCH, shard["num_replicas"], shard["rank"])
+        return DataLoader(rows, batch_sampler=sampler)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self.loader(0, 48)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self.loader(48, 64)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return self.loader(64, 80)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        return self.loader(48, 80, torch.arange(80))
+
+
+class Model(ImageClassifier):
+    """A classifier in float64, so that the order of summation leaves no trace; its metrics are in float32."""
+
+    def __init__(self) -> None:
+        network = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+        )
+        super().__init__(network.double(), 3, optimizer=momentum)
+        self.example_input_array = torch.zeros(4, 1, 6, 6, dtype=torch.float64)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> dict[str, torch.Tensor]:
+        images, indices = batch
+        return {"index": indices, "logits": self.network(images)}
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class Leftovers(Callback):
+    """Writes what stays in the ranks that a launcher forks or spawns: predictions, and a checkpoint when fit ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows: dict[int, list[float]] = {}
+
+    def on_predict_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.rows |= zip(outputs["index"].tolist(), outputs["logits"].tolist(), strict=True)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: Any) -> None:
+        torch.save(self.rows, self.folder / f"rows_of_rank_{trainer.global_rank}.pt")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"end_of_{trainer.current_epoch}.ckpt")
+
+
+class Chain:
+    """Runs the functions and notes after each what a script can see.
+
+    Args:
+        strategy: For the first Trainer.
+        other: For the one after it.
+        devices: Ranks.
+        folder: Where everything is written.
+        callbacks: More callbacks for the first Trainer.
+    """
+
+    def __init__(
+        self, strategy: Any, other: Any, devices: int, folder: str | Path, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self.folder = Path(folder)
+        self.strategy, self.other, self.devices, self.callbacks = strategy, other, devices, callbacks
+        self.precision = DoublePrecision()  # For both: what a strategy does to it must not reach the other.
+        self.notes: dict[str, dict[str, Any]] = {}
+        seed_everything(1, verbose=False)
+        self.model, self.data = Model(), Data()
+
+    def trainer(self, strategy: Any, epochs: int, *callbacks: Callback) -> Trainer:
+        return Trainer(
+            accelerator="cpu",
+            devices=self.devices,
+            strategy=strategy,
+            plugins=[self.precision],
+            gradient_clip_val=0.3,
+            max_epochs=epochs,
+            callbacks=list(callbacks),
+            enable_checkpointing=bool(callbacks),
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    def note(self, function: str, trainer: Trainer) -> None:
+        # `train_loss_step` is that of a rank's own part.
+        metrics = {name: float(v) for name, v in trainer.callback_metrics.items() if name != "train_loss_step"}
+        self.notes[function] = {
+            "weights": sum(float(p.detach().abs().sum()) for p in self.model.parameters()),
+            "metrics": metrics,
+            "global_step": trainer.global_step,
+        }
+        torch.save(self.notes, self.folder / f"notes_of_rank_{trainer.global_rank}.pt")
+
+    def run(self, short: bool = False) -> None:
+        """Run everything; or what saves and restores most, for a launcher that takes its time."""
+        best = ModelCheckpoint(self.folder, "best", monitor="val_loss", save_last=True)
+        trainer = self.trainer(self.strategy, 2, best, Leftovers(self.folder), *self.callbacks)
+        if not short:
+            trainer.validate(self.model, self.data, verbose=False)
+            self.note("validate before fit", trainer)
+        trainer.fit(self.model, self.data)
+        self.note("fit", trainer)
+        if not short:
+            trainer.validate(self.model, self.data, verbose=False)
+            self.note("validate", trainer)
+        trainer.test(self.model, self.data, verbose=False)
+        self.note("test", trainer)
+        if not short:
+            trainer.predict(self.model, self.data, return_predictions=False)
+            self.note("predict", trainer)
+        trainer.save_checkpoint(self.folder / "after_fit.ckpt")
+        self.note("save_checkpoint", trainer)
+        self.fit_again(trainer)
+        if not short:
+            # The first epoch's is the best, another than the last.
+            trainer.test(self.model, self.data, ckpt_path="best", weights_only=True, verbose=False)
+            self.note("test the best", trainer)
+            self.go_on_with_another()
+
+    def fit_again(self, trainer: Trainer) -> None:
+        trainer.fit_loop.max_epochs = 3
+        try:
+            trainer.fit(self.model, self.data)
+        except NotImplementedError as error:
+            # Lightning's own: its launcher cannot bring the loops back from the ranks that it has started.
+            (self.folder / "refusal.txt").write_text(str(error))
+            return
+        self.note("second fit", trainer)
+        trainer.save_checkpoint(self.folder / "after_second_fit.ckpt")
+
+    def go_on_with_another(self) -> None:
+        """A new Trainer with a new strategy goes on where the first fit has ended, with its optimizer's state."""
+        refused = (self.folder / "refusal.txt").exists()
+        start = "last.ckpt" if refused else "after_fit.ckpt"
+        trainer = self.trainer(self.other, 4)
+        trainer.fit(self.model, self.data, ckpt_path=self.folder / start, weights_only=True)
+        self.note("another strategy", trainer)
+
+
+def names(strategy: str) -> tuple[str, str, int]:
+    """The strategy, the one that goes on after it, and the number of devices."""
+    if strategy == "one":
+        return "auto", "auto", 1
+    suffix = next((ending for ending in ("_spawn", "_fork") if strategy.endswith(ending)), "")
+    return strategy, ("hybrid_pipeline" if strategy.startswith("ddp") else "ddp") + suffix, 2
+
+
+if __name__ == "__main__":
+    Chain(*names(sys.argv[1]), sys.argv[2]).run(short=sys.argv[1].endswith("_spawn"))
