@@ -38,6 +38,7 @@ from cnnstrategies.cli_errors import (
     fail,
     refusal_in,
 )
+from cnnstrategies.cli_factories import Instantiator
 from cnnstrategies.cluster.environment import environment_plugins, local_rank
 from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.options import ClusterOptions
@@ -69,6 +70,10 @@ class ArgumentParser(LightningArgumentParser):
         if "JSONARGPARSE_DEBUG" in os.environ and ex is not None:
             raise ex
         fail(explain_parse_error(message, sys.argv[1:]))
+
+    @override
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().add_instantiator(Instantiator(instantiator), *args, **kwargs)
 
 
 class CLI(LightningCLI):

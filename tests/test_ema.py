@@ -1,0 +1,113 @@
+"""Weight averaging from the command line, which copies the model with all that it holds."""
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import PYTHON, Program
+from conftest import ROOT
+
+from cnnstrategies.cli_factories import Instantiator
+
+# As a user writes it: a module beside the configuration, which is given factories.
+MINE = """
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import nn
+
+
+class Mine(LightningModule):
+    def __init__(self, optimizer: OptimizerCallable, lr_scheduler: LRSchedulerCallable, num_classes: int):
+        super().__init__()
+        self.save_hyperparameters()
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(144, num_classes))
+
+    def loss(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters())
+        return [optimizer], [self.lr_scheduler(optimizer)]
+"""
+ARGUMENTS = (
+    "fit",
+    f"--config={ROOT / 'configs/quickstart.yaml'}",
+    "--model=mine.Mine",
+    "--model.num_classes=10",
+    "--model.optimizer=SGD",
+    "--model.optimizer.lr=0.1",
+    "--model.lr_scheduler=ExponentialLR",
+    "--model.lr_scheduler.gamma=0.5",
+    "--trainer.callbacks+=EMAWeightAveraging",
+    "--trainer.callbacks.decay=0.8",
+    "--trainer.precision=64-true",
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=4",
+    "--trainer.limit_val_batches=0",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+    "--data.init_args.augment=false",
+    "--checkpoint.monitor=null",
+)
+ONE = ("--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64")
+STAGES = (
+    "--trainer.strategy=HybridPipelineStrategy",
+    '--trainer.strategy.cuts=["1"]',
+    "--trainer.strategy.start_method=fork",
+    "--data.init_args.batch_size=64",
+)
+
+
+@pytest.fixture
+def train(run_cli, monkeypatch, tmp_path):
+    """Trains the user's own module in this folder; gives the checkpoint."""
+    Path("mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def train(name, *arguments, programs=False):
+        arguments = (*ARGUMENTS, *arguments, f"--trainer.logger.init_args.name={name}")
+        if programs:
+            program = Program([PYTHON, "-m", "cnnstrategies", *arguments], tmp_path / "log")
+            assert program.wait() == 0, program.output()
+        else:
+            code, output = run_cli(*arguments)
+            assert code == 0, output
+        return torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True)
+
+    return train
+
+
+def test_the_average_of_two_processes_is_that_of_one(train):
+    """With DDP's ranks started as programs, as they are by default, and with two stages."""
+    one = train("one", *ONE)
+    average, current = one["state_dict"], one["current_model_state"]
+    assert all((average[name] - current[name]).norm() > 1e-3 * current[name].norm() for name in average)
+    for two in (train("ddp", programs=True), train("stages", *STAGES)):
+        for kind in ("state_dict", "current_model_state", "averaging_state"):
+            assert two[kind].keys() == one[kind].keys()
+            for name, value in one[kind].items():
+                torch.testing.assert_close(two[kind][name], value, rtol=1e-10, atol=1e-14)
+
+
+def test_what_a_factory_holds_of_the_command_line_is_not_copied():
+    class CommandLine:
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+        def __reduce__(self):
+            raise AssertionError("pickled")
+
+        def build(self, class_type, *args, applied_instantiation_links, **kwargs):
+            return "from the command line"
+
+    instantiator = Instantiator(CommandLine().build)
+    assert instantiator(complex, 1, applied_instantiation_links={}, imag=2) == "from the command line"
+    for other in (copy.deepcopy(instantiator), pickle.loads(pickle.dumps(instantiator))):
+        assert other(complex, 1, applied_instantiation_links={}, imag=2) == 1 + 2j
