@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
+from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.callbacks import (
     EpochMetrics,
     GracefulStop,
@@ -46,7 +47,7 @@ from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_na
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.processes import end_with_parent, refused_elsewhere
+from cnnstrategies.processes import cannot_be_sent, end_with_parent, refused_elsewhere
 from cnnstrategies.trainer import Trainer
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
@@ -218,6 +219,11 @@ class CLI(LightningCLI):
             if refused:
                 # The other rank has said what is wrong; this one only lost its connection to it.
                 sys.exit(2)
+            if ranks_are_children(launcher) and cannot_be_sent(error):
+                raise ConfigurationError(
+                    "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
+                    f"pickled: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
+                ) from error
             raise
 
 

@@ -18,9 +18,7 @@ class Instantiator:
     def __init__(self, build: Callable[..., Any]) -> None:
         self._build = build
 
-    def __call__(
-        self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any
-    ) -> Any:
+    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict[str, Any], **kwargs: Any) -> Any:
         """Build an object; jsonargparse looks for the name ``applied_instantiation_links`` in this signature."""
         return self._build(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
 

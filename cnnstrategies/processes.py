@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from multiprocessing import reduction
 from typing import Any
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -44,3 +46,8 @@ def refused_elsewhere(launcher: Any, seconds: float = 2.0) -> bool:
             return False
         time.sleep(0.05)
     return False
+
+
+def cannot_be_sent(error: BaseException) -> bool:
+    """Whether an error was raised while something was pickled for a process that is to be spawned."""
+    return any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
