@@ -5,6 +5,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,7 @@ from cnnstrategies.callbacks import (
     TrainingSummary,
 )
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.checkpoint_words import WORDS, SameCheckpoint, find_once
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cli_errors import (
     check_checkpoint,
@@ -185,9 +187,6 @@ class CLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train."""
-        if (last := last_checkpoint(self.trainer)) is not None:
-            rank_zero_info(f"Going on from {last}")
-            kwargs["ckpt_path"] = last
         self._run(self.trainer.fit, **kwargs)
 
     def validate(self, **kwargs: Any) -> None:
@@ -202,8 +201,23 @@ class CLI(LightningCLI):
         """Predict; the rows go to a file, and not into memory as well."""
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
+    def _checkpoint(self, given: Path | str | None) -> Path | str | None:
+        """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a restarted run."""
+        path = given
+        restarts = self.subcommand == "fit" and run_name() is not None
+        if restarts:
+            path = last_checkpoint(self.trainer) or given
+        if path in WORDS:
+            path = self.config[self.subcommand].ckpt_path = find_once(str(path), self.trainer)
+        if path != given:
+            rank_zero_info(f"Going on from {path}" if self.subcommand == "fit" else f"Weights: {path}")
+        if restarts or given in WORDS:
+            self.trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
+        return path
+
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
         """Run a trainer's function; when it fails here, end the processes that it started."""
+        kwargs["ckpt_path"] = self._checkpoint(kwargs["ckpt_path"])
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
