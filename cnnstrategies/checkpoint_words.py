@@ -9,15 +9,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.processes import told_by_starter
 
 WORDS = ("best", "last")
 FOUND = "CNNSTRATEGIES_CHECKPOINT"  # Environment variable.
 
 
 def find_once(word: str, trainer: Trainer) -> str:
-    """What :func:`find_checkpoint` finds in the process that starts the other ranks of a machine, in all of them.
+    """What :func:`find_checkpoint` finds in the process that starts the ranks of a machine, in all of them.
 
     A rank that is started as a program reads the configuration again, and may be started again in the middle of the
     run; by then there can be a newer checkpoint, that of this run.
@@ -29,9 +29,9 @@ def find_once(word: str, trainer: Trainer) -> str:
     Raises:
         ConfigurationError: There is none.
     """
-    if local_rank() == 0 or FOUND not in os.environ:
-        os.environ[FOUND] = str(find_checkpoint(word, trainer))
-    return os.environ[FOUND]
+    found = told_by_starter(FOUND) or str(find_checkpoint(word, trainer))
+    os.environ[FOUND] = found
+    return found
 
 
 def find_checkpoint(word: str, trainer: Trainer) -> Path:

@@ -21,7 +21,6 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
-from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.callbacks import (
     EpochMetrics,
     GracefulStop,
@@ -42,14 +41,14 @@ from cnnstrategies.cli_errors import (
     refusal_in,
 )
 from cnnstrategies.cli_factories import Instantiator
+from cnnstrategies.cli_run import ends_together
 from cnnstrategies.cluster.environment import environment_plugins, local_rank
-from cnnstrategies.cluster.hosts import Network, across_hosts
+from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_name
-from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.processes import cannot_be_sent, end_with_parent, refused_elsewhere
+from cnnstrategies.processes import end_with_parent
 from cnnstrategies.trainer import Trainer
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
@@ -221,24 +220,8 @@ class CLI(LightningCLI):
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
-        try:
-            listens = getattr(self.trainer.strategy, "finds_hosts", False)
-            with own_store(listens), across_hosts(self.trainer, self.config_init[self.subcommand].network):
-                function(**kwargs)
-        except BaseException as error:
-            launcher = self.trainer.strategy.launcher
-            refused = isinstance(error, Exception) and refused_elsewhere(launcher)
-            if launcher is not None:
-                launcher.kill(signal.SIGKILL)
-            if refused:
-                # The other rank has said what is wrong; this one only lost its connection to it.
-                sys.exit(2)
-            if ranks_are_children(launcher) and cannot_be_sent(error):
-                raise ConfigurationError(
-                    "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
-                    f"pickled: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
-                ) from error
-            raise
+        with ends_together(self.trainer, self.config_init[self.subcommand].network):
+            function(**kwargs)
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program
-from conftest import ROOT
 
 from cnnstrategies.cli_factories import Instantiator
 
@@ -36,26 +35,29 @@ class Mine(LightningModule):
         optimizer = self.optimizer(self.parameters())
         return [optimizer], [self.lr_scheduler(optimizer)]
 """
-ARGUMENTS = (
-    "fit",
-    f"--config={ROOT / 'configs/quickstart.yaml'}",
-    "--model=mine.Mine",
-    "--model.num_classes=10",
-    "--model.optimizer=SGD",
-    "--model.optimizer.lr=0.1",
-    "--model.lr_scheduler=ExponentialLR",
-    "--model.lr_scheduler.gamma=0.5",
-    "--trainer.callbacks+=EMAWeightAveraging",
-    "--trainer.callbacks.decay=0.8",
-    "--trainer.precision=64-true",
-    "--trainer.max_epochs=1",
-    "--trainer.limit_train_batches=4",
-    "--trainer.limit_val_batches=0",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.enable_model_summary=false",
-    "--data.init_args.augment=false",
-    "--checkpoint.monitor=null",
-)
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  strategy: ddp
+  precision: 64-true
+  max_epochs: 1
+  limit_train_batches: 4
+  limit_val_batches: 0
+  enable_progress_bar: false
+  enable_model_summary: false
+  logger: {class_path: TensorBoardLogger, init_args: {save_dir: runs}}
+  callbacks:
+    - {class_path: EMAWeightAveraging, init_args: {decay: 0.8}}
+checkpoint: {monitor: null}
+model:
+  class_path: mine.Mine
+  init_args:
+    num_classes: 10
+    optimizer: {class_path: SGD, init_args: {lr: 0.1}}
+    lr_scheduler: {class_path: ExponentialLR, init_args: {gamma: 0.5}}
+data: {class_path: DigitsDataModule, init_args: {batch_size: 32, augment: false}}
+"""
 ONE = ("--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64")
 STAGES = (
     "--trainer.strategy=HybridPipelineStrategy",
@@ -69,10 +71,11 @@ STAGES = (
 def train(run_cli, monkeypatch, tmp_path):
     """Trains the user's own module in this folder; gives the checkpoint."""
     Path("mine.py").write_text(MINE)
+    Path("mine.yaml").write_text(CONFIG)
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def train(name, *arguments, programs=False):
-        arguments = (*ARGUMENTS, *arguments, f"--trainer.logger.init_args.name={name}")
+        arguments = ("fit", "--config=mine.yaml", *arguments, f"--trainer.logger.init_args.name={name}")
         if programs:
             program = Program([PYTHON, "-m", "cnnstrategies", *arguments], tmp_path / "log")
             assert program.wait() == 0, program.output()
