@@ -46,6 +46,7 @@ from cnnstrategies.cluster.environment import environment_plugins, local_rank
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_name
+from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent
@@ -158,6 +159,8 @@ class CLI(LightningCLI):
         # Each rank checks again in `setup`; here no process has been started yet.
         if isinstance(self.model, ImageClassifier):
             self.model.check_data(self.datamodule)
+            if local_rank() == 0:
+                check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
