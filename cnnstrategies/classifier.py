@@ -15,6 +15,7 @@ from torchvision.transforms import v2
 
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.logits import check_logits, main_logits
 from cnnstrategies.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
@@ -51,7 +52,7 @@ class ImageClassifier(LightningModule):
             compiled when left out.
 
     Raises:
-        ConfigurationError: A number is out of its range, or the data has another number of classes.
+        ConfigurationError: A number is out of its range, or the data or the network has another number of classes.
     """
 
     def __init__(
@@ -112,7 +113,11 @@ class ImageClassifier(LightningModule):
 
         Returns:
             A scalar.
+
+        Raises:
+            ConfigurationError: The logits have another shape.
         """
+        check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
         loss = F.cross_entropy(main, targets, label_smoothing=self.label_smoothing)
         for logits in auxiliary:
@@ -191,7 +196,9 @@ class ImageClassifier(LightningModule):
             ``index`` (N,), the positions in the predict dataset, and ``probabilities`` (N, num_classes).
         """
         images, indices = batch
-        return {"index": indices, "probabilities": main_logits(self.network(images)).float().softmax(dim=1)}
+        outputs = self.network(images)
+        check_logits(outputs, len(images), self.num_classes)
+        return {"index": indices, "probabilities": main_logits(outputs).float().softmax(dim=1)}
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
         """Add a batch to a stage's metrics and log them.
@@ -203,6 +210,7 @@ class ImageClassifier(LightningModule):
             loss: Mean loss over the batch.
         """
         logits = main_logits(outputs).detach()
+        check_logits(logits, len(targets), self.num_classes)  # The loss of a subclass may not check.
         classes = targets.argmax(dim=1) if targets.ndim == 2 else targets
         metrics = getattr(self, f"{stage}_metrics")
         for name, metric in metrics.items():
@@ -235,12 +243,6 @@ class ImageClassifier(LightningModule):
         images, targets = batch
         outputs = self.network(images)
         self.log_step(stage, outputs, targets, self.loss(outputs, targets))
-
-
-def main_logits(outputs: Any) -> Tensor:
-    """The main classifier's logits (N, num_classes) of what a network returned."""
-    logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
-    return logits
 
 
 def _metrics(num_classes: int, top5: bool) -> nn.ModuleDict:

@@ -5,6 +5,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,7 @@ from cnnstrategies.callbacks import (
     TrainingSummary,
 )
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.checkpoint_words import WORDS, SameCheckpoint, find_once
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cli_errors import (
     check_checkpoint,
@@ -38,14 +40,16 @@ from cnnstrategies.cli_errors import (
     fail,
     refusal_in,
 )
+from cnnstrategies.cli_factories import Instantiator
+from cnnstrategies.cli_run import ends_together
 from cnnstrategies.cluster.environment import environment_plugins, local_rank
-from cnnstrategies.cluster.hosts import Network, across_hosts
+from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_name
-from cnnstrategies.cluster.torchrun import own_store
+from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.processes import end_with_parent, refused_elsewhere
+from cnnstrategies.processes import end_with_parent
 from cnnstrategies.trainer import Trainer
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
@@ -69,6 +73,10 @@ class ArgumentParser(LightningArgumentParser):
         if "JSONARGPARSE_DEBUG" in os.environ and ex is not None:
             raise ex
         fail(explain_parse_error(message, sys.argv[1:]))
+
+    @override
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().add_instantiator(Instantiator(instantiator), *args, **kwargs)
 
 
 class CLI(LightningCLI):
@@ -151,6 +159,8 @@ class CLI(LightningCLI):
         # Each rank checks again in `setup`; here no process has been started yet.
         if isinstance(self.model, ImageClassifier):
             self.model.check_data(self.datamodule)
+            if local_rank() == 0:
+                check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
@@ -179,9 +189,6 @@ class CLI(LightningCLI):
 
     def fit(self, **kwargs: Any) -> None:
         """Train."""
-        if (last := last_checkpoint(self.trainer)) is not None:
-            rank_zero_info(f"Going on from {last}")
-            kwargs["ckpt_path"] = last
         self._run(self.trainer.fit, **kwargs)
 
     def validate(self, **kwargs: Any) -> None:
@@ -196,24 +203,28 @@ class CLI(LightningCLI):
         """Predict; the rows go to a file, and not into memory as well."""
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
+    def _checkpoint(self, given: Path | str | None) -> Path | str | None:
+        """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a restarted run."""
+        path = given
+        restarts = self.subcommand == "fit" and run_name() is not None
+        if restarts:
+            path = last_checkpoint(self.trainer) or given
+        if path in WORDS:
+            path = self.config[self.subcommand].ckpt_path = find_once(str(path), self.trainer)
+        if path != given:
+            rank_zero_info(f"Going on from {path}" if self.subcommand == "fit" else f"Weights: {path}")
+        if restarts or given in WORDS:
+            self.trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
+        return path
+
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
         """Run a trainer's function; when it fails here, end the processes that it started."""
+        kwargs["ckpt_path"] = self._checkpoint(kwargs["ckpt_path"])
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
-        try:
-            listens = getattr(self.trainer.strategy, "finds_hosts", False)
-            with own_store(listens), across_hosts(self.trainer, self.config_init[self.subcommand].network):
-                function(**kwargs)
-        except BaseException as error:
-            launcher = self.trainer.strategy.launcher
-            refused = isinstance(error, Exception) and refused_elsewhere(launcher)
-            if launcher is not None:
-                launcher.kill(signal.SIGKILL)
-            if refused:
-                # The other rank has said what is wrong; this one only lost its connection to it.
-                sys.exit(2)
-            raise
+        with ends_together(self.trainer, self.config_init[self.subcommand].network):
+            function(**kwargs)
 
 
 def main() -> None:

@@ -76,12 +76,14 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
 
     Args:
         path: ``ckpt_path``: a file or directory, a URL, one of ``words``, or None.
-        words: What may stand in place of a path.
+        words: What may stand in place of a path; ``registry:...`` may too, unless they are none.
 
     Raises:
         ConfigurationError: There is no such file; the message lists the checkpoints beside it.
     """
     if path is None or path in words or "://" in str(path) or Path(path).exists():
+        return
+    if words and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
         return
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
     hint = f"its directory has {beside}" if beside else "its directory has none"

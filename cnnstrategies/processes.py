@@ -1,12 +1,20 @@
 """The processes of one run: how they end together."""
 
+import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import traceback
+from collections.abc import Iterator
+from multiprocessing import reduction
+from pathlib import Path
 from typing import Any
 
+REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: a file that is there once a rank has refused to go on.
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
@@ -44,3 +52,42 @@ def refused_elsewhere(launcher: Any, seconds: float = 2.0) -> bool:
             return False
         time.sleep(0.05)
     return False
+
+
+def told_by_starter(name: str) -> str | None:
+    """An environment variable in a rank that another one, or its supervisor, has started as a program; else None."""
+    return os.environ.get(name) if "LOCAL_RANK" in os.environ else None
+
+
+@contextlib.contextmanager
+def one_refusal() -> Iterator[None]:
+    """Give the ranks that this process starts as programs a place where the first to refuse makes itself known."""
+    if told_by_starter(REFUSED):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="cnnstrategies_") as folder:
+        os.environ[REFUSED] = str(Path(folder) / "refused")
+        try:
+            yield
+        finally:
+            del os.environ[REFUSED]
+
+
+def first_to_refuse() -> bool:
+    """Whether this rank is the first on its machine to refuse to go on, so that it is the one to say why."""
+    try:
+        if REFUSED in os.environ:
+            Path(os.environ[REFUSED]).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def has_refused() -> bool:
+    """Whether a rank of this run on this machine has refused to go on: the others then lose their connection to it."""
+    return REFUSED in os.environ and Path(os.environ[REFUSED]).exists()
+
+
+def cannot_be_sent(error: BaseException) -> bool:
+    """Whether an error was raised while something was pickled for a process that is to be spawned."""
+    return any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))

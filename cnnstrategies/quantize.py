@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
-from cnnstrategies.classifier import main_logits
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.logits import main_logits
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

@@ -57,7 +57,7 @@ class SubmitCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         check_trainer_names(self.config.trainer.strategy, self.config.trainer.accelerator)
-        check_checkpoint(self.config.ckpt_path)
+        check_checkpoint(self.config.ckpt_path, words=())
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:

@@ -10,8 +10,8 @@ from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.classifier import main_logits
 from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.logits import main_logits
 from cnnstrategies.networks import SmallCNN
 
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731

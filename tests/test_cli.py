@@ -121,6 +121,10 @@ ERRORS = {
     "bad value in a network": (["--model.init_args.network.init_args.widths=[]"], ["widths=[]", "[32, 64]"]),
     "bad interpolation": (["--model.init_args.num_classes=${trainer.nope}"], ["trainer.nope", "not found"]),
     "wrong class count": (["--model.init_args.num_classes=7"], ["num_classes=7", "DigitsDataModule has 10"]),
+    "wrong class count of the network": (
+        ["--model.init_args.network.init_args.num_classes=1000"],
+        ["gives 1000 logits", "num_classes=10", "model.init_args.network", "model.init_args.num_classes=1000"],
+    ),
     "missing download": (
         ["--data=CIFAR10DataModule", "--data.init_args.download=false"],
         ["CIFAR10", "datasets", "data.init_args.root"],

@@ -28,6 +28,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
+from cnnstrategies.processes import has_refused
 from cnnstrategies.strategies.divided_module import DividedModule
 from cnnstrategies.strategies.pipeline_contract import check_loss, check_module, check_optimizers
 from cnnstrategies.strategies.pipeline_layout import ChosenLayout, LayoutRequest
@@ -392,7 +393,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        if isinstance(exception, PeerError):
+        if isinstance(exception, PeerError) and not has_refused():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
         if isinstance(

@@ -1,0 +1,129 @@
+"""`--ckpt_path last` and `best`: the newest of the run's name, the same on every rank, or an error."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import PYTHON, Program, fit
+from conftest import PlainCNN
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.checkpoint_words import FOUND, SameCheckpoint, find_checkpoint, find_once
+from cnnstrategies.cli_errors import check_checkpoint
+from cnnstrategies.data import DigitsDataModule
+
+RUNS = Path("runs/quickstart")
+SHORT = ("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0")
+
+
+def write(path, seconds):
+    """An empty file that was written at a time."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).touch()
+    os.utime(path, (seconds, seconds))
+
+
+def trainer(*callbacks, logger=False, **options):
+    return Trainer(accelerator="cpu", devices=1, logger=logger, callbacks=list(callbacks), **options)
+
+
+def test_ranks_started_as_programs_go_on_from_the_newest_version(run_cli, quick, tmp_path):
+    """Not from the one with the highest number, and with what each rank's optimizer had."""
+    for epochs in (1, 2):
+        assert run_cli("fit", *quick, *SHORT, f"--trainer.max_epochs={epochs}")[0] == 0
+    newest = RUNS / "version_0/checkpoints/last.ckpt"
+    os.utime(newest)
+    code, output = run_cli("fit", *quick, *SHORT, "--trainer.max_epochs=2", f"--ckpt_path={newest}")
+    assert code == 0, output
+    os.utime(newest)
+    program = Program([PYTHON, *fit(*SHORT, "--trainer.max_epochs=2", "--ckpt_path=last")], tmp_path / "log")
+    assert program.wait() == 0, program.output()
+    assert program.output().count(f"Going on from {newest}") == 1
+    explicit, found = (
+        torch.load(RUNS / f"version_{version}/checkpoints/last.ckpt", weights_only=True) for version in (2, 3)
+    )
+    assert found["global_step"] == 4
+    for name, value in explicit["state_dict"].items():
+        assert torch.equal(found["state_dict"][name], value)
+    assert f"ckpt_path: {newest}" in (RUNS / "version_3/config.yaml").read_text()
+
+
+def test_without_a_checkpoint_no_process_starts(run_cli, quick):
+    for command, word in (("fit", "last"), ("test", "best")):
+        code, output = run_cli(command, *quick, "--trainer.strategy=ddp", f"--ckpt_path={word}")
+        assert code == 2, output
+        expected = f"ckpt_path={word}: no {word}.ckpt in runs/quickstart/*/checkpoints; train without ckpt_path first"
+        assert expected in output.splitlines()[-1]
+
+
+def test_evaluation_takes_the_best_of_the_newest_version(run_cli, quick):
+    one = (*quick, *SHORT, "--trainer.strategy=auto", "--trainer.devices=1")
+    for learning_rate in (0.0, 0.1):
+        rate = f"--model.init_args.optimizer.init_args.lr={learning_rate}"
+        assert run_cli("fit", *one, "--trainer.max_epochs=1", rate)[0] == 0
+    older, newer = (f"--ckpt_path={RUNS}/version_{version}/checkpoints/best.ckpt" for version in (0, 1))
+    for command in ("validate", "test"):
+        table = run_cli(command, *one, "--ckpt_path=best")
+        assert table[0] == 0
+        assert table == run_cli(command, *one, newer)
+        assert table != run_cli(command, *one, older)
+    assert run_cli("predict", *one, "--ckpt_path=last", "--trainer.limit_predict_batches=1")[0] == 0
+
+
+def test_the_newest_is_looked_for_where_the_runs_of_this_name_write():
+    for version, seconds in (("version_9", 100), ("version_10", 300), ("torchrun_a", 200)):
+        for name in ("best", "last"):
+            write(f"runs/mine/{version}/checkpoints/{name}.ckpt", seconds)
+    write("runs/other/version_0/checkpoints/last.ckpt", 400)
+    write("checkpoints/last.ckpt", 400)
+    write("saved/last.ckpt", 400)
+    named = CSVLogger("runs", "mine")
+    assert find_checkpoint("last", trainer(logger=named)) == Path("runs/mine/version_10/checkpoints/last.ckpt")
+    assert find_checkpoint("best", trainer(logger=named)) == Path("runs/mine/version_10/checkpoints/best.ckpt")
+    here = Path.cwd()
+    assert find_checkpoint("last", trainer()) == here / "checkpoints/last.ckpt"
+    saved = ModelCheckpoint("saved")
+    assert find_checkpoint("last", trainer(saved, logger=named)) == here / "saved/last.ckpt"
+    with pytest.raises(ConfigurationError, match=r"saved/last.ckpt is the newest .* no best.ckpt beside it; give"):
+        find_checkpoint("best", trainer(saved))
+    remote = trainer(ModelCheckpoint("memory://bucket"))
+    with pytest.raises(ConfigurationError, match="memory://bucket is not on a disk; give the checkpoint's path"):
+        find_checkpoint("last", remote)
+
+
+def test_a_rank_that_starts_later_does_not_look_again(monkeypatch):
+    write("checkpoints/last.ckpt", 100)
+    first = find_once("last", trainer())
+    write("elsewhere/last.ckpt", 200)
+    later = trainer(ModelCheckpoint("elsewhere"))
+    for rank in ("0", "1"):  # A parameter server's supervisor starts rank 0, too.
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert find_once("last", later) == first == os.environ[FOUND]
+    # Another run, which one of this run's processes starts, looks for itself.
+    monkeypatch.delenv("LOCAL_RANK")
+    assert find_once("last", later) == str(Path("elsewhere/last.ckpt").resolve())
+
+
+class OtherOnRank1(SameCheckpoint):
+    def setup(self, trainer, pl_module, stage):
+        self.path = f"{trainer.global_rank}.ckpt"
+        super().setup(trainer, pl_module, stage)
+
+
+def test_ranks_that_have_found_different_checkpoints_do_not_start():
+    run = Trainer(
+        accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, max_epochs=1, callbacks=[OtherOnRank1("")]
+    )
+    with pytest.raises(Exception, match=r"rank 0 has found 0\.ckpt, another rank another file; give"):
+        run.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
+
+
+def test_lightnings_own_words_are_left_to_it():
+    for word in ("hpc", "registry", "registry:name:version:1", "s3://bucket/last.ckpt"):
+        check_checkpoint(word)
+    with pytest.raises(ConfigurationError, match="no checkpoint 'register'"):
+        check_checkpoint("register")
