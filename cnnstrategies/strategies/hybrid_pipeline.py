@@ -104,7 +104,8 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def launcher(self) -> Any:
         """Lightning's launcher. It is asked for right before processes are started: the last place for checks."""
-        self._check()
+        if not self._in_parts:  # After a failure it is asked to end the ranks; `setup` refuses to go on.
+            self._check()
         return super().launcher
 
     def _check(self) -> None:

@@ -180,7 +180,7 @@ def test_bad_input_changes_nothing(mode: str, tmp_path: Path) -> None:
     started, attacked = tmp_path / "started", tmp_path / "attacked"
 
     def work(connect: Callable[..., Any], id: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        values = [torch.full(p.shape, float(i)) for i, p in enumerate(specification.parameters)]
+        values = [torch.full(p.shape, float(i), dtype=torch.float64) for i, p in enumerate(specification.parameters)]
         worker = connect(values)
         worker.initialise()
         worker.join()
