@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
-import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
 from cnnstrategies.callbacks import (
     EpochMetrics,
     GracefulStop,
@@ -43,6 +42,7 @@ from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_name
 from cnnstrategies.cluster.torchrun import own_store
+from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent, refused_elsewhere
@@ -151,6 +151,8 @@ class CLI(LightningCLI):
         # Each rank checks again in `setup`; here no process has been started yet.
         if isinstance(self.model, ImageClassifier):
             self.model.check_data(self.datamodule)
+        if isinstance(self.datamodule, ImageDataModule) and self.trainer is not None:
+            self.datamodule.check_trainer(self.trainer)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:

@@ -121,6 +121,15 @@ ERRORS = {
     "bad value in a network": (["--model.init_args.network.init_args.widths=[]"], ["widths=[]", "[32, 64]"]),
     "bad interpolation": (["--model.init_args.num_classes=${trainer.nope}"], ["trainer.nope", "not found"]),
     "wrong class count": (["--model.init_args.num_classes=7"], ["num_classes=7", "DigitsDataModule has 10"]),
+    "both batch sizes": (["--data.init_args.batch_size=32"], ["batch_size=32", "global_batch_size=64", "null"]),
+    "global batch": (
+        ["--trainer.strategy=ddp_fork", "--trainer.devices=3"],
+        ["global_batch_size=64", "3 processes that load", "63 or 66"],
+    ),
+    "global batch and accumulation": (
+        ["--trainer.accumulate_grad_batches=3"],
+        ["global_batch_size=64", "accumulate_grad_batches=3", "63 or 66"],
+    ),
     "missing download": (
         ["--data=CIFAR10DataModule", "--data.init_args.download=false"],
         ["CIFAR10", "datasets", "data.init_args.root"],
@@ -153,7 +162,7 @@ def test_a_mistake_that_a_rank_meets_is_one_line_too(strategy):
     for index in range(4):
         Image.new("RGB", (40, 40)).save(folder / f"{index}.png")
     (folder / "3.png").write_bytes(b"broken")
-    data = ["root=images", "image_size=32", "batch_size=2", "num_workers=0"]
+    data = ["root=images", "image_size=32", "global_batch_size=4", "num_workers=0"]
     model = ["num_classes=2", "network.init_args.in_channels=3"]
     command = [
         sys.executable,

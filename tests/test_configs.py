@@ -26,14 +26,14 @@ HERE = [
     "--trainer.enable_checkpointing=false",
 ]
 SYNTHETIC = ["--data=SyntheticDataModule", "--data.init_args.num_samples=40", "--data.init_args.image_size=64"]
-FEW = ["--data.init_args.batch_size=4"]
+FEW = ["--data.init_args.global_batch_size=4"]
 NO_WORKERS = ["--data.init_args.num_workers=0"]
 COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
 TWO = ["--trainer.devices=2"]
 START_FORKED = "--trainer.strategy.init_args.start_method=fork"
 FORKED = [*TWO, START_FORKED]
 FOUR = ["--trainer.devices=4", START_FORKED]
-SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.batch_size=12"]
+SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.global_batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
 ARGS = {
     "quickstart.yaml": [*TWO, "--trainer.strategy=ddp_fork"],
@@ -75,7 +75,7 @@ ARGS = {
     "strategy/ddp_powersgd.yaml": FORKED,
     "strategy/ddp_spawn.yaml": [*TWO, "--trainer.strategy=ddp_fork"],  # `test_equality.py` spawns.
     "strategy/hybrid_pipeline.yaml": FORKED,
-    "strategy/hybrid_pipeline_uneven.yaml": FOUR,
+    "strategy/hybrid_pipeline_uneven.yaml": [*FOUR, "--data.init_args.global_batch_size=60"],
     "strategy/parameter_server.yaml": FORKED,
     "strategy/parameter_server_async.yaml": FORKED,
     "strategy/parameter_server_local.yaml": FORKED,

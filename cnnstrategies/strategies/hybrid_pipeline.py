@@ -35,9 +35,9 @@ from cnnstrategies.strategies.pipeline_step import HandOver, clip_by_joint_norm
 class HybridPipelineStrategy(DDPStrategy):
     """Data and pipeline parallel: stages of the network on different devices, each replicated as often as it needs.
 
-    Each replica of the first stage loads batches as a DDP process does, so the global batch is ``batch_size`` times
-    the first stage's replicas; the other ranks load nothing. It is cut into microbatches, and microbatch m runs on
-    replica ``m mod R`` of a stage with R replicas. The gradients are means over the samples of the global batch.
+    Each replica of the first stage loads batches as a DDP process does; the other ranks load nothing. The global batch,
+    which the batches of these replicas make, is cut into microbatches, and microbatch m runs on replica ``m mod R`` of
+    a stage with R replicas. The gradients are means over the samples of the global batch.
 
     On every rank the module's steps see the same: the targets of the global batch, its images only by shape, and from
     ``self.network(images)`` the outputs for it, sent from the last stage. So what they log is the same everywhere and
@@ -48,7 +48,9 @@ class HybridPipelineStrategy(DDPStrategy):
         replicas: Replicas of each stage; by default all devices are shared out evenly.
         cuts: Names of modules after which the network is cut; by default the cuts with the least predicted step time,
             from a profile taken when the run starts.
-        microbatches: Microbatches of a global batch; by default 4 for each stage and replica of the widest stage.
+        microbatches: Microbatches of a global batch; by default 4 for each stage and replica of the widest stage. Where
+            the network has batch normalisation, so many that each has at least 8 samples, if the data module says with
+            ``batch_size`` how many a process loads.
         schedule: ``1f1b``, or ``gpipe``, which holds the activations of all microbatches.
         memory_limit: Bytes that a device may hold, for automatic cuts.
         batch_norm: Running statistics as after one full batch (``deferred``) or after the microbatches in turn

@@ -39,7 +39,7 @@ def assert_equal(actual, expected, rtol):
 def test_ddp_equals_one_process_on_the_same_global_batch(run_cli, quick, optimizer):
     """1150 samples: 17 whole global batches of 64 and one of 62, which is shared out evenly."""
     options = OPTIMIZERS[optimizer]
-    one = ["--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64"]
+    one = ["--trainer.strategy=auto", "--trainer.devices=1"]
     single = train(run_cli, quick, "single", *options, *one)
     assert_equal(train(run_cli, quick, "ddp", *options), single, rtol=1e-6)
 
