@@ -25,6 +25,7 @@ from cnnstrategies.callbacks import (
     PredictionWriter,
     SamplesPerSecond,
     ServerTraffic,
+    StartPanel,
     TrainingSummary,
 )
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
@@ -74,8 +75,9 @@ class ArgumentParser(LightningArgumentParser):
 class CLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict`` from YAML.
 
-    Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, samples/s, a summary
-    with curves, and predictions as CSV. A callback in ``trainer.callbacks`` replaces the default of its class.
+    Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, a panel at the start in
+    place of ModelSummary, samples/s, a summary with curves, and predictions as CSV. A callback in ``trainer.callbacks``
+    replaces the default of its class.
     """
 
     def __init__(self) -> None:
@@ -110,6 +112,8 @@ class CLI(LightningCLI):
                 "checkpoint.mode": "max",
                 "checkpoint.filename": "best",
                 "checkpoint.enable_version_counter": False,
+                # StartPanel counts the parameters too.
+                "trainer.enable_model_summary": False,
             }
         )
         parser.add_class_arguments(PredictionWriter, "predictions")
@@ -163,6 +167,7 @@ class CLI(LightningCLI):
         plugins += environment_plugins(plugins)
         callbacks = _as_list(config.trainer.callbacks)
         defaults: list[Callback] = [
+            StartPanel(),
             EpochMetrics(),
             SamplesPerSecond(),
             ServerTraffic(),

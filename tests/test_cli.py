@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import panels
 import pytest
 import torch
 import yaml
@@ -21,6 +22,7 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     """One trained checkpoint serves every other subcommand, on any number of processes."""
     code, output = run_cli("fit", *quick, "--trainer.max_epochs=4")
     assert code == 0, output
+    assert panels.rows(output) == panels.rows((ROOT / "docs/get-started.md").read_text())
     log_dir = CHECKPOINTS.parent
     assert (log_dir / "config.yaml").exists()
     assert "Training summary" in output
@@ -80,6 +82,7 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
     config = yaml.safe_load(output)
     assert config["data"]["class_path"] == "cnnstrategies.data.SyntheticDataModule"
     assert config["trainer"]["devices"] == 1
+    assert config["trainer"]["enable_model_summary"] is False, "there is the start panel"
     # Interpolation follows the override, in another file than the value's.
     assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 7
     assert config["model"]["init_args"]["network"]["init_args"]["num_classes"] == 1000

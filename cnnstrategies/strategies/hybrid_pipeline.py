@@ -27,9 +27,16 @@ from cnnstrategies.pipeline.timetable import Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, new_group
 from cnnstrategies.strategies.divided_module import DividedModule
 from cnnstrategies.strategies.pipeline_contract import check_module, check_optimizers
+from cnnstrategies.strategies.pipeline_description import (
+    describe_pipeline,
+    differences_of_pipeline,
+    stage_parameters,
+    warn_of_small_microbatches,
+)
 from cnnstrategies.strategies.pipeline_layout import LayoutRequest
 from cnnstrategies.strategies.pipeline_loader import NoBatch, StageLoader, images_and_rest, stage_loader
 from cnnstrategies.strategies.pipeline_step import HandOver, clip_by_joint_norm
+from cnnstrategies.strategies.pipeline_summary import summarise_whole
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -179,6 +186,7 @@ class HybridPipelineStrategy(DDPStrategy):
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         self._divide(trainer, network)
         self.model_to_device()
         self._divided_module.divide_optimizers(self.optimizers)
@@ -234,6 +242,8 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
+        if not self._loss_checked:
+            warn_of_small_microbatches(self._divided_module.network, batch.split)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         with self.precision_plugin.train_step_context():
@@ -365,6 +375,26 @@ class HybridPipelineStrategy(DDPStrategy):
         if self._divided is not None and self._divided.averages and "current_model_state" in checkpoint:
             checkpoint["state_dict"] = self._divided.whole_state(checkpoint["state_dict"])
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # In words
+
+    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
+        """Microbatches and stages, for a panel.
+
+        Args:
+            batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
+        """
+        configured = self.request.microbatches is not None
+        return describe_pipeline(self._pipeline, self.request.schedule, configured, batch_size)
+
+    def differences(self, batch_size: int | None) -> list[str]:
+        """What is different from one device, a line each; see :meth:`describe`."""
+        return differences_of_pipeline(self._pipeline, self.request.batch_norm, batch_size)
+
+    @property
+    def device_parameters(self) -> list[int]:
+        """Number of parameters that each stage's devices hold."""
+        return stage_parameters(self._pipeline)
 
     # The end
 
