@@ -14,6 +14,7 @@ from conftest import ROOT
 from PIL import Image
 
 from cnnstrategies import ImageClassifier
+from cnnstrategies.cli import CLI, main
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 
@@ -125,10 +126,6 @@ ERRORS = {
     "bad interpolation": (["--model.init_args.num_classes=${trainer.nope}"], ["trainer.nope", "not found"]),
     "wrong class count": (["--model.init_args.num_classes=7"], ["num_classes=7", "DigitsDataModule has 10"]),
     "both batch sizes": (["--data.init_args.batch_size=32"], ["batch_size=32", "global_batch_size=64", "null"]),
-    "global batch": (
-        ["--trainer.strategy=ddp_fork", "--trainer.devices=3"],
-        ["global_batch_size=64", "3 processes that load", "63 or 66"],
-    ),
     "global batch and accumulation": (
         ["--trainer.accumulate_grad_batches=3"],
         ["global_batch_size=64", "accumulate_grad_batches=3", "63 or 66"],
@@ -184,6 +181,15 @@ def test_a_mistake_that_a_rank_meets_is_one_line_too(strategy):
     assert ended.returncode == 2, ended.stderr
     assert len(lines) == 1
     assert "Traceback" not in ended.stderr.replace(lines[0], "")
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_before_processes_start(monkeypatch, quick, capsys):
+    monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: pytest.fail("it was started"))
+    monkeypatch.setattr(sys, "argv", ["cnnstrategies", "fit", *quick, "--trainer.devices=3"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "global_batch_size=64 does not divide evenly by 3 processes" in capsys.readouterr().err
 
 
 def test_a_mistake_in_a_file_is_named_too(run_cli, quick):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import CIFAR10DataModule, DigitsDataModule, SyntheticDataModule
-from cnnstrategies.data.batch_size import division, share
+from cnnstrategies.data.batch_size import share
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 
@@ -40,11 +40,11 @@ def test_the_quickstart_makes_the_same_steps_under_every_strategy():
         data = DigitsDataModule(**options)
         data.trainer = run
         data.setup("fit")
-        loading, accumulated = division(run)
+        loading, accumulated = run.distributed_sampler_kwargs or {"num_replicas": 1}, run.accumulate_grad_batches
         assert len(data.train_dataloader()) == 18 * accumulated, name
         first = next(iter(data.train_dataloader()))
         assert len(first[0]) == data.batch_size, name
-        assert data.batch_size * loading * accumulated == 64, name
+        assert data.batch_size * loading["num_replicas"] * accumulated == 64, name
         # In evaluation too.
         assert max(len(images) for images, _ in data.val_dataloader()) <= data.batch_size, name
 
