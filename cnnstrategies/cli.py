@@ -20,13 +20,13 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
-import cnnstrategies.data  # noqa: F401  # jsonargparse knows imported classes by their short names
 from cnnstrategies.callbacks import (
     EpochMetrics,
     GracefulStop,
     PredictionWriter,
     SamplesPerSecond,
     ServerTraffic,
+    StartPanel,
     TrainingSummary,
 )
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
@@ -46,6 +46,7 @@ from cnnstrategies.cluster.environment import environment_plugins, local_rank
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_name
+from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
@@ -82,8 +83,9 @@ class ArgumentParser(LightningArgumentParser):
 class CLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict`` from YAML.
 
-    Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, samples/s, a summary
-    with curves, and predictions as CSV. A callback in ``trainer.callbacks`` replaces the default of its class.
+    Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, a panel at the start in
+    place of ModelSummary, samples/s, a summary with curves, and predictions as CSV. A callback in ``trainer.callbacks``
+    replaces the default of its class.
     """
 
     def __init__(self) -> None:
@@ -118,6 +120,8 @@ class CLI(LightningCLI):
                 "checkpoint.mode": "max",
                 "checkpoint.filename": "best",
                 "checkpoint.enable_version_counter": False,
+                # StartPanel counts the parameters too.
+                "trainer.enable_model_summary": False,
             }
         )
         parser.add_class_arguments(PredictionWriter, "predictions")
@@ -161,6 +165,8 @@ class CLI(LightningCLI):
             self.model.check_data(self.datamodule)
             if local_rank() == 0:
                 check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))
+        if isinstance(self.datamodule, ImageDataModule) and self.trainer is not None:
+            self.datamodule.check_trainer(self.trainer)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
@@ -171,6 +177,7 @@ class CLI(LightningCLI):
         plugins += environment_plugins(plugins)
         callbacks = _as_list(config.trainer.callbacks)
         defaults: list[Callback] = [
+            StartPanel(),
             EpochMetrics(),
             SamplesPerSecond(),
             ServerTraffic(),

@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cnnstrategies.cli import CLI, ArgumentParser
+from cnnstrategies.data import ImageDataModule
+from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.pipeline.costs import Link
 from cnnstrategies.pipeline.layout import stage_costs
 from cnnstrategies.pipeline.link import measure_local_link
+from cnnstrategies.pipeline.microbatches import default_microbatches
 from cnnstrategies.pipeline.plan import Plan, make_plan
 from cnnstrategies.pipeline.plan_table import plan_table, summary
 from cnnstrategies.pipeline.profiling import profile
@@ -29,7 +33,7 @@ from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import find_cut, trace
-from cnnstrategies.strategies.pipeline_layout import DEFAULT_MICROBATCHES, LayoutRequest
+from cnnstrategies.strategies.pipeline_layout import LayoutRequest
 from cnnstrategies.trainer import Trainer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -42,8 +46,8 @@ class PlanOptions:
     Attributes:
         search: Choose stages and replicas too, for the configuration's devices. Done anyway where the strategy is not
             a hybrid pipeline.
-        batch_size: Samples of a step over all devices; the data's batch_size for each replica of the first stage
-            when left out.
+        batch_size: Samples of a batch over all devices; when left out, the data's global_batch_size (of which
+            accumulate_grad_batches are made), or its batch_size for each replica of the first stage.
         bandwidth: Of the connection between two devices, in Mbit/s; measured between two processes of this machine
             when left out.
         latency: Of that connection, in ms.
@@ -143,12 +147,16 @@ def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, op
     asked = _asked(trainer.strategy)
     traced = trace(network.to(device))
     replicas = asked.replicas_on(devices) if asked and not options.search else None
+    loading = replicas[0] if replicas else devices
+    _load_one_share(data, options.batch_size, loading, int(trainer.accumulate_grad_batches))
     images, per_replica = _images(data)
-    batch = options.batch_size or per_replica * (replicas[0] if replicas else devices)
+    batch = options.batch_size or per_replica * loading
     if asked and (replicas or asked.microbatches):
-        microbatches = asked.microbatches or asked.microbatches_on(devices)
+        microbatches = asked.microbatches_on(devices, network, batch // loading)
     else:
-        microbatches = DEFAULT_MICROBATCHES * devices
+        # The layout is not known yet: as for a stage on each device, and enough for as many replicas.
+        usual = default_microbatches((1,) * devices, batch if has_batch_norm(network) else None)
+        microbatches = max(devices, usual)
     size = max(1, batch // microbatches)
     if device.type == "cpu":
         # What a launcher of several processes on this machine would leave to each.
@@ -207,6 +215,13 @@ def _device(accelerator: Any) -> torch.device:
             "there, or plan for --trainer.accelerator cpu"
         )
     return found
+
+
+def _load_one_share(data: LightningDataModule, batch_size: int | None, loading: int, accumulated: int) -> None:
+    """Have this process, where no trainer divides a global batch, load what one of the run's processes would."""
+    if isinstance(data, ImageDataModule) and data.global_batch_size is not None:
+        own = share(data.global_batch_size, loading, accumulated) if batch_size is None else batch_size // loading
+        data.global_batch_size = max(1, own)
 
 
 def _images(data: LightningDataModule) -> tuple[Tensor, int]:

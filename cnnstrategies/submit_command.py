@@ -23,6 +23,8 @@ from cnnstrategies.cluster.job import Size, job_size, sbatch_script
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version
 from cnnstrategies.cluster.submit import submit
+from cnnstrategies.data import ImageDataModule
+from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
@@ -194,8 +196,12 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> bool:
     strategy = cli.config_init.trainer.strategy
     if isinstance(strategy, str) and strategy in StrategyRegistry:
         strategy = StrategyRegistry.get(strategy)
+    loading = size.tasks
     if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
         strategy.request.check(check_module(cli.model), size.tasks)
+        loading = strategy.request.replicas_on(size.tasks)[0]
+    if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:
+        share(cli.datamodule.global_batch_size, loading, cli.config.trainer.accumulate_grad_batches)
     if server_nodes and (isinstance(asked, str) or not isinstance(strategy, ParameterServerStrategy)):
         name = asked if isinstance(asked, str) else asked.class_path.rpartition(".")[2]
         raise ConfigurationError(

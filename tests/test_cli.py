@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import panels
 import pytest
 import torch
 import yaml
@@ -13,6 +14,7 @@ from conftest import ROOT
 from PIL import Image
 
 from cnnstrategies import ImageClassifier
+from cnnstrategies.cli import CLI, main
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 
@@ -21,6 +23,7 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     """One trained checkpoint serves every other subcommand, on any number of processes; in float64 they agree."""
     code, output = run_cli("fit", *quick, "--trainer.max_epochs=4")
     assert code == 0, output
+    assert panels.rows(output) == panels.rows((ROOT / "docs/get-started.md").read_text())
     log_dir = CHECKPOINTS.parent
     assert (log_dir / "config.yaml").exists()
     assert "Training summary" in output
@@ -80,6 +83,7 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
     config = yaml.safe_load(output)
     assert config["data"]["class_path"] == "cnnstrategies.data.SyntheticDataModule"
     assert config["trainer"]["devices"] == 1
+    assert config["trainer"]["enable_model_summary"] is False, "there is the start panel"
     # Interpolation follows the override, in another file than the value's.
     assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 7
     assert config["model"]["init_args"]["network"]["init_args"]["num_classes"] == 1000
@@ -125,6 +129,11 @@ ERRORS = {
         ["--model.init_args.network.init_args.num_classes=1000"],
         ["gives 1000 logits", "num_classes=10", "model.init_args.network", "model.init_args.num_classes=1000"],
     ),
+    "both batch sizes": (["--data.init_args.batch_size=32"], ["batch_size=32", "global_batch_size=64", "null"]),
+    "global batch and accumulation": (
+        ["--trainer.accumulate_grad_batches=3"],
+        ["global_batch_size=64", "accumulate_grad_batches=3", "63 or 66"],
+    ),
     "missing download": (
         ["--data=CIFAR10DataModule", "--data.init_args.download=false"],
         ["CIFAR10", "datasets", "data.init_args.root"],
@@ -158,7 +167,7 @@ def test_a_mistake_that_a_rank_meets_is_one_line_too(strategy):
     for index in range(4):
         Image.new("RGB", (40, 40)).save(folder / f"{index}.png")
     (folder / "3.png").write_bytes(b"broken")
-    data = ["root=images", "image_size=32", "batch_size=2", "num_workers=0"]
+    data = ["root=images", "image_size=32", "global_batch_size=4", "num_workers=0"]
     model = ["num_classes=2", "network.init_args.in_channels=3"]
     command = [
         sys.executable,
@@ -177,6 +186,15 @@ def test_a_mistake_that_a_rank_meets_is_one_line_too(strategy):
     assert ended.returncode == 2, ended.stderr
     assert len(lines) == 1
     assert "Traceback" not in ended.stderr.replace(lines[0], "")
+
+
+def test_a_global_batch_that_does_not_divide_is_refused_before_processes_start(monkeypatch, quick, capsys):
+    monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: pytest.fail("it was started"))
+    monkeypatch.setattr(sys, "argv", ["cnnstrategies", "fit", *quick, "--trainer.devices=3"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "global_batch_size=64 does not divide evenly by 3 processes" in capsys.readouterr().err
 
 
 def test_a_mistake_in_a_file_is_named_too(run_cli, quick):

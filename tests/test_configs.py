@@ -26,11 +26,11 @@ HERE = [
     "--trainer.enable_checkpointing=false",
 ]
 SYNTHETIC = ["--data=SyntheticDataModule", "--data.init_args.num_samples=40", "--data.init_args.image_size=64"]
-FEW = ["--data.init_args.batch_size=4"]
+FEW = ["--data.init_args.global_batch_size=4"]
 NO_WORKERS = ["--data.init_args.num_workers=0"]
 COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
 TWO, FOUR = ["--trainer.devices=2"], ["--trainer.devices=4"]
-SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.batch_size=12"]
+SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.global_batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
 ARGS = {
     "quickstart.yaml": TWO,
@@ -72,7 +72,7 @@ ARGS = {
     "strategy/ddp_powersgd.yaml": TWO,
     "strategy/ddp_spawn.yaml": TWO,
     "strategy/hybrid_pipeline.yaml": TWO,
-    "strategy/hybrid_pipeline_uneven.yaml": FOUR,
+    "strategy/hybrid_pipeline_uneven.yaml": [*FOUR, "--data.init_args.global_batch_size=60"],
     "strategy/parameter_server.yaml": TWO,
     "strategy/parameter_server_async.yaml": TWO,
     "strategy/parameter_server_local.yaml": TWO,

@@ -1,6 +1,7 @@
 """``cnnstrategies plan`` on the configurations that users start from."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def test_prints_the_stages_and_writes_picture_and_trace(tmp_path: Path, capsys: 
     assert "stage 0: block1" in text
     assert "on 2 devices" in text
     assert "ata parallel" in text
+    assert "for 64 samples" in text, "the global batch, whatever the devices"
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert json.loads(trace.read_text())["traceEvents"]
 
@@ -46,5 +48,19 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
     main([f"--{name}={value}" for name, value in arguments.items()])
     text = capsys.readouterr().out
     assert "stage 0: block1_0_0 to pool1" in text
-    assert "for 60 samples" in text, "2 replicas of the first stage load 32 each; 6 equal microbatches hold 60"
+    assert "for 60 samples" in text, "of the global batch of 64, 6 equal microbatches hold 60"
     assert "on 3 devices, gpipe" in " ".join(text.split())
+
+
+def test_microbatches_are_those_of_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", QUICKSTART, "--bandwidth", "1000", "--trainer.strategy", "hybrid_pipeline"]
+    for sizes, expected in (
+        (["--data.init_args.global_batch_size=32"], "for 32 samples .* with 4 microbatches"),
+        (["--trainer.accumulate_grad_batches=2"], "for 32 samples .* with 4 microbatches"),
+        (
+            ["--data.init_args.batch_size=16", "--data.init_args.global_batch_size=null"],
+            "for 16 .* with 2 microbatches",
+        ),
+    ):
+        main([*arguments, *sizes])
+        assert re.search(expected, " ".join(capsys.readouterr().out.split())), sizes

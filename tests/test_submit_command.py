@@ -69,6 +69,11 @@ REFUSED = {
         "leave out endpoints",
     ),
     "nodes disagree with the layout": ([HYBRID, *TWO_NODES], r"replicas=\[3, 1\] need 4 devices, but there are 2"),
+    "global batch": ([QUICKSTART, "--trainer.num_nodes=3"], "by 6 processes that load: use 60 or 66"),
+    "global batch of a pipeline": (
+        [HYBRID, "--trainer.num_nodes=4", "--trainer.devices=1", "--data.init_args.global_batch_size=64"],
+        "by 3 processes that load: use 63 or 66",
+    ),
     "nodes disagree with an option of sbatch": ([QUICKSTART, '--cluster.sbatch=["--nodes=3"]'], "could disagree"),
     "own processes": ([QUICKSTART, "--trainer.strategy=ddp_spawn"], "starts its processes itself"),
     "no checkpoints": ([QUICKSTART, "--trainer.enable_checkpointing=false"], "from the beginning each time"),

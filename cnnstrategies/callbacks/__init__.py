@@ -5,6 +5,7 @@ from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.pruning import Pruning
+from cnnstrategies.callbacks.start_panel import StartPanel
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
@@ -18,6 +19,7 @@ __all__ = [
     "Pruning",
     "SamplesPerSecond",
     "ServerTraffic",
+    "StartPanel",
     "StepProfile",
     "TrainingSummary",
 ]

@@ -5,11 +5,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rich.console import Console
-from rich.table import Table
 from typing_extensions import override
 
 from cnnstrategies.callbacks.curves import draw_curves
+from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 
 
@@ -35,14 +34,12 @@ class TrainingSummary(Callback):
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         if not trainer.is_global_zero or debugging or not self.history:
             return
-        table = Table(title="Training summary", show_header=False, title_justify="left")
-        for name, text in self._rows(trainer):
-            table.add_row(name, text)
+        rows = self._rows(trainer)
         if log_dir is not None:
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)
-            table.add_row("curves", str(path))
-        Console(soft_wrap=True).print(table)
+            rows.append(("curves", relative(str(path))))
+        print_table("Training summary", rows)
 
     def _rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         rows = []
@@ -54,10 +51,11 @@ class TrainingSummary(Callback):
                 rows.append((name, f"{last:.4f} at the end, best {values[epoch]:.4f} in epoch {epoch}"))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
             if isinstance(callback, SamplesPerSecond) and callback.mean is not None:
-                rows.append(("samples/s", f"{callback.mean:,.0f} over {trainer.world_size} processes"))
+                processes = "1 process" if trainer.world_size == 1 else f"{trainer.world_size} processes"
+                rows.append(("samples/s", f"{callback.mean:,.0f} over {processes}"))
         checkpoint = trainer.checkpoint_callback
         if isinstance(checkpoint, ModelCheckpoint) and checkpoint.best_model_path:
-            rows.append(("checkpoint", checkpoint.best_model_path))
+            rows.append(("checkpoint", relative(checkpoint.best_model_path)))
         return rows
 
     @override

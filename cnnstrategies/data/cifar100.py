@@ -11,7 +11,8 @@ class CIFAR100DataModule(TorchvisionDataModule):
     Args:
         root: Directory of the data set.
         download: Download it when it is not there.
-        batch_size: Samples per batch and process.
+        batch_size: Samples per batch and process; by default 128.
+        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation.
         augment: Mirror training images and shift them by up to 4 pixels.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.

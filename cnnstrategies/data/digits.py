@@ -24,7 +24,8 @@ class DigitsDataModule(ImageDataModule):
     for validation.
 
     Args:
-        batch_size: Samples per batch and process.
+        batch_size: Samples per batch and process; by default 64.
+        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation.
         augment: Shift training images by up to one pixel.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
@@ -34,12 +35,14 @@ class DigitsDataModule(ImageDataModule):
         pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
     """
 
+    default_batch_size = 64
     num_classes = 10
     image_shape = (1, 8, 8)
 
     def __init__(
         self,
-        batch_size: int = 64,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
         val_split: float = 0.2,
         augment: bool = True,
         num_workers: int = 0,
@@ -48,7 +51,7 @@ class DigitsDataModule(ImageDataModule):
         persistent_workers: bool = True,
         pin_memory: bool | None = None,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory)
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
         self.val_split = val_split
         self.class_names = [str(digit) for digit in range(10)]
         self.eval_transform = to_normalised(mean=[0.3], std=[0.38])

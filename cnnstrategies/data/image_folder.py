@@ -46,7 +46,8 @@ class ImageFolderDataModule(ImageDataModule):
         on_broken: ``refuse`` stops at the first file that cannot be decoded, when its turn comes, and names it.
             ``skip`` decodes all files before the first run (later only new and changed ones), names the broken ones
             and leaves them out, so that every rank knows the same data set and has the same number of batches.
-        batch_size: Samples per batch and process.
+        batch_size: Samples per batch and process; by default 32.
+        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
         augment: Crop training images at random and mirror them.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
@@ -66,7 +67,8 @@ class ImageFolderDataModule(ImageDataModule):
         image_size: int = 224,
         resize: int | None = None,
         on_broken: OnBroken = "refuse",
-        batch_size: int = 32,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
         num_workers: int = 4,
@@ -75,7 +77,7 @@ class ImageFolderDataModule(ImageDataModule):
         persistent_workers: bool = True,
         pin_memory: bool | None = None,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory)
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
         self.root = Path(root)
         self.on_broken = on_broken
         self.val_split = val_split

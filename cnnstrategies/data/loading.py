@@ -139,7 +139,7 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         if changed:
             raise ConfigurationError(
                 f"the checkpoint is from within epoch {resume['epoch']}, after {resume['served']} batches, and this "
-                f"run makes other batches ({', '.join(changed)}): restore them (global_batch_size is "
-                "data.init_args.batch_size x processes) or resume from a checkpoint of an epoch's end"
+                f"run makes other batches ({', '.join(changed)}): restore them (samples_per_batch is over all "
+                "processes, of each of the accumulated batches) or resume from a checkpoint of an epoch's end"
             )
         return resume["served"]

@@ -1,13 +1,14 @@
 """What the data modules share: loaders, sharding and the attributes that the rest of the package reads."""
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor
 
+from cnnstrategies.data.batch_size import division, share
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, TensorSource, Transform
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
 from cnnstrategies.errors import ConfigurationError
@@ -24,6 +25,7 @@ class ImageDataModule(LightningDataModule):
         num_classes: Number of classes.
         class_names: Name of each class.
         image_shape: (C, H, W) of one image.
+        default_batch_size: ``batch_size`` where neither that nor ``global_batch_size`` is given.
 
     Args:
         batch_size: Samples per batch and process.
@@ -33,11 +35,15 @@ class ImageDataModule(LightningDataModule):
         persistent_workers: Keep the workers from epoch to epoch.
         pin_memory: Copy batches to pinned memory first, which speeds up the transfer to a GPU; by default where the
             accelerator is not the CPU.
+        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``: it stays the
+            same whatever the strategy and the number of devices. Each process that loads (under a pipeline those of the
+            first stage) takes its share, divided by ``trainer.accumulate_grad_batches``; in evaluation too.
 
     Raises:
-        ConfigurationError: A number is out of its range.
+        ConfigurationError: A number is out of its range, or both sizes are given.
     """
 
+    default_batch_size: ClassVar[int] = 32
     num_classes: int
     class_names: list[str]
     image_shape: tuple[int, int, int]
@@ -50,24 +56,64 @@ class ImageDataModule(LightningDataModule):
 
     def __init__(
         self,
-        batch_size: int,
+        batch_size: int | None,
         num_workers: int,
         seed: int,
         drop_last: bool,
         persistent_workers: bool,
         pin_memory: bool | None,
+        global_batch_size: int | None = None,
     ) -> None:
         super().__init__()
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size={batch_size}: a batch needs at least 1 sample")
+        if batch_size is not None and global_batch_size is not None:
+            raise ConfigurationError(
+                f"batch_size={batch_size} (per process) and global_batch_size={global_batch_size} (of all processes): "
+                "give one of them, and set the other to null"
+            )
+        for name, size in (("batch_size", batch_size), ("global_batch_size", global_batch_size)):
+            if size is not None and size < 1:
+                raise ConfigurationError(f"{name}={size}: a batch needs at least 1 sample")
         if num_workers < 0:
             raise ConfigurationError(f"num_workers={num_workers} is negative; 0 loads in the training process")
-        self.batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self._batch_size = self.default_batch_size if batch_size is None else batch_size
         self.num_workers = num_workers
         self.seed = seed
         self.drop_last = drop_last
         self.persistent_workers = persistent_workers
         self.pin_memory = pin_memory
+
+    @property
+    def batch_size(self) -> int:
+        """Samples per batch and process.
+
+        Raises:
+            ConfigurationError: The trainer's processes cannot share the global batch evenly.
+        """
+        return self._share_under(self.trainer)
+
+    @batch_size.setter
+    def batch_size(self, size: int) -> None:
+        # Lightning's BatchSizeFinder sets it.
+        if self.global_batch_size is not None:
+            raise ConfigurationError(
+                f"batch_size={size} is to be set, but global_batch_size={self.global_batch_size} says what it is: "
+                "leave that out to have a batch size found"
+            )
+        self._batch_size = size
+
+    def check_trainer(self, trainer: Trainer) -> None:
+        """Refuse a trainer whose processes cannot share the global batch evenly; before they are started.
+
+        Raises:
+            ConfigurationError: They cannot; the message names global batches that they can.
+        """
+        self._share_under(trainer)
+
+    def _share_under(self, trainer: Trainer | None) -> int:
+        if self.global_batch_size is None:
+            return self._batch_size
+        return share(self.global_batch_size, *division(trainer))
 
     @abstractmethod
     def setup(self, stage: str) -> None:

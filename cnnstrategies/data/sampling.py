@@ -42,21 +42,21 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
     def __init__(self, size: int, batch_size: int, seed: int, num_replicas: int, rank: int, drop_last: bool) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.size = size
-        self.global_batch_size = batch_size * num_replicas
+        self.samples_per_batch = batch_size * num_replicas
         self.skip = 0
         if len(self) == 0:
             raise ConfigurationError(
                 f"{size} training samples do not fill one global batch of {batch_size} x {num_replicas} processes: "
-                "lower batch_size or set drop_last to false"
+                "lower the batch size or set drop_last to false"
             )
 
     def identity(self) -> dict[str, int]:
         """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
-        return {"samples": self.size, "global_batch_size": self.global_batch_size, "seed": self.seed}
+        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed}
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
-        whole, rest = divmod(self.size, self.global_batch_size)
+        whole, rest = divmod(self.size, self.samples_per_batch)
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[BatchRequest]:
@@ -64,7 +64,7 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
         permutation = torch.randperm(self.size, generator=generator).tolist()
         for batch in range(self.skip, len(self)):
-            shared = permutation[batch * self.global_batch_size : (batch + 1) * self.global_batch_size]
+            shared = permutation[batch * self.samples_per_batch : (batch + 1) * self.samples_per_batch]
             while len(shared) < self.num_replicas:
                 shared = shared + shared[: self.num_replicas - len(shared)]
             seed = mixed_seed(self.seed, self.epoch, batch, self.rank)

@@ -21,6 +21,7 @@ class TorchvisionDataModule(ImageDataModule):
     and predict; ``val_split`` of the training images is for validation.
     """
 
+    default_batch_size = 128
     dataset_class: ClassVar[type[VisionDataset]]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
@@ -31,7 +32,8 @@ class TorchvisionDataModule(ImageDataModule):
         self,
         root: Path = Path("datasets"),
         download: bool = True,
-        batch_size: int = 128,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
         num_workers: int = 2,
@@ -40,7 +42,7 @@ class TorchvisionDataModule(ImageDataModule):
         persistent_workers: bool = True,
         pin_memory: bool | None = None,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory)
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
         self.root = root
         self.download = download
         self.val_split = val_split

@@ -15,6 +15,12 @@ BatchNormMode = Literal["microbatch", "deferred"]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
+def has_batch_norm(network: nn.Module) -> bool:
+    """Whether a network, in the modes that its layers are in, normalises over the samples that it sees together."""
+    layers = (layer for layer in network.modules() if isinstance(layer, BATCH_NORMS))
+    return any(layer.training or not layer.track_running_stats for layer in layers)
+
+
 class RunningStatistics:
     """Keeps the running statistics of a stage's BatchNorm layers, on all its replicas alike.
 

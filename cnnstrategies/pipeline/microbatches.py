@@ -7,6 +7,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+PER_STAGE_AND_REPLICA = 4
+NORMALISED_TOGETHER = 8  # Images of which mean and variance are still worth something.
+
 
 @dataclass(frozen=True)
 class Split:
@@ -77,3 +80,23 @@ class Split:
         result = torch.empty_like(joined)
         result[self.positions.to(joined.device)] = joined
         return result
+
+
+def default_microbatches(replicas: Sequence[int], samples: int | None = None) -> int:
+    """Microbatches of a step where the user names none.
+
+    4 for each stage and replica of the widest stage. A network with batch normalisation gets fewer where they would be
+    too small: so many that each has at least 8 samples, as long as no replica is without one.
+
+    Args:
+        replicas: Replicas of each stage.
+        samples: Samples of a batch in each replica of the first stage, where the network has batch normalisation;
+            None where it has none, or where they are not known.
+    """
+    widest = max(replicas)
+    microbatches = PER_STAGE_AND_REPLICA * len(replicas) * widest
+    if samples is not None:
+        microbatches = min(microbatches, replicas[0] * (samples // NORMALISED_TOGETHER))
+        # As many for each replica of the widest stage.
+        microbatches = max(widest, microbatches // widest * widest)
+    return microbatches

@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 Compression = Literal["fp16", "bf16", "powersgd"]
 CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
@@ -50,6 +51,7 @@ class CompressedDDPStrategy(DDPStrategy):
             raise ConfigurationError("ddp_comm_hook: this strategy brings its own hook; use strategy ddp with yours")
         super().__init__(**kwargs)
         self.compression = compression
+        self.strategy_name = f"ddp_{compression}"
         self.powersgd_rank = powersgd_rank
         self.powersgd_start = powersgd_start
 
@@ -66,3 +68,17 @@ class CompressedDDPStrategy(DDPStrategy):
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         else:
             self.model.register_comm_hook(None, CASTS[self.compression])
+
+    def differences(self, batch_size: int | None) -> list[str]:
+        """What is different from one device, a line each, for a panel.
+
+        Args:
+            batch_size: Samples of a process's batch; None where they are not known.
+        """
+        if self.compression == "powersgd":
+            sent = f"rank-{self.powersgd_rank} factors from step {self.powersgd_start} on"
+        else:
+            sent = self.compression
+        assert self.lightning_module is not None
+        own = [f"gradients are sent as {sent}"]
+        return own + differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)

@@ -31,17 +31,24 @@ from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import has_refused
 from cnnstrategies.strategies.divided_module import DividedModule
 from cnnstrategies.strategies.pipeline_contract import check_loss, check_module, check_optimizers
+from cnnstrategies.strategies.pipeline_description import (
+    describe_pipeline,
+    differences_of_pipeline,
+    stage_parameters,
+    warn_of_small_microbatches,
+)
 from cnnstrategies.strategies.pipeline_layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.pipeline_loader import NoBatch, StageLoader, images_and_rest, stage_loader
 from cnnstrategies.strategies.pipeline_step import HandOver, clip_by_joint_norm
+from cnnstrategies.strategies.pipeline_summary import summarise_whole
 
 
 class HybridPipelineStrategy(DDPStrategy):
     """Data and pipeline parallel: stages of the network on different devices, each replicated as often as it needs.
 
-    Each replica of the first stage loads batches as a DDP process does, so the global batch is ``batch_size`` times
-    the first stage's replicas; the other ranks load nothing. It is cut into microbatches, and microbatch m runs on
-    replica ``m mod R`` of a stage with R replicas. The gradients are means over the samples of the global batch.
+    Each replica of the first stage loads batches as a DDP process does; the other ranks load nothing. The global batch,
+    which the batches of these replicas make, is cut into microbatches, and microbatch m runs on replica ``m mod R`` of
+    a stage with R replicas. The gradients are means over the samples of the global batch.
 
     On every rank the module's steps see the same: the targets of the global batch, its images only by shape, and from
     ``self.network(images)`` the outputs for it, sent from the last stage. So what they log is the same everywhere and
@@ -52,7 +59,9 @@ class HybridPipelineStrategy(DDPStrategy):
         replicas: Replicas of each stage; by default all devices are shared out evenly.
         cuts: Names of modules after which the network is cut; by default the cuts with the least predicted step time,
             from a profile taken when the run starts.
-        microbatches: Microbatches of a global batch; by default 4 for each stage and replica of the widest stage.
+        microbatches: Microbatches of a global batch; by default 4 for each stage and replica of the widest stage. Where
+            the network has batch normalisation, so many that each has at least 8 samples, if the data module says with
+            ``batch_size`` how many a process loads.
         schedule: ``1f1b``, or ``gpipe``, which holds the activations of all microbatches.
         memory_limit: Bytes that a device may hold, for automatic cuts.
         batch_norm: Running statistics as after one full batch (``deferred``) or after the microbatches in turn
@@ -185,6 +194,7 @@ class HybridPipelineStrategy(DDPStrategy):
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         self._divide(trainer, network)
         self.model_to_device()
         if fitting:
@@ -243,6 +253,8 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
+        if not self._loss_checked:
+            warn_of_small_microbatches(self._divided_module.network, batch.split)
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         with self.precision_plugin.train_step_context():
@@ -388,6 +400,26 @@ class HybridPipelineStrategy(DDPStrategy):
                 f"were started by {self._start_method}; resume from a checkpoint that was saved during fit"
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    # In words
+
+    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
+        """Microbatches and stages, for a panel.
+
+        Args:
+            batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
+        """
+        configured = self.request.microbatches is not None
+        return describe_pipeline(self._pipeline, self.request.schedule, configured, batch_size)
+
+    def differences(self, batch_size: int | None) -> list[str]:
+        """What is different from one device, a line each; see :meth:`describe`."""
+        return differences_of_pipeline(self._pipeline, self.request.batch_norm, batch_size)
+
+    @property
+    def device_parameters(self) -> list[int]:
+        """Number of parameters that each stage's devices hold."""
+        return stage_parameters(self._pipeline)
 
     # The end
 

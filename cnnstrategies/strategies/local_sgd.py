@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 
 class LocalSGDStrategy(DDPStrategy):
@@ -92,6 +93,17 @@ class LocalSGDStrategy(DDPStrategy):
         """The average of the ranks' weights, which each rank also goes on with; called on every rank."""
         self._average()
         return super().lightning_module_state_dict()
+
+    def differences(self, batch_size: int | None) -> list[str]:
+        """What is different from one device, a line each, for a panel.
+
+        Args:
+            batch_size: Samples of a process's batch; None where they are not known.
+        """
+        assert self.lightning_module is not None
+        begin = f"after step {self.start} " if self.start else ""
+        own = [f"{begin}each process makes its own steps", f"weights are averaged every {self.sync_every} steps"]
+        return own + differences_of_replicas(self.lightning_module, self.world_size, batch_size, RANK_ZERO)
 
     def _average(self) -> None:
         # DDP wraps the model in fit only.

@@ -18,6 +18,7 @@ from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression
 from cnnstrategies.strategies.parameter_server_base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server_buffers import average_buffers, take_state_of_rank_zero
+from cnnstrategies.strategies.parameter_server_description import describe_servers, differences_of_servers
 from cnnstrategies.strategies.parameter_server_loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server_options import (
     Dispatch,
@@ -323,6 +324,28 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time."""
         return self.options.mode in ("sync", "local") or (self.options.mode == "ssp" and not self.options.staleness)
+
+    # In words
+
+    def describe(self, batch_size: int | None) -> list[tuple[str, str]]:
+        """Mode and servers, for a panel; there are none when the run does not train.
+
+        Args:
+            batch_size: Samples of a worker's batch; not needed here.
+        """
+        assert self._trainer is not None
+        assert isinstance(self.lightning_module, LightningModule)
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return []
+        shape = self.options.specification(self.lightning_module, self.optimizers[0], self.num_nodes, self.world_size)
+        return describe_servers(self.options, shape, self.num_nodes)
+
+    def differences(self, batch_size: int | None) -> list[str]:
+        """What is different from one device, a line each; see :meth:`describe`."""
+        assert self._trainer is not None
+        assert isinstance(self.lightning_module, LightningModule)
+        accumulated = self._trainer.accumulate_grad_batches
+        return differences_of_servers(self.options, self.lightning_module, self.world_size, batch_size, accumulated)
 
     @override
     def leave_run(self) -> None:

@@ -100,7 +100,7 @@ class BatchDispatch:
         workers = self._group.world_size
         if batches < workers:
             raise ConfigurationError(
-                f"an epoch has {batches} batches for {workers} workers: lower batch_size so that each gets one"
+                f"an epoch has {batches} batches for {workers} workers: lower the batch size so that each gets one"
             )
         self.seen = self.processed = 0
         self._group.collectives.begin_epoch(epoch, batches, 1)

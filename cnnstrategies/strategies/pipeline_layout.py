@@ -10,9 +10,10 @@ from lightning.pytorch import Trainer
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batchnorm import BatchNormMode
+from cnnstrategies.pipeline.batchnorm import BatchNormMode, has_batch_norm
 from cnnstrategies.pipeline.choose import choose_layout
 from cnnstrategies.pipeline.engine import check_layout, divide_by_names
+from cnnstrategies.pipeline.microbatches import default_microbatches
 from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
 from cnnstrategies.pipeline.request import Request, even_replicas
 from cnnstrategies.pipeline.timetable import SCHEDULES, Schedule
@@ -20,7 +21,7 @@ from cnnstrategies.pipeline.tracing import cut_positions, trace
 
 BATCH_NORM = ("microbatch", "deferred")
 DEFAULT_STAGES = 2
-DEFAULT_MICROBATCHES = 4  # for each stage and replica of the widest stage
+USUAL_SAMPLES = 8  # of a batch in each replica of the first stage, for a profile where they are not known
 
 
 @dataclass(frozen=True)
@@ -97,10 +98,17 @@ class LayoutRequest:
         """
         return tuple(self.replicas) if self.replicas is not None else even_replicas(devices, self.stage_count)
 
-    def microbatches_on(self, devices: int) -> int:
-        """Microbatches of a global batch."""
-        replicas = self.replicas_on(devices)
-        return self.microbatches or DEFAULT_MICROBATCHES * len(replicas) * max(replicas)
+    def microbatches_on(self, devices: int, network: nn.Module, samples: int | None = None) -> int:
+        """Microbatches of a global batch.
+
+        Args:
+            devices: Devices of the run.
+            network: The whole network; batch normalisation wants larger ones.
+            samples: Samples of a batch in each replica of the first stage, where they are known.
+        """
+        if self.microbatches is not None:
+            return self.microbatches
+        return default_microbatches(self.replicas_on(devices), samples if has_batch_norm(network) else None)
 
     def check(self, network: nn.Module, devices: int) -> None:
         """Refuse what cannot run.
@@ -109,7 +117,7 @@ class LayoutRequest:
             ConfigurationError: Devices, replicas and microbatches do not fit together, or the network cannot be cut.
         """
         replicas = self.replicas_on(devices)
-        check_layout(self.stage_count - 1, replicas, self.microbatches_on(devices), devices)
+        check_layout(self.stage_count - 1, replicas, self.microbatches_on(devices, network), devices)
         places = len(cut_positions(trace(network)))
         if places < self.stage_count - 1:
             raise ConfigurationError(
@@ -126,10 +134,11 @@ class LayoutRequest:
             ConfigurationError: The size of the images is not known, or no layout fits into memory.
         """
         replicas = self.replicas_on(devices)
-        microbatches = self.microbatches_on(devices)
+        samples = _loaded_samples(trainer)
+        microbatches = self.microbatches_on(devices, network, samples)
         if self.cuts is not None or self.stage_count == 1:
             return ChosenLayout(self.cuts or [], replicas, microbatches)
-        images = _example(trainer, replicas[0], microbatches)
+        images = _example(trainer, (samples or USUAL_SAMPLES) * replicas[0] // microbatches)
         chosen: list[Any] = [None]
         if trainer.global_rank == 0:
             request = Request(
@@ -152,8 +161,14 @@ class LayoutRequest:
         return ChosenLayout(chosen[0], replicas, microbatches)
 
 
-def _example(trainer: Trainer, loaders: int, microbatches: int) -> Tensor:
-    """One microbatch of noise of the images' size."""
+def _loaded_samples(trainer: Trainer) -> int | None:
+    """Samples of a batch of one process, if the data module says so: its loaders are not made yet."""
+    size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _example(trainer: Trainer, size: int) -> Tensor:
+    """One microbatch of noise of the images' size, with ``size`` images or the module's own example."""
     module = trainer.lightning_module
     datamodule = getattr(trainer, "datamodule", None)
     example = module.example_input_array
@@ -165,5 +180,4 @@ def _example(trainer: Trainer, loaders: int, microbatches: int) -> Tensor:
             "cuts are chosen by a profile, and the size of the images is not known: name the cuts, set "
             "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
         )
-    size = getattr(datamodule, "batch_size", 8) * loaders // microbatches
     return torch.randn(max(1, size), *shape)

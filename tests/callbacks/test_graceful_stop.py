@@ -132,7 +132,11 @@ def test_a_killed_rank_ends_the_others():
 
 def test_the_middle_of_an_accumulation_is_no_place_to_stop(run_cli, quick):
     """Checkpoints of every second step resume exactly too, with gradients accumulated over three batches."""
-    options = ["--trainer.max_epochs=2", "--trainer.accumulate_grad_batches=3"]
+    options = [
+        "--trainer.max_epochs=2",
+        "--trainer.accumulate_grad_batches=3",
+        "--data.init_args.global_batch_size=192",
+    ]
     every = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=4"]
     files = ["--trainer.callbacks.save_top_k=-1", "--trainer.callbacks.filename={step}"]
     code, output = run_cli("fit", *quick, *options, *every, *files, "--trainer.logger.init_args.name=whole")

@@ -197,7 +197,7 @@ def test_each_combination_of_a_sweep_is_a_task_of_an_array(slurm, run_cli):
 def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):
     """More nodes than there are: SLURM's own answer, in one line, and nothing is left behind."""
     os.environ |= slurm.environment
-    code, output = run_cli("submit", "fit", QUICKSTART, "--trainer.num_nodes=3", "--trainer.devices=1")
+    code, output = run_cli("submit", "fit", QUICKSTART, "--trainer.num_nodes=4", "--trainer.devices=1")
     assert code == 2
     line = output.splitlines()[-1]
     assert line.startswith("cnnstrategies: error: SLURM refuses the job: ")

@@ -27,7 +27,7 @@ def loader(workers=0, give_indices=False):
     )
 
 
-IDENTITY = {"samples": 50, "global_batch_size": 8, "seed": 3}
+IDENTITY = {"samples": 50, "samples_per_batch": 8, "seed": 3}
 
 
 def epoch(batches):

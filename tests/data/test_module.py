@@ -212,7 +212,7 @@ def test_a_resumed_run_sees_the_same_batches_bit_for_bit(uninterrupted, num_work
 
 def test_a_resume_within_an_epoch_with_another_global_batch_is_refused(uninterrupted):
     path = uninterrupted[1]["batch", 1, 4]
-    with pytest.raises(ConfigurationError, match=r"after 5 batches, .*global_batch_size was 4 and is 8"):
+    with pytest.raises(ConfigurationError, match=r"after 5 batches, .*samples_per_batch was 4 and is 8"):
         trainer(max_epochs=3).fit(Recorder(), datamodule=Numbered(batch_size=8), ckpt_path=path, weights_only=True)
 
 

@@ -1,9 +1,12 @@
 """The proof of a strategy: same seed, same global batch, same weights as one process."""
 
+import re
 from pathlib import Path
 
+import panels
 import pytest
 import torch
+from conftest import PlainCNN
 
 NETWORK = [
     # Without batch normalisation, whose statistics are those of each rank's part; in float64, so that the order of
@@ -15,17 +18,22 @@ NETWORK = [
     "--checkpoint.monitor=null",
 ]
 OPTIMIZERS = {
-    "sgd": [],
     "adamw": ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"],
     "clipping and accumulation": ["--trainer.gradient_clip_val=0.5", "--trainer.accumulate_grad_batches=2"],
 }
 
 
-def train(run_cli, quick, name, *args):
+ONE = ["--trainer.strategy=auto", "--trainer.devices=1"]
+
+
+def fit(run_cli, quick, name, *args):
     code, output = run_cli("fit", *quick, *NETWORK, f"--trainer.logger.init_args.name={name}", *args)
     assert code == 0, output
-    checkpoint = torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True)
-    return checkpoint["state_dict"]
+    return torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True), output
+
+
+def train(run_cli, quick, name, *args):
+    return fit(run_cli, quick, name, *args)[0]["state_dict"]
 
 
 def assert_equal(actual, expected, rtol):
@@ -35,12 +43,50 @@ def assert_equal(actual, expected, rtol):
         assert error <= rtol, f"{name}: relative error {error:.1e}"
 
 
+def test_one_line_changes_neither_the_weights_nor_the_steps(run_cli, quick):
+    """The quickstart's YAML, with another strategy and nothing else, and what each says at its start."""
+    lines = {
+        "one device": ONE,
+        **{name: [f"--trainer.strategy={name}_fork"] for name in ("ddp", "hybrid_pipeline", "parameter_server")},
+    }
+    runs = {name: fit(run_cli, quick, name, *line, "--trainer.max_epochs=1") for name, line in lines.items()}
+    single, _ = runs["one device"]
+    said = {name: panels.rows(output) for name, (_, output) in runs.items()}
+    for name, (checkpoint, _) in runs.items():
+        assert_equal(checkpoint["state_dict"], single["state_dict"], rtol=1e-9)
+        assert checkpoint["global_step"] == 18, name
+        assert said[name]["global batch"].startswith("64 images"), name
+        assert said[name]["global batch"].endswith("18 steps an epoch"), name
+        assert said[name]["precision"] == "64-true, contiguous", name
+        assert said[name]["results"] == f"runs/{name}/version_0", name
+
+    whole = f"{sum(p.numel() for p in PlainCNN().parameters()):,}"
+    assert said["one device"]["parameters"] == whole
+    assert said["one device"]["devices"] == "1 CPU process on 1 node"
+    assert said["one device"]["unlike one device"] == "nothing"
+    for name in ("ddp", "parameter_server"):
+        assert said[name]["strategy"] == name
+        assert said[name]["devices"] == "2 CPU processes on 1 node"
+        assert said[name]["global batch"] == "64 images = 2 processes x 32; 18 steps an epoch"
+        assert said[name]["parameters"] == f"{whole}; all of them on each device"
+        assert said[name]["unlike one device"] == "random draws (as in dropout) are each process's own"
+    assert said["parameter_server"]["mode"] == "sync"
+    assert said["parameter_server"]["servers"] == "1 (on this node), 0.0305 MB of parameters each"
+    hybrid = said["hybrid_pipeline"]
+    assert hybrid["strategy"] == "hybrid_pipeline"
+    assert hybrid["global batch"] == "64 images, loaded by one process; 18 steps an epoch"
+    assert hybrid["microbatches"] == "8 of 8 images, schedule 1f1b"
+    stages = [re.search(r" on rank \d: ([\d,]+) parameters", hybrid[f"stage {stage}"])[1] for stage in range(2)]
+    assert sum(int(stage.replace(",", "")) for stage in stages) == int(whole.replace(",", ""))
+    least, most = sorted(stages, key=lambda text: int(text.replace(",", "")))
+    assert hybrid["parameters"] == f"{whole}; {least} to {most} on a device"
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ddp_equals_one_process_on_the_same_global_batch(run_cli, quick, optimizer):
     """1150 samples: 17 whole global batches of 64 and one of 62, which is shared out evenly."""
     options = OPTIMIZERS[optimizer]
-    one = ["--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64"]
-    single = train(run_cli, quick, "single", *options, *one)
+    single = train(run_cli, quick, "single", *options, *ONE)
     assert_equal(train(run_cli, quick, "ddp", *options), single, rtol=1e-9)
 
 

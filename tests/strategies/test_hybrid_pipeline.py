@@ -20,7 +20,7 @@ COMMON = [
     "--trainer.logger=CSVLogger",
     "--trainer.logger.init_args.save_dir=runs",
 ]
-ONE = ["--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.batch_size=64"]
+ONE = ["--trainer.strategy=auto", "--trainer.devices=1"]
 OPTIMIZERS = {
     "sgd": [],
     "adamw": ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"],
@@ -34,7 +34,6 @@ def hybrid(replicas, cuts, **options):
     return [
         "--trainer.strategy.class_path=HybridPipelineStrategy",
         f"--trainer.devices={sum(replicas)}",
-        f"--data.init_args.batch_size={64 // replicas[0]}",
         *(f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()),
     ]
 
@@ -99,7 +98,7 @@ def test_resumes_under_any_other_layout(run_cli, quick):
     """
     options = [*OPTIMIZERS["adamw"], "--model.init_args.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR"]
     options.append("--model.init_args.lr_scheduler.init_args.gamma=0.7")
-    ddp = ["--trainer.strategy=ddp_fork", "--trainer.devices=2", "--data.init_args.batch_size=32"]
+    ddp = ["--trainer.strategy=ddp_fork", "--trainer.devices=2"]
 
     def stop_and_go(chain):
         previous = None

@@ -32,7 +32,6 @@ def served(workers=2, **options):
     return [
         "--trainer.strategy.class_path=ParameterServerStrategy",
         f"--trainer.devices={workers}",
-        f"--data.init_args.batch_size={64 // workers}",
         *(f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()),
     ]
 
@@ -58,7 +57,7 @@ def test_resumes_under_any_other_strategy(run_cli, quick):
     options = ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"]
     options += ["--model.init_args.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR"]
     options += ["--model.init_args.lr_scheduler.init_args.gamma=0.7", "--data.init_args.drop_last=true"]
-    ddp = ["--trainer.strategy=ddp_fork", "--trainer.devices=2", "--data.init_args.batch_size=32"]
+    ddp = ["--trainer.strategy=ddp_fork", "--trainer.devices=2"]
     chain = {
         "served": served(),
         "ddp": ddp,

@@ -86,7 +86,7 @@ def test_the_others_go_on_without_a_worker_that_is_killed(run_cli, quick, mode):
 
 
 def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick):
-    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)}, "--data.init_args.batch_size=4", epochs=8)
+    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)}, "--data.init_args.global_batch_size=8", epochs=8)
     assert code == 0, output
     assert len(accuracy()) == 8
 
@@ -94,7 +94,7 @@ def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank):
     # Epochs of a second or two, so that it comes back before the last one.
-    small = ["--data.init_args.batch_size=4", "--trainer.limit_val_batches=2"]
+    small = ["--data.init_args.global_batch_size=8", "--trainer.limit_val_batches=2"]
     code, output = train(run_cli, quick, {"rank": rank}, *small, epochs=6, max_restarts=1)
     assert code == 0, output
     assert "was killed by SIGKILL; it is started again" in output

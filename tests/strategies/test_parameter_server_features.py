@@ -56,7 +56,7 @@ def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quic
     options = {"mode": mode, **({"sync_every": 4} if mode == "local" else {})}
     names = ("SameEverywhere", "Collectives")
     callbacks = [f"--trainer.callbacks+=test_parameter_server_features.{name}" for name in names]
-    fit(run_cli, quick, "run", *served(3, **options), *NORMALISED, *callbacks, "--data.init_args.batch_size=20")
+    fit(run_cli, quick, "run", *served(3, **options), *NORMALISED, *callbacks, "--data.init_args.global_batch_size=60")
     saved = torch.load(checkpoint("run"), weights_only=True)["state_dict"]
     assert any("running_mean" in name for name in saved)
     assert not any(name.endswith("grad") for name in saved)

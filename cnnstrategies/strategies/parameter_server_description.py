@@ -1,0 +1,78 @@
+"""A parameter server in words: its servers, and what it does in another way than one device."""
+
+from torch import nn
+
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.strategies.differences import differences_of_replicas
+from cnnstrategies.strategies.parameter_server_options import Options
+
+MEGABYTE = 1e6
+
+
+def describe_servers(options: Options, specification: Specification, nodes: int) -> list[tuple[str, str]]:
+    """Mode, servers, and the part of the parameters that each of them holds.
+
+    Args:
+        options: What the user asks for.
+        specification: Of the run; it decides how the parameters are spread over the servers.
+        nodes: Nodes of the run.
+
+    Returns:
+        Names and texts.
+    """
+    load = [0] * specification.servers
+    for part in cut(specification):
+        for server in part.servers:
+            load[server] += part.nbytes
+    least, most = (f"{bytes / MEGABYTE:.3g}" for bytes in (min(load), max(load)))
+    share = least if least == most else f"{least} to {most}"
+    if options.endpoints:
+        where = "dedicated"
+    else:
+        where = f"{options.servers} on each of {nodes} nodes" if nodes > 1 else "on this node"
+    text = f"{specification.servers} ({where}), {share} MB of parameters each"
+    if options.replication > 1:
+        text += f"; each part is on {options.replication} of them"
+    mode = options.mode + (f", staleness {options.staleness}" if options.mode == "ssp" else "")
+    return [("mode", mode), ("servers", text)]
+
+
+def differences_of_servers(
+    options: Options, module: nn.Module, workers: int, batch_size: int | None, accumulated: int
+) -> list[str]:
+    """What is different from one device, one line each.
+
+    Args:
+        options: What the user asks for.
+        module: What is trained.
+        workers: Workers of the run.
+        batch_size: Samples of a worker's batch; None where they are not known.
+        accumulated: Batches that a worker makes an update from.
+    """
+    lines = []
+    together = options.mode == "sync" or (options.mode == "ssp" and not options.staleness)
+    if options.mode == "local" and workers > 1:
+        lines.append("each worker makes its own steps")
+        lines.append(f"weights are averaged every {options.sync_every} steps")
+    elif not together and workers > 1:
+        images = "" if batch_size is None else f" on {batch_size * accumulated} images"
+        lines.append(f"each update is one worker's gradient{images}")
+        if options.mode == "ssp":
+            lines.append(f"no worker is more than {options.staleness} steps ahead of the slowest")
+        else:
+            lines.append("of weights that may be any number of updates old")
+    if options.delay_compensation:
+        lines.append(f"gradients are corrected for their delay (factor {options.delay_compensation:g})")
+    if options.data_dispatch == "dynamic":
+        lines.append("faster workers take more of the batches")
+    pushed = "weights" if options.mode == "local" else "gradients"
+    if options.compression == "topk":
+        lines.append(f"{options.compression_ratio:.3g} of each gradient is sent, the rest later")
+    elif options.compression == "onebit":
+        lines.append("gradients are sent as one bit a value, the rest later")
+    elif options.compression != "none":
+        lines.append(f"{pushed} are sent as {options.compression}")
+    if options.pull_compression != "none":
+        lines.append(f"forward and backward use weights rounded to {options.pull_compression}")
+    return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")

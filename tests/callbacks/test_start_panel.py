@@ -1,0 +1,210 @@
+"""The panel at a run's start; `strategies/test_equality.py` reads it under each strategy, in runs it has anyway."""
+
+import random
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import panels
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.callbacks import StartPanel, panel_rows
+from cnnstrategies.callbacks.tables import print_table
+from cnnstrategies.networks import SmallCNN
+from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, LocalSGDStrategy
+
+WHOLE = sum(parameter.numel() for parameter in SmallCNN(10, widths=[32, 64]).parameters())
+HYBRID = [
+    "--trainer.strategy.class_path=HybridPipelineStrategy",
+    "--trainer.strategy.init_args.start_method=fork",
+    "--trainer.strategy.init_args.replicas=[2,1]",
+    "--trainer.strategy.init_args.cuts=[block1]",
+    "--trainer.devices=3",
+    "--data.init_args.global_batch_size=32",
+    "--trainer.limit_train_batches=2",
+    "--trainer.limit_val_batches=1",
+    "--trainer.max_epochs=1",
+    "--trainer.enable_model_summary=true",
+]
+
+
+def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
+    """16 images in each of two replicas make 4 microbatches of 8; Lightning's summary is of the whole network too."""
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, flush=True))
+    code, output = run_cli("fit", *quick, *HYBRID)
+    assert code == 0, output
+    said = panels.rows(output)
+    assert said["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
+    assert said["microbatches"] == "4 of 8 images, schedule 1f1b"
+    assert said["stage 0"] == "block1.0.0 to block1.3 on ranks 0 to 1: 9,632 parameters"
+    assert said["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
+    assert said["parameters"] == f"{WHOLE:,}; 9,632 to {WHOLE - 9632:,} on a device"
+    assert said["unlike one device"].splitlines() == [
+        "BatchNorm normalises over each microbatch's 8 images",
+        "random draws (as in dropout) are each process's own",
+    ]
+    assert "BatchNorm normalises over 8 images" not in output, "no warning"
+    assert f"Total params: {WHOLE / 1000:.1f} K" in output
+    assert output.count("Total params") == 1
+
+
+def test_microbatches_that_the_user_names_are_kept_and_their_size_is_said(run_cli, quick, monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, flush=True))
+    asked = ["--trainer.strategy.init_args.microbatches=8", "--trainer.strategy.init_args.batch_norm=microbatch"]
+    partial = ["--data.init_args.val_split=0.97"]  # The second of the two batches has 11 images.
+    code, output = run_cli("fit", *quick, *HYBRID, *asked, *partial)
+    assert code == 0, output
+    said = panels.rows(output)
+    assert said["microbatches"] == "8 of 4 images (as configured), schedule 1f1b"
+    assert said["unlike one device"].splitlines()[:2] == [
+        "BatchNorm normalises over each microbatch's 4 images",
+        "BatchNorm's running statistics follow each microbatch",
+    ]
+    assert output.count("BatchNorm normalises over 4 images: a batch of 32 is cut into 8 microbatches.") == 1
+    assert output.count("is cut into") == 1, "at the first batch alone"
+
+
+class RandomStates(Callback):
+    """What the generators of random numbers will give next."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def note(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        of_numpy = [np.asarray(part).tobytes() for part in np.random.get_state()]
+        self.seen.append(hash((torch.get_rng_state().numpy().tobytes(), *of_numpy, random.getstate())))
+
+    on_train_start = on_validation_start = on_test_start = on_predict_start = note
+
+
+def test_in_a_script_each_of_the_trainers_functions_says_what_it_does(capsys):
+    """Plain loaders, no data module, Lightning's own Trainer; nothing random is drawn."""
+    loader = DataLoader(TensorDataset(torch.randn(20, 1, 8, 8), torch.randint(10, (20,))), 6)
+    before, after = RandomStates(), RandomStates()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=[before, StartPanel(), after],
+    )
+    model = ImageClassifier(SmallCNN(10), 10, channels_last=True)
+    model.network.classifier.requires_grad_(False)
+    trainer.fit(model, loader, loader)
+    trainer.validate(model, loader)
+    trainer.test(model, loader)
+    trainer.predict(model, loader)
+    output = capsys.readouterr().out
+    frozen = sum(p.numel() for p in model.network.classifier.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    training = panels.rows(output)
+    assert training == {
+        "strategy": "single_device",
+        "devices": "1 CPU process on 1 node",
+        "global batch": "12 images = 6 x 2 accumulated; 2 steps an epoch",
+        "parameters": f"{whole:,}, of which {whole - frozen:,} are trained",
+        "precision": "32-true, channels_last",
+        "unlike one device": "nothing",
+    }
+    for title in ("Validation", "Test", "Prediction"):
+        said = panels.rows(output, title)
+        assert said["batch"] == "6 images"
+        assert said.keys() == training.keys() - {"global batch", "unlike one device"} | {"batch"}
+    titles = ("Training", "Validation", "Test", "Prediction")
+    assert [output.splitlines().count(title) for title in titles] == [1, 1, 1, 1], "none within training"
+    assert before.seen == after.seen
+    assert len(before.seen) == 6  # Two of the validations are the fit's.
+
+
+def test_results_are_named_from_the_working_directory(tmp_path):
+    logger = SimpleNamespace(log_dir=str(tmp_path / "runs/version_0"), save_dir="runs")
+    inside, outside = ModelCheckpoint(tmp_path / "runs/version_0/checkpoints"), ModelCheckpoint("/elsewhere")
+    trainer = SimpleNamespace(loggers=[logger], checkpoint_callbacks=[inside])
+    assert panel_rows.results(trainer) == [("results", "runs/version_0")]
+    trainer.checkpoint_callbacks = [inside, outside]
+    assert panel_rows.results(trainer) == [("results", "runs/version_0"), ("checkpoints", "/elsewhere")]
+    bucket = SimpleNamespace(loggers=[SimpleNamespace(save_dir="s3://bucket/run")], checkpoint_callbacks=[])
+    assert panel_rows.results(bucket) == [("results", "s3://bucket/run")]
+    assert panel_rows.results(SimpleNamespace(loggers=[], checkpoint_callbacks=[])) == []
+
+
+def test_a_long_path_stays_whole_in_a_file_and_in_a_terminal_is_folded(capsys, monkeypatch):
+    path = "/a/path/that/is/longer/than/a/line" * 3
+    rows = [("results", path), ("unlike one device", "one line\n" + "another that is long " * 5)]
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table("Training", rows)
+    assert path in capsys.readouterr().out
+    monkeypatch.setenv("FORCE_COLOR", "1")  # As if it were a terminal.
+    print_table("Training", rows)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert {len(line) for line in lines} == {80}
+    assert "".join(line.strip("│").split("│")[-1].strip() for line in lines[1:3]) == path
+
+
+def trainer_like(strategy, world=1, loading=None, **attributes):
+    attributes = {"num_nodes": 1, "accumulate_grad_batches": 1, "num_training_batches": 10, **attributes}
+    sampling = None if world == 1 else {"num_replicas": loading or world, "rank": 0}
+    return SimpleNamespace(strategy=strategy, world_size=world, distributed_sampler_kwargs=sampling, **attributes)
+
+
+def test_the_global_batch_is_what_a_step_is_made_of():
+    steps = "; 10 steps an epoch"
+    for size, world, loading, accumulated, expected in (
+        (8, 1, 1, 1, f"8 images{steps}"),
+        (8, 4, 4, 1, f"32 images = 4 processes x 8{steps}"),
+        (8, 4, 1, 1, f"8 images, loaded by one process{steps}"),
+        (8, 4, 3, 1, f"24 images = 3 loading processes x 8{steps}"),
+        (8, 4, 4, 3, "96 images = 4 processes x 8 x 3 accumulated; 4 steps an epoch"),
+        (8, 4, 1, 5, "40 images = 8 x 5 accumulated, loaded by one process; 2 steps an epoch"),
+        (None, 4, 4, 1, f"4 processes x one batch of each{steps}"),
+    ):
+        trainer = trainer_like(None, world, loading, accumulate_grad_batches=accumulated)
+        assert panel_rows.training_batch(trainer, size) == ("global batch", expected)
+    endless = trainer_like(None, num_training_batches=float("inf"))
+    assert panel_rows.training_batch(endless, 8) == ("global batch", "8 images")
+
+
+def test_the_size_of_a_batch_is_the_loaders_or_else_the_data_modules():
+    images = TensorDataset(torch.zeros(20, 1))
+    module = SimpleNamespace(batch_size=7)
+    assert panel_rows.samples_of(DataLoader(images, 5), module) == 5
+    sampled = DataLoader(images, batch_sampler=BatchSampler(RandomSampler(images), 3, drop_last=False))
+    assert panel_rows.samples_of(sampled, module) == 3
+    assert panel_rows.samples_of(DataLoader(images, batch_size=None), module) == 7
+    assert panel_rows.samples_of([DataLoader(images, 5)], None) is None
+
+
+def test_a_strategy_has_the_name_that_users_write():
+    strategies = {
+        "ddp": DDPStrategy(start_method="fork"),
+        "ddp_bf16": CompressedDDPStrategy(compression="bf16"),
+        "ddp_powersgd": CompressedDDPStrategy(compression="powersgd"),
+        "ddp_local_sgd": LocalSGDStrategy(),
+        "hybrid_pipeline": HybridPipelineStrategy(),
+        "MyOwn": type("MyOwn", (DDPStrategy,), {})(),
+    }
+    assert {name: panel_rows.strategy_name(strategy) for name, strategy in strategies.items()} == {
+        name: name for name in strategies
+    }
+
+
+def test_what_a_strategy_divides_is_said_of_the_whole_network():
+    module = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(5))
+    assert panel_rows.count_parameters(module) == (16, 16), "lazy ones have no number yet"
+    sharded = trainer_like(FSDPStrategy(), 4)
+    assert panel_rows.parameters(sharded, (1600, 1600)) == "1,600; divided over 4 devices"
+    # Made in configure_model, which runs on each device, and divided before anything could count it.
+    assert panel_rows.whole_network(sharded, module, (0, 0)) is None
+    assert panel_rows.parameters(sharded, None) == "not counted; divided over 4 devices"
+    assert panel_rows.whole_network(trainer_like(DDPStrategy(), 2), module, (0, 0)) == (16, 16)
+    pipeline = SimpleNamespace(device_parameters=[1000, 600, 1000])
+    assert panel_rows.parameters(trainer_like(pipeline, 3), (2600, 2600)) == "2,600; 600 to 1,000 on a device"

@@ -1,0 +1,133 @@
+"""What strategies say of themselves, and what they do in another way than one device."""
+
+import copy
+
+import pytest
+import torch
+from conftest import PlainCNN
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.pipeline.microbatches import Split
+from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy, ParameterServerStrategy
+from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.parameter_server_description import describe_servers, differences_of_servers
+from cnnstrategies.strategies.pipeline_description import warn_of_small_microbatches
+
+NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+RANDOM = "random draws (as in dropout) are each process's own"
+
+
+def test_replicas_normalise_apart_unless_they_synchronise():
+    synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(NORMALISED))
+    assert differences_of_replicas(NORMALISED, 1, 32, RANK_ZERO) == []
+    assert differences_of_replicas(PlainCNN(), 2, 32, RANK_ZERO) == [RANDOM]
+    assert differences_of_replicas(copy.deepcopy(NORMALISED).eval(), 2, 32, RANK_ZERO) == [RANDOM], "frozen"
+    assert differences_of_replicas(synchronised, 2, 32, RANK_ZERO) == [RANDOM]
+    assert differences_of_replicas(NORMALISED, 2, 32, RANK_ZERO) == [
+        "BatchNorm normalises over each process's 32 images",
+        "BatchNorm's running statistics are those of rank 0",
+        RANDOM,
+    ]
+    unknown = differences_of_replicas(NORMALISED, 2, None, RANK_ZERO)
+    assert unknown[0] == "BatchNorm normalises over each process's own images"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lines"),
+    [
+        (lambda: CompressedDDPStrategy(compression="bf16"), ["gradients are sent as bf16"]),
+        (
+            lambda: CompressedDDPStrategy(compression="powersgd", powersgd_rank=2, powersgd_start=100),
+            ["gradients are sent as rank-2 factors from step 100 on"],
+        ),
+        (
+            lambda: LocalSGDStrategy(sync_every=8, start=100),
+            ["after step 100 each process makes its own steps", "weights are averaged every 8 steps"],
+        ),
+        (
+            lambda: LocalSGDStrategy(sync_every=4, start=0),
+            ["each process makes its own steps", "weights are averaged every 4 steps"],
+        ),
+    ],
+    ids=["bf16", "powersgd", "local sgd", "local at once"],
+)
+def test_what_data_parallel_sends_in_another_way(strategy, lines):
+    built = strategy()
+    built.connect(LightningModule())
+    assert built.differences(32) == lines
+
+
+def of_servers(workers=2, accumulated=1, **options):
+    return differences_of_servers(ParameterServerStrategy(**options).options, PlainCNN(), workers, 16, accumulated)
+
+
+def test_a_parameter_server_says_how_old_its_gradients_may_be():
+    assert of_servers() == [RANDOM]
+    assert of_servers(workers=1, mode="async") == []
+    update = "each update is one worker's gradient on 16 images"
+    assert of_servers(mode="async") == [update, "of weights that may be any number of updates old", RANDOM]
+    assert of_servers(mode="async", accumulated=3)[0] == "each update is one worker's gradient on 48 images"
+    bounded = [update, "no worker is more than 4 steps ahead of the slowest", RANDOM]
+    assert of_servers(mode="ssp", staleness=4) == bounded
+    assert of_servers(mode="ssp", staleness=0) == [RANDOM], "as sync"
+    local = ["each worker makes its own steps", "weights are averaged every 8 steps", RANDOM]
+    assert of_servers(mode="local", sync_every=8) == local
+    dynamic = of_servers(mode="async", data_dispatch="dynamic", delay_compensation=0.04)
+    assert dynamic[2:4] == [
+        "gradients are corrected for their delay (factor 0.04)",
+        "faster workers take more of the batches",
+    ]
+
+
+def test_a_parameter_server_says_what_is_rounded():
+    assert of_servers(compression="fp16", pull_compression="bf16")[:2] == [
+        "gradients are sent as fp16",
+        "forward and backward use weights rounded to bf16",
+    ]
+    assert of_servers(mode="local", compression="bf16")[2] == "weights are sent as bf16"
+    assert of_servers(compression="topk")[0] == "0.01 of each gradient is sent, the rest later"
+    assert of_servers(compression="onebit")[0] == "gradients are sent as one bit a value, the rest later"
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "text"),
+    [
+        ({}, 1, "1 (on this node), 1.2 MB of parameters each"),
+        ({"servers": 2}, 1, "2 (on this node), 0.4 to 0.8 MB of parameters each"),
+        ({"servers": 2}, 2, "4 (2 on each of 2 nodes), 0 to 0.4 MB of parameters each"),
+        (
+            {"servers": 2, "replication": 2},
+            1,
+            "2 (on this node), 1.2 MB of parameters each; each part is on 2 of them",
+        ),
+        (
+            {"endpoints": ["tcp://10.0.0.5:7700"], "coordinator": "tcp://10.0.0.1:7000", "security": "none"},
+            3,
+            "1 (dedicated), 1.2 MB of parameters each",
+        ),
+    ],
+    ids=["one", "two", "four", "copies", "dedicated"],
+)
+def test_servers_say_which_share_each_holds(options, nodes, text):
+    """Three parameters of 0.4 MB, each whole in one slice."""
+    asked = ParameterServerStrategy(**options).options
+    parameters = [(str(index), nn.Parameter(torch.zeros(100_000))) for index in range(3)]
+    optimizer = torch.optim.SGD([parameter for _, parameter in parameters], lr=0.1)
+    counts = {"servers": asked.server_count(nodes), "replication": asked.replication}
+    specification = Specification.of(parameters, optimizer, 2, **counts)
+    assert describe_servers(asked, specification, nodes) == [("mode", "sync"), ("servers", text)]
+
+
+def test_small_microbatches_are_warned_of_where_they_are_normalised():
+    with pytest.warns(UserWarning, match="BatchNorm normalises over 3 to 4 images: a batch of 28 is cut into 8"):
+        warn_of_small_microbatches(NORMALISED, Split((28,), 8))
+    with pytest.warns(UserWarning, match="BatchNorm normalises over 1 image: a batch of 3 is cut into 8"):
+        warn_of_small_microbatches(NORMALISED, Split((3,), 8))
+
+
+@pytest.mark.filterwarnings("error")
+def test_others_are_not():
+    warn_of_small_microbatches(NORMALISED, Split((64,), 8))
+    warn_of_small_microbatches(PlainCNN(), Split((8,), 8))
