@@ -30,7 +30,7 @@ from cnnstrategies.callbacks import (
     TrainingSummary,
 )
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
-from cnnstrategies.checkpoint_words import WORDS, SameCheckpoint, find_once
+from cnnstrategies.checkpoint_words import FOUND, WORDS, SameCheckpoint, find_once
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cli_errors import (
     check_checkpoint,
@@ -50,7 +50,7 @@ from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse know
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.processes import end_with_parent
+from cnnstrategies.processes import end_with_parent, told_by_starter
 from cnnstrategies.trainer import Trainer
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
@@ -213,12 +213,13 @@ class CLI(LightningCLI):
     def _checkpoint(self, given: Path | str | None) -> Path | str | None:
         """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a restarted run."""
         path = given
+        said = told_by_starter(FOUND) is not None
         restarts = self.subcommand == "fit" and run_name() is not None
         if restarts:
             path = last_checkpoint(self.trainer) or given
         if path in WORDS:
             path = self.config[self.subcommand].ckpt_path = find_once(str(path), self.trainer)
-        if path != given:
+        if path != given and not said:
             rank_zero_info(f"Going on from {path}" if self.subcommand == "fit" else f"Weights: {path}")
         if restarts or given in WORDS:
             self.trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
