@@ -104,7 +104,10 @@ class CLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "quantize": {"model", "datamodule"}}
+        every = {**LightningCLI.subcommands(), "quantize": {"model", "datamodule"}}
+        # Building the parsers is much of a start: that of the one that is asked for will do.
+        asked = [name for name in sys.argv[1:2] if name in every]
+        return {name: every[name] for name in asked or every}
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:

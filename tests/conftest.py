@@ -1,5 +1,6 @@
 import contextlib
 import gc
+import io
 import os
 import select
 import signal
@@ -68,7 +69,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps the garbage collectors of forked tests from what is imported, which they would have to copy and search."""
+    """Reads a configuration once, and forked tests find what jsonargparse has learnt of the classes.
+
+    And keeps their garbage collectors from what is imported, which they would have to copy and search.
+    """
+    sys_argv, sys.argv = (
+        sys.argv,
+        ["cnnstrategies", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"],
+    )
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        cli.CLI()
+    sys.argv = sys_argv
     gc.collect()
     gc.freeze()
 

@@ -87,6 +87,7 @@ def train(run_cli, monkeypatch, tmp_path):
     return train
 
 
+@pytest.mark.warm
 def test_the_average_of_two_processes_is_that_of_one(train):
     """With DDP's ranks started as programs, as they are by default, and with two stages."""
     one = train("one", *ONE)

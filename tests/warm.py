@@ -200,9 +200,10 @@ def _forget_the_tests() -> None:
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     logging.getLogger().handlers.clear()
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        for handler in logging.getLogger(name).handlers:
-            if isinstance(handler, logging.StreamHandler):
-                handler.stream = sys.stderr
+        logger = logging.getLogger(name)
+        logger.handlers = [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
+        for handler in logger.handlers:
+            handler.stream = sys.stderr
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
