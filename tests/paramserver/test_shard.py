@@ -64,6 +64,18 @@ def test_a_worker_sees_an_update_when_every_copy_has_it() -> None:
     assert (Kind.PULLED, key) in post.sent
 
 
+def test_a_worker_waits_for_the_version_that_it_asks_for() -> None:
+    specification, post = specify(PLAIN, 1, servers=2), Post()
+    shard = shard_of(0, specification, post)
+    key, *_ = shard.own
+    options = [group.options for group in specification.groups]
+    shard.pull(0, [key], Pull(request=2, version=2))
+    for step in range(2):
+        assert post.sent == []
+        shard.update({key: ones_for(shard, key)}, options, WHO, step)
+    assert post.sent == [(Kind.PULLED, key)]
+
+
 def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
     specification = specify(PLAIN, 1, servers=2, replication=2)
     shard = shard_of(1, specification, Post())
