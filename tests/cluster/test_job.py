@@ -1,6 +1,7 @@
 """The sbatch script says what the configuration says, and bash accepts it."""
 
 import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -140,7 +141,7 @@ def run_as_job(folder: Path, code: int, restarts: int = 0, preempted: str = "Non
 
 
 def test_a_job_is_requeued_when_it_was_warned_or_preempted_and_not_when_it_failed(tmp_path: Path) -> None:
-    warned = 128 + 10  # SIGUSR1 on Linux
+    warned = 128 + signal.SIGUSR1
     assert run_as_job(tmp_path / "warned", warned) == ["17"]
     assert run_as_job(tmp_path / "finished", 0) == []
     assert run_as_job(tmp_path / "failed", 1) == []
