@@ -10,8 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, PlainCNN
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.callbacks import GracefulStop
+from cnnstrategies.data import DigitsDataModule
 
 pytestmark = pytest.mark.warm
 
@@ -103,6 +109,23 @@ def test_a_signal_stops_all_ranks_and_the_run_can_be_resumed_exactly(run_cli, qu
     assert dict(logged).keys() == expected.keys()
     for key, value in logged:
         assert value == pytest.approx(expected[key], abs=1e-6), key
+
+
+class Warned(Callback):
+    """Gets a scheduler's warning after the third step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def test_a_warned_run_saves_the_step_after_which_it_stops():
+    callbacks = [Warned(), GracefulStop(), ModelCheckpoint("saved")]
+    trainer = Trainer(accelerator="cpu", devices=1, logger=False, max_epochs=1000, callbacks=callbacks)
+    with pytest.raises(SystemExit) as stop:
+        trainer.fit(ImageClassifier(PlainCNN(), 10), DigitsDataModule())
+    assert stop.value.code == 128 + signal.SIGUSR1
+    assert torch.load("saved/last.ckpt", weights_only=True)["global_step"] == trainer.global_step >= 3
 
 
 def scalars(name):

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
+from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.run_name import run_name
+from cnnstrategies.cluster.torchrun import AGENT_SERVES, own_store
 from cnnstrategies.errors import ConfigurationError
 
 EPOCHS = 12
@@ -60,3 +62,28 @@ def test_restarts_need_a_name_for_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         run_name()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "digits")
     assert run_name() == "torchrun_digits"
+
+
+def test_each_start_has_a_store_that_is_not_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the agent's, restarted ranks would find the addresses of dead ones."""
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports = [agent.port]
+
+    def become(rank: int) -> None:
+        values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": rank, AGENT_SERVES: True}
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+
+    for _ in range(2):
+        become(rank=0)
+        with own_store():
+            assert os.environ[AGENT_SERVES] == "False"
+            port = int(os.environ["MASTER_PORT"])
+            become(rank=1)
+            with own_store():
+                assert int(os.environ["MASTER_PORT"]) == port
+                store = TCPStore("127.0.0.1", port, is_master=False)
+                assert not store.check(["of an earlier start"])
+                store.set("of an earlier start", "")
+        ports.append(port)
+    assert len(set(ports[:2])) == 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 from local_cluster import Cluster
 from ranks import run_apart
 from test_sync import assert_same, shares_of, train
@@ -16,8 +17,9 @@ from training import SGD, batches, specify, train_alone
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.client import Worker
 from cnnstrategies.paramserver.errors import ServersUnreachableError
-from cnnstrategies.paramserver.security import KeyPair, check_endpoint
-from cnnstrategies.paramserver.view import FileViews
+from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint
+from cnnstrategies.paramserver.transport import Context, Listener, client_socket, server_socket
+from cnnstrategies.paramserver.view import FileViews, ServerInfo
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
@@ -56,6 +58,25 @@ def test_encrypted_servers_with_copies_train_the_same_model(tmp_path: Path) -> N
         cluster.start_workers(train, SGD, shares_of(2, 12), 12)
         for network, _ in cluster.results():
             assert_same(network, expected)
+
+
+def test_only_who_is_admitted_gets_a_message_through() -> None:
+    context: Context = zmq.Context()
+    keys, member, stranger = KeyPair.create(), KeyPair.create(), KeyPair.create()
+    gatekeeper = Gatekeeper(context, lambda key: key == member.public)
+    listener = Listener("tcp://127.0.0.1:*", encrypted=True)
+    router = server_socket(context, listener, keys, 1000)
+    came = []
+    for name, pair in (("stranger", stranger), ("member", member)):
+        dealer = client_socket(context, ServerInfo(0, listener.endpoint, keys.public), pair, 1000)
+        dealer.send(name.encode())
+        assert gatekeeper.socket.poll(5000)
+        gatekeeper.answer()
+        came += [router.recv_multipart()[1] for _ in range(1) if router.poll(500)]
+    refused = gatekeeper.refused
+    context.destroy(0)
+    assert came == [b"member"]
+    assert refused == 1
 
 
 def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:

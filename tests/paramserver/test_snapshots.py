@@ -15,6 +15,9 @@ from ranks import run_apart
 from training import SGD, Replica, batches, specify, train_alone
 
 from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.snapshots import Snapshots
+from cnnstrategies.paramserver.store import Store
 
 STEPS = 60
 SHARES = [slice(0, 6), slice(6, 12)]
@@ -156,3 +159,26 @@ def test_a_snapshot_of_the_present_step_loses_nothing(tmp_path: Path) -> None:
         assert cluster.server_report(0)["lost"] == 0
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_a_snapshot_that_is_not_written_to_its_end_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specification = specify(SGD, 1, snapshot_every=1, snapshot_directory=str(tmp_path))
+    store, restored = (Store(specification, cut(specification)) for _ in range(2))
+    for key, slice_ in store.slices.items():
+        store.put(key, torch.ones(slice_.numel, dtype=slice_.dtype), 3)
+    snapshots = Snapshots(specification, 0)
+    assert snapshots.after(3, store)
+
+    def fails(contents: Any, file: Any) -> None:
+        file.write(b"a part")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError, match="no space"):
+        snapshots.after(4, store)
+    assert Snapshots(specification, 0).load(restored)
+    for key, values in store.values.items():
+        assert torch.equal(restored.values[key], values)
+        assert restored.versions[key] == 3

@@ -1,4 +1,5 @@
 import contextlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,9 +11,12 @@ from cnnstrategies.paramserver.transport import (
     MOST_TOGETHER,
     SMALL_BYTES,
     Bundle,
+    Context,
+    Listener,
     Received,
     Socket,
     receive,
+    server_socket,
 )
 
 
@@ -87,3 +91,17 @@ def test_other_numbers_of_frames_are_no_messages(count: int) -> None:
     with pair() as (near, far):
         near.send_multipart([bytes(HEADER_BYTES)] * count)
         assert came(far) == [[]]
+
+
+def test_a_frame_beyond_the_declared_size_does_not_come() -> None:
+    context: Context = zmq.Context()
+    listener = Listener("tcp://127.0.0.1:*")
+    router = server_socket(context, listener, None, largest=1000)
+    for size in (1001, 1000):
+        near = context.socket(zmq.DEALER)
+        near.connect(listener.endpoint)
+        near.send(bytes(size))
+        time.sleep(0.1)
+    came = [len(router.recv_multipart()[1]) for _ in range(2) if router.poll(500)]
+    context.destroy(0)
+    assert came == [1000]

@@ -101,6 +101,20 @@ def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
     assert tight > 5, "the limit must have changed the choice in some of the graphs"
 
 
+def test_what_alone_fits_into_memory_is_found_far_from_what_is_fastest() -> None:
+    costs = chain([1.0] * 40, parameters=[0] * 36 + [1000] * 4)
+    layout = search(costs, FAST, Request(2, 8, stages=2, memory_limit=3 * 2000 + 100))
+    assert layout == Layout((38,), (1, 1))
+
+
+def test_no_stage_has_more_replicas_than_there_are_microbatches() -> None:
+    """Though three for the convolutions and one for the classifier would have nothing to reduce over a slow link."""
+    costs = chain([1.0, 1.0, 1.0, 1.0], sent=10_000, parameters=[10**4, 10**4, 10**4, 10**9])
+    layout = search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 2, stages=2))
+    assert layout is not None
+    assert layout.replicas == (2, 2)
+
+
 def chain(times: list[float], sent: int = 1, parameters: list[int] | None = None) -> GraphCosts:
     nodes = [
         NodeCost(f"n{index}", time / 3, 2 * time / 3, parameters[index] if parameters else 0)

@@ -193,3 +193,22 @@ def test_a_network_that_cannot_be_traced_is_refused_by_name() -> None:
 
 def test_there_is_no_cut_between_two_uses_of_the_same_parameters() -> None:
     assert cut_positions(trace(Shared())) == [4]
+
+
+class ChangedInPlace(nn.Module):
+    """Goes on with a value that was changed in place, under its first name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 1)
+        self.second = nn.Conv2d(3, 3, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.first(images)
+        torch.relu_(first)
+        return self.second(first) + first
+
+
+def test_there_is_no_cut_between_a_value_and_its_change_in_place_that_is_used_afterwards() -> None:
+    """Behind the cut, one stage would change its own copy, and the next would get the value as it was."""
+    assert cut_positions(trace(ChangedInPlace())) == [2, 3]

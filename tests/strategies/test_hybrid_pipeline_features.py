@@ -14,6 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAUROC
 
 from cnnstrategies import ImageClassifier
@@ -39,17 +40,20 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Classifier(ImageClassifier):
-    """With a metric that keeps all rows, so that rows counted twice, or out of order, show."""
+    """With metrics that keep and count all rows, so that rows counted twice, or out of order, show."""
 
     def __init__(self, network: nn.Module, num_classes: int = 3, **options: Any) -> None:
         super().__init__(network, num_classes, **options)
         self.auroc = MulticlassAUROC(3)
+        self.counted = SumMetric()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         targets = batch[1]
         self.auroc.update(self.auroc_rows.pop(), targets)
         self.log("val_auroc", self.auroc)
+        self.counted.update(len(targets))
+        self.log("val_counted", self.counted)
         self.log("val_mean_target", targets.float().mean(), sync_dist=True)
         self.log("val_rows", float(len(targets)), reduce_fx="sum", sync_dist=True)
 
@@ -186,7 +190,7 @@ def plain_loaders() -> list[Any]:
 def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
     (metrics, [rows]), (piped_metrics, [piped_rows, *others]) = run_apart(plain_loaders)
     assert piped_metrics == pytest.approx(metrics, rel=1e-6)
-    assert metrics["val_rows"] == 23
+    assert metrics["val_rows"] == metrics["val_counted"] == 23
     assert torch.allclose(piped_rows, rows, rtol=1e-10, atol=1e-12)
     assert [len(rows) for rows in others] == [0, 0], "each row is there once"
 

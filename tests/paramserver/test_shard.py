@@ -1,0 +1,111 @@
+"""What one server does with updates, without sockets: each counts once, and is seen when no death can take it back."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training import specify
+
+from cnnstrategies.paramserver.asynchronous import Asynchronous
+from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.pushes import Begin, Pushes
+from cnnstrategies.paramserver.shard import Pull, Shard
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.view import ServerInfo, View, WorkerInfo
+
+PLAIN = {"name": "SGD", "lr": 0.5}
+VIEW = View(1, (ServerInfo(0, "ipc://0", since=1), ServerInfo(1, "ipc://1", since=1)), (WorkerInfo(0),))
+WHO = (0, 0)
+
+
+class Post:
+    """Keeps what a server sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Kind, int]] = []
+
+    def to_worker(self, worker: int, kind: Kind, payload: Any = b"", key: int = 0, **_: Any) -> None:
+        self.sent.append((kind, key))
+
+    def to_server(self, server: int, kind: Kind, payload: Any = b"", key: int = 0, **_: Any) -> None:
+        self.sent.append((kind, key))
+
+
+def shard_of(server: int, specification: Specification, post: Any) -> Shard:
+    """With zeros in all slices."""
+    shard = Shard(specification, cut(specification), server, post)
+    shard.place(VIEW)
+    for key, slice_ in shard.store.slices.items():
+        shard.store.put(key, torch.zeros(slice_.numel, dtype=slice_.dtype), 0)
+    return shard
+
+
+def ones_for(shard: Shard, key: int) -> Tensor:
+    return torch.ones(shard.store.slices[key].numel, dtype=torch.float64)
+
+
+def push_of(key: int, gradient: Tensor, kind: Kind = Kind.PUSH, **fields: Any) -> tuple[Header, memoryview]:
+    payload = as_bytes(gradient)
+    return Header(kind, 0, 0, 1, Encoding.DENSE, key=key, length=len(payload), **fields), payload
+
+
+def test_a_worker_sees_an_update_when_every_copy_has_it() -> None:
+    specification, post = specify(PLAIN, 1, servers=2, replication=2), Post()
+    shard = shard_of(0, specification, post)
+    key, *_ = shard.own
+    shard.pull(0, [key], Pull(request=1, version=1))
+    shard.update({key: ones_for(shard, key)}, [group.options for group in specification.groups], WHO, 0)
+    assert (Kind.RELAY, key) in post.sent
+    assert (Kind.PULLED, key) not in post.sent
+    shard.acknowledged(1, key, 1)
+    assert (Kind.PULLED, key) in post.sent
+
+
+def test_a_worker_waits_for_the_version_that_it_asks_for() -> None:
+    specification, post = specify(PLAIN, 1, servers=2), Post()
+    shard = shard_of(0, specification, post)
+    key, *_ = shard.own
+    options = [group.options for group in specification.groups]
+    shard.pull(0, [key], Pull(request=2, version=2))
+    for step in range(2):
+        assert post.sent == []
+        shard.update({key: ones_for(shard, key)}, options, WHO, step)
+    assert post.sent == [(Kind.PULLED, key)]
+
+
+def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
+    specification = specify(PLAIN, 1, servers=2, replication=2)
+    shard = shard_of(1, specification, Post())
+    key = next(key for key in shard.store.slices if key not in shard.owned)
+    shard.relay_begins(0, [group.options for group in specification.groups])
+    for _ in range(2):
+        shard.relayed(0, *push_of(key, ones_for(shard, key), Kind.RELAY, weight=1.0))
+    assert shard.store.versions[key] == 1
+    assert torch.equal(shard.store.values[key], -0.5 * ones_for(shard, key))
+
+
+@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "ssp", "staleness": 1}], ids=["async", "ssp"])
+def test_a_push_that_comes_twice_is_applied_once(mode: dict[str, Any]) -> None:
+    specification = specify(PLAIN, 1, servers=2, **mode)
+    shard = shard_of(0, specification, Post())
+    applies = Asynchronous(specification, shard)
+    applies.join(0, 0)
+    applies.begin(0, 0, Begin([group.options for group in specification.groups], 1.0))
+    key, *_ = shard.own
+    assert [applies.push(WHO, *push_of(key, ones_for(shard, key))) for _ in range(2)] == [True, False]
+    assert shard.store.versions[key] == 1
+    assert torch.equal(shard.store.values[key], -0.5 * ones_for(shard, key))
+
+
+def test_a_push_that_comes_twice_is_counted_once() -> None:
+    """With a count too high, a step would be decided while a slice is missing."""
+    specification = specify(PLAIN, 1)
+    slice_, *_ = cut(specification)
+    pushes = Pushes()
+    pushes.begun[0] = Begin([], 1.0)
+    _, payload = push_of(slice_.key, torch.ones(slice_.numel, dtype=torch.float64))
+    assert [pushes.add(0, slice_, payload, Encoding.DENSE) for _ in range(2)] == [True, False]
+    assert pushes.count(0) == 1
