@@ -8,8 +8,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from cnnstrategies.paramserver.codec import Buffer, decode, encode
-from cnnstrategies.paramserver.control import ControlError, Message, parse, send, waiting
+from cnnstrategies.paramserver.codec import decode, encode
+from cnnstrategies.paramserver.control import Buffer, ControlError, Message, parse, send, waiting
 from cnnstrategies.paramserver.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
