@@ -1,6 +1,6 @@
 """`strategy: parameter_server`: workers with a full replica each, servers that hold parameters and optimizer."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ from cnnstrategies.strategies.parameter_server_options import (
 from cnnstrategies.strategies.parameter_server_start import meet_servers
 from cnnstrategies.strategies.parameter_server_state import trainer_state
 from cnnstrategies.strategies.parameter_server_step import Stepper
+
+CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
 
 
 class ParameterServerStrategy(CoordinatedStrategy):
@@ -66,8 +68,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         key_file: The run's keys, the same on every machine.
         heartbeat: Seconds between two signs of life of a process.
         timeout: Seconds without one after which a process counts as dead.
-        max_restarts: How often each process may be started again after it was killed. Without restarts a run goes on
-            without a dead worker, but not without rank 0, which writes checkpoints and logs.
+        max_restarts: How often each process may be started again after it was killed, in the first trainer function
+            of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
+            checkpoints and logs.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -147,6 +150,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
     # Joining the run
 
     @override
+    def open_session(self) -> None:
+        super().open_session()
+        self._admitted = self._has_left = False
+        self._buffers_are_equal = True
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -193,7 +202,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             start.worker,
             start.specification,
             optimizer,
-            eager=any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks),  # type: ignore[attr-defined]
+            eager=self._averages_weights,
             local_every=self.options.sync_every if self.options.mode == "local" else 0,
         )
 
@@ -260,12 +269,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def _clip_elsewhere(self) -> None:
         """The servers clip, by the norm of the whole gradient; in mode ``local`` the worker does."""
         if self.options.mode != "local":
-            plugin: Any = self.precision_plugin
-            plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_alone
+            for name in CLIPPING:
+                setattr(self.precision_plugin, name, _leave_alone)
 
     # Weights and buffers at rest
 
-    def _settle(self) -> None:
+    def _settle(self, refresh: bool = True) -> None:
         """Have the servers' parameters, and the workers' mean of the buffers; a collective when training."""
         if self._stepper is None:
             return
@@ -277,7 +286,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if not self._buffers_are_equal:
             average_buffers(self.lightning_module, self.group)
             self._buffers_are_equal = True
-        if self.options.mode in ("async", "ssp") or self.options.pull_compression != "none":
+        if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
             worker.refresh()
 
@@ -285,9 +294,24 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def on_validation_start(self) -> None:
         self._settle()
 
+    @property
+    def _averages_weights(self) -> bool:
+        """Whether a callback reads all weights after each step, and puts their average in their place at the end."""
+        assert self._trainer is not None
+        return any(isinstance(callback, WeightAveraging) for callback in self._trainer.callbacks)  # type: ignore[attr-defined]
+
     @override
     def on_train_end(self) -> None:
-        self._settle()
+        """Leave the servers with what they have: from here on the weights and rank 0's optimizer are the run's."""
+        assert self.lightning_module is not None
+        self._settle(refresh=not self._averages_weights)
+        if self._averages_weights:
+            take_state_of_rank_zero(self.lightning_module, self.group)  # Each rank averaged what it has seen.
+        if self.options.mode != "local":
+            state = self.optimizer_state(self.optimizers[0])
+            if self.global_rank == 0:
+                self.optimizers[0].load_state_dict(state)
+        self._leave_servers()
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -309,11 +333,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.barrier("optimizer state")
         return state
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._stepper is None, "the servers get it in on_train_start"
-        super().load_optimizer_state_dict(checkpoint)
-
     @property
     def counters(self) -> Counters | None:
         """What this worker has sent, received and waited; None when it does not train."""
@@ -325,13 +344,22 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return self.options.mode in ("sync", "local") or (self.options.mode == "ssp" and not self.options.staleness)
 
     @override
-    def leave_run(self) -> None:
+    def leave_session(self) -> None:
         """Leave the servers and the coordinator; a second time does nothing."""
+        self._leave_servers()
+        super().leave_session()
+
+    @override
+    def teardown(self) -> None:
+        for name in CLIPPING:
+            vars(self.precision_plugin).pop(name, None)  # Another Trainer may be given the same plugin.
+        super().teardown()
+
+    def _leave_servers(self) -> None:
         if self._stepper is not None:
             self._stepper.close()
             self._stepper.worker.close()
         self._stepper = None
-        super().leave_run()
 
 
 def _leave_alone(*args: Any, **kwargs: Any) -> None:
