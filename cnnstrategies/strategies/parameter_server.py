@@ -1,6 +1,6 @@
 """`strategy: parameter_server`: workers with a full replica each, servers that hold parameters and optimizer."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -130,6 +130,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._dispatch = BatchDispatch(self.group)
         self._admitted = False
         self._has_left = False
+        self._has_trained = False
         self._buffers_are_equal = True
 
     @property
@@ -152,7 +153,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def open_session(self) -> None:
         super().open_session()
-        self._admitted = self._has_left = False
+        self._admitted = self._has_left = self._has_trained = False
         self._buffers_are_equal = True
 
     @override
@@ -192,6 +193,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_train_start(self) -> None:
         """Meet the servers; a worker that was started again waits here until the others let it in."""
+        assert not self._has_trained, "who trains twice in one function loads what was there before"
         trainer, optimizer = self._trainer, self.optimizers[0]
         assert trainer is not None
         assert isinstance(self.lightning_module, LightningModule)
@@ -224,8 +226,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stepper is not None:
-            self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
+        if self._stepper is None:
+            raise ConfigurationError(
+                "weights were loaded in the middle of training, which the servers go on with as they have them: save "
+                "a checkpoint, and give it to a new fit as ckpt_path"
+            )
+        self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
         return super().training_step(*args, **kwargs)
@@ -312,6 +318,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             if self.global_rank == 0:
                 self.optimizers[0].load_state_dict(state)
         self._leave_servers()
+        self._has_trained = True
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -332,6 +339,25 @@ class ParameterServerStrategy(CoordinatedStrategy):
             state["state"] = self._stepper.worker.optimizer_state()["state"]
         self.barrier("optimizer state")
         return state
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights, which the servers of the next training get, with the optimizer's state, when it starts.
+
+        A callback that trains to find something, such as ``LearningRateFinder``, puts back what was there before.
+        """
+        self._leave_servers()
+        if self._has_trained and self.group.is_open:
+            self._open_next_session()
+        super().load_model_state_dict(checkpoint, strict)
+
+    def _open_next_session(self) -> None:
+        """Have fresh servers for a further training within one trainer function."""
+        assert self.lightning_module is not None
+        self.barrier("next session")
+        self.leave_session()
+        self.open_session()
+        self.group.share_metrics(self.lightning_module)
 
     @property
     def counters(self) -> Counters | None:

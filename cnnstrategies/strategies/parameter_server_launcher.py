@@ -35,7 +35,7 @@ from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent
-from cnnstrategies.strategies.parameter_server_options import Options
+from cnnstrategies.strategies.parameter_server_options import Options, check_callbacks
 from cnnstrategies.strategies.parameter_server_run import INCARNATION, Layout, choose_place, open_supervision
 from cnnstrategies.strategies.parameter_server_sessions import SESSIONS
 
@@ -101,9 +101,12 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
         Raises:
             RunEnded: The run could not go on; the message says who died.
             ProcessRaisedException: It raised on a rank.
+            ConfigurationError: A callback of the trainer cannot do its work here.
         """
         check_start(self._start_method)
         training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if trainer is not None:
+            check_callbacks(trainer.callbacks, self._options, returns=False)  # type: ignore[attr-defined]
         if self._already_fit and training:
             raise NotImplementedError(
                 "Calling `trainer.fit()` twice on the same Trainer: its loops stay in the ranks that start_method "
@@ -188,7 +191,10 @@ class WatchingScriptLauncher(ScriptLauncher):
 
         Raises:
             SystemExit: In the process that has watched the ranks: it has nothing more to do.
+            ConfigurationError: A callback of the trainer cannot do its work here.
         """
+        if trainer is not None:
+            check_callbacks(trainer.callbacks, self._options, returns=True)  # type: ignore[attr-defined]
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

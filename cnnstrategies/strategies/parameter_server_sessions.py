@@ -1,4 +1,4 @@
-"""The sessions of a script: each trainer function is one.
+"""The sessions of a script: each trainer function is one, and so is each further training within a function.
 
 A session has a coordinator of its own, and servers of its own when it trains. The process that launches the ranks
 starts those of the first and watches them; the first rank of each node starts those of the later ones.
