@@ -8,6 +8,7 @@ from typing import Any
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -19,6 +20,7 @@ __all__ = [
     "ScriptLauncher",
     "built_by_cli",
     "check_start",
+    "ends_after_search",
     "ranks_are_children",
     "script_command",
     "set_batches_that_stepped",
@@ -43,6 +45,11 @@ def check_start(method: str) -> None:
         _check_bad_cuda_fork()
     else:
         _check_missing_main_guard()
+
+
+def ends_after_search(finder: LearningRateFinder) -> bool:
+    """Whether a callback is that of ``Tuner.lr_find``, which ends the trainer's function when it has found a rate."""
+    return finder._early_exit
 
 
 def script_command() -> list[str]:

@@ -4,6 +4,7 @@ import io
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -73,3 +74,21 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
     errors = [f"rank {rank}: {value}" for rank, (state, value) in enumerate(results) if state == "error"]
     assert not errors, "\n".join(errors)
     return [torch.load(io.BytesIO(value), weights_only=False) for _, value in results]
+
+
+def run_started(world: int, function: Callable[[], object]) -> list[int | None]:
+    """Exit codes of ranks that are started as `srun` starts them: each finds its number in its environment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+
+    def main(rank: int) -> None:
+        variables = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ |= variables
+        function()
+
+    processes = [_context.Process(target=main, args=(rank,)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]

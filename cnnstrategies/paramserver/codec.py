@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cnnstrategies.paramserver.control import Buffer
+
 MAX_STRUCTURE = 16 << 20  # bytes of JSON
 MAX_DEPTH = 40
 DTYPES = {
@@ -31,7 +33,6 @@ DTYPES = {
         torch.complex128,
     )
 }
-Buffer = bytes | bytearray | memoryview
 
 
 class CodecError(ValueError):

@@ -1,6 +1,6 @@
 """Barrier, broadcast, all-gather and reductions among the workers of a run, through its coordinator."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 import zmq
 from torch import Tensor
 
-from cnnstrategies.paramserver.codec import Buffer, decode, encode
-from cnnstrategies.paramserver.control import ControlError, Message, parse, send, waiting
+from cnnstrategies.paramserver.codec import decode, encode
+from cnnstrategies.paramserver.control import Buffer, ControlError, Message, parse, send, waiting
 from cnnstrategies.paramserver.dispatch import Chunk
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
@@ -53,6 +53,9 @@ class Collectives:
     Args:
         membership: This worker's; its errors come through all methods here.
         keys: The run's CURVE keys.
+
+    Attributes:
+        present: Numbers of the workers that took part in the last one; None before the first.
     """
 
     def __init__(self, membership: Membership, keys: KeyPair | None = None) -> None:
@@ -64,6 +67,7 @@ class Collectives:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(membership.fileno(), zmq.POLLIN)
         self._sequence = 0
+        self.present: Sequence[int] | None = None
 
     def gather(self, value: Any, operation: str = "gather") -> Gathered:
         """Bring the values of all workers together.
@@ -118,17 +122,18 @@ class Collectives:
 
     def put(self, name: str, frames: list[Buffer]) -> None:
         """Publish buffers under a name, for :func:`get`; the first to do so decides."""
-        send(self._socket, Message("put", {"name": name}, frames))
+        send(self._socket, self.membership.address.message("put", {"name": name}, frames))
 
     def get(self, name: str) -> list[Buffer]:
         """The buffers that were published under a name; waits for them."""
-        send(self._socket, Message("get", {"name": name}))
+        send(self._socket, self.membership.address.message("get", {"name": name}))
         return list(self._receive("value", lambda message: message.string("name") == name).frames)
 
     def begin_epoch(self, number: int, samples: int, chunk: int) -> None:
         """Have the coordinator cut an epoch into chunks."""
-        fields = {**self.membership.address.fields(), "epoch": number, "samples": samples, "chunk": chunk}
-        send(self._socket, Message("epoch", fields))
+        address = self.membership.address
+        fields = {**address.fields(), "epoch": number, "samples": samples, "chunk": chunk}
+        send(self._socket, address.message("epoch", fields))
         self._receive("epoch", lambda message: message.integer("epoch") == number)
 
     def take(self, epoch: int, processed: int) -> Chunk:
@@ -138,9 +143,8 @@ class Collectives:
             epoch: The epoch.
             processed: Positions that this worker has processed in it.
         """
-        send(
-            self._socket, Message("take", {**self.membership.address.fields(), "epoch": epoch, "processed": processed})
-        )
+        address = self.membership.address
+        send(self._socket, address.message("take", {**address.fields(), "epoch": epoch, "processed": processed}))
         message = self._receive("chunk")
         return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))
 
@@ -150,20 +154,22 @@ class Collectives:
         self._context.term()
 
     def _collect(self, value: Any, operation: str, seal: bool = False, boundary: bool = False) -> Gathered:
+        address = self.membership.address
         fields = {
-            **self.membership.address.fields(),
+            **address.fields(),
             "sequence": self._sequence,
             "operation": operation,
             "seal": seal,
             "boundary": boundary,
         }
-        send(self._socket, Message("collect", fields, encode(value)))
+        send(self._socket, address.message("collect", fields, encode(value)))
         # One that is let in later answers its `start` with a later collective.
         message = self._receive("result", lambda one: seal or one.integer("sequence") == self._sequence)
         self._sequence = message.integer("sequence") + 1
         if seal or boundary:
             self.membership.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
         ids, sizes = message.fields["ids"], message.fields["sizes"]
+        self.present = ids
         values, position = {}, 0
         for number, size in zip(ids, sizes, strict=True):
             values[number] = decode(message.frames[position : position + size])

@@ -11,12 +11,11 @@ from typing import Any
 
 import zmq
 
-from cnnstrategies.paramserver.codec import Buffer
-
 TAG = b"CNNPS1 "
 MAX_HEADER = 1 << 20
 LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
 RECONNECT_MS = 20
+Buffer = bytes | bytearray | memoryview
 COORDINATOR = b""  # a DEALER has one peer only
 
 

@@ -7,8 +7,13 @@ worker of the group has contributed, or has left or died: a death ends nobody's 
 A worker that is started again takes part in the set-up by replaying it: the results of all collectives up to the
 start of training are kept, so what it is told is what the others were told. It is let into the group at the next
 boundary, a collective at which nobody is in the middle of a step, once every server has seen the view with it.
+
+A coordinator serves one session: when every worker has left, its servers end, and whoever comes later is told. A script
+may have several sessions, one after the other, each with a coordinator of its own at the same place; a worker that is
+ahead of the others knocks until the one of its session is there.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self
@@ -19,6 +24,8 @@ from cnnstrategies.paramserver.control import LARGEST_MESSAGE, ControlError, par
 from cnnstrategies.paramserver.coordinator_handlers import CoordinatorHandlers
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
+
+BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
 
 
 class Coordinator:
@@ -44,10 +51,22 @@ class Coordinator:
             self._socket.curve_publickey = keys.public.encode()
             self._socket.curve_secretkey = keys.secret.encode()
             self._socket.zap_domain = b"cnnstrategies"
-        self._socket.bind(settings.endpoint)
+        self._bind(settings)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
         self._handlers = CoordinatorHandlers(settings, partial(send, self._socket))
+
+    def _bind(self, settings: CoordinatorSettings) -> None:
+        """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""
+        deadline = time.monotonic() + (BIND_SECONDS if settings.session else 0)
+        while True:
+            try:
+                self._socket.bind(settings.endpoint)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+            time.sleep(self._tick)
 
     def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to stop.

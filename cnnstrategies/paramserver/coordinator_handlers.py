@@ -19,7 +19,7 @@ class CoordinatorHandlers:
         send: Sends a message to the connection that it names.
 
     Attributes:
-        stopped: Whether the coordinator was told to stop.
+        stopped: Whether the coordinator was told to stop, or makes room for that of the next session.
     """
 
     def __init__(self, settings: CoordinatorSettings, send: Callable[[Message], None]) -> None:
@@ -50,11 +50,15 @@ class CoordinatorHandlers:
         }
 
     def handle(self, message: Message) -> None:
-        """Act on one message.
+        """Act on one message, if it is of this session.
 
         Raises:
             ControlError: It is of an unknown kind or has other fields.
         """
+        session = message.integer("session")
+        if session != self._settings.session:
+            self.stopped |= session > self._settings.session and self._ended is not None
+            return
         handler = self._handlers.get(message.kind)
         if handler is None:
             raise ControlError(f"unknown kind {message.kind!r}")
@@ -83,19 +87,26 @@ class CoordinatorHandlers:
             message.string("public_key"),
         )
         known = self._roster.find(role, identity)
+        if known is not None and known.connection == message.sender:
+            self._answer(known)  # It has asked again before it heard the first answer.
+            return
         if known is not None and known.incarnation >= member.incarnation:
             self._refuse(message.sender, f"{member} was registered already, or has been replaced")
             return
         if known is not None and role == WORKER and self._roster.sealed:
             self._forget_worker(identity)
         self._roster.add(member)
-        if self._ended is not None:
-            self._roster.tell(member, self._ended)
-        elif role == SERVER:
+        if role == SERVER and self._ended is None:
             # A server that another replaces without having been missed has lost its state all the same.
             self._roster.lost_servers.discard(identity)
             member.since = self._roster.number + 1
             self._publish()
+        else:
+            self._answer(member)
+
+    def _answer(self, member: Member) -> None:
+        if self._ended is not None:
+            self._roster.tell(member, self._ended)
         else:
             self._roster.send_view(member)
 
@@ -158,7 +169,8 @@ class CoordinatorHandlers:
             in_group = member.id in self._roster.group
             if not self._roster.sealed:
                 if not replaced:
-                    self._finish(f"{member} {how} before training began")
+                    when = " before training began" if self._settings.servers else ", and every worker is needed here"
+                    self._finish(f"{member} {how}{when}")
                 self._rounds.forget(member.id)
                 return
             self._forget_worker(member.id)
@@ -198,6 +210,8 @@ class CoordinatorHandlers:
         self._reply(message, Message("left"))
         if member.role == WORKER:
             self._forget_worker(member.id)
+            if not self._roster.group:
+                self._finish("the session is over: every worker has left", clean=True)
 
     # Collectives
 

@@ -16,6 +16,7 @@ class CoordinatorSettings:
         survivable: How many servers can be lost for ever: copies of each slice beyond the first.
         essential: Workers whose loss for ever ends the run: the one that writes checkpoints and logs.
         supervised: Whether a supervision may replace processes that were silent, and says if it does.
+        session: Which of the sessions that follow one another at this endpoint; messages of others are not heard.
     """
 
     endpoint: str
@@ -26,3 +27,4 @@ class CoordinatorSettings:
     survivable: int = 0
     essential: tuple[int, ...] = (0,)
     supervised: bool = False
+    session: int = 0

@@ -7,12 +7,21 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import zmq
 
-from cnnstrategies.paramserver.control import LARGEST_MESSAGE, RECONNECT_MS, ControlError, Message, parse, send, waiting
+from cnnstrategies.paramserver.control import (
+    LARGEST_MESSAGE,
+    RECONNECT_MS,
+    Buffer,
+    ControlError,
+    Message,
+    parse,
+    send,
+    waiting,
+)
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.view import RunEnded, View
 
@@ -29,6 +38,7 @@ class Address:
         heartbeat: Seconds between two heartbeats.
         timeout: Seconds of silence after which either side counts the other as dead.
         appear: Seconds in which the coordinator must have answered once.
+        session: Which of the sessions that follow one another at this place. A coordinator hears those of its own.
     """
 
     coordinator: str
@@ -38,10 +48,15 @@ class Address:
     heartbeat: float = 0.5
     timeout: float = 10.0
     appear: float = 60.0
+    session: int = 0
 
     def fields(self) -> dict[str, object]:
         """What every message of this process says of its sender."""
         return {"role": self.role, "id": self.id, "incarnation": self.incarnation}
+
+    def message(self, kind: str, fields: Mapping[str, object] | None = None, frames: Sequence[Buffer] = ()) -> Message:
+        """A message to this session's coordinator."""
+        return Message(kind, {"session": self.session, **(fields or {})}, frames)
 
     def connect(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None) -> "zmq.Socket[bytes]":
         """A socket to the coordinator, with the run's keys if there are some."""
@@ -140,7 +155,7 @@ class Membership:
     def __init__(self, address: Address, endpoint: str = "", public_key: str = "", keys: KeyPair | None = None) -> None:
         self.address = address
         self._keys = keys
-        self._hello = Message(
+        self._hello = address.message(
             "hello",
             {
                 **address.fields(),
@@ -213,12 +228,12 @@ class Membership:
 
     def end(self, message: str, clean: bool = False) -> None:
         """Have every process of the run end, with a message."""
-        self._requests.put(Message("end", {"message": message, "clean": clean}))
+        self._requests.put(self.address.message("end", {"message": message, "clean": clean}))
         self._wake()
 
     def announce(self, name: str, value: int) -> None:
         """Tell every process of the run a number, without waiting for any."""
-        self._requests.put(Message("notice", {"name": name, "value": value}))
+        self._requests.put(self.address.message("notice", {"name": name, "value": value}))
         self._wake()
 
     def announced(self, name: str) -> int | None:
@@ -246,7 +261,6 @@ class Membership:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         connection = self.address.connect(context, self._keys)
         try:
-            send(connection, self._hello)
             self._serve(connection)
         except Exception as error:  # The main thread must hear of it, whatever it is.
             self._set_ended(f"the heartbeat thread failed: {type(error).__name__}: {error}", clean=False)
@@ -277,12 +291,11 @@ class Membership:
                 )
             if now >= beat_at:
                 beat_at = now + address.heartbeat
-                here = max(0, self._newest()[0].number)
-                send(connection, Message("beat", {**address.fields(), "here": here, "seen": self._seen}))
+                send(connection, self._beat())
             while not self._requests.empty():
                 send(connection, self._requests.get())
             if self._closing and not asked_to_leave:
-                send(connection, Message("leave", address.fields()))
+                send(connection, address.message("leave", address.fields()))
                 asked_to_leave = True
                 leaving_until = now + address.heartbeat
             if asked_to_leave and now > leaving_until:
@@ -300,6 +313,13 @@ class Membership:
                     self._take(message)
                 except ControlError:
                     continue
+
+    def _beat(self) -> Message:
+        here = self._newest()[0].number
+        if here < 0:
+            # Until it is answered: what listens there may be the coordinator of the session before, which does not.
+            return self._hello
+        return self.address.message("beat", {**self.address.fields(), "here": here, "seen": self._seen})
 
     def _take(self, message: Message) -> None:
         if message.kind == "ended":

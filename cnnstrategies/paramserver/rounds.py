@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cnnstrategies.paramserver.codec import Buffer
-from cnnstrategies.paramserver.control import Message
+from cnnstrategies.paramserver.control import Buffer, Message
 from cnnstrategies.paramserver.roster import Member, Roster
 
 

@@ -16,18 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import torch
 import zmq
 
-from cnnstrategies.paramserver.collectives import get
 from cnnstrategies.paramserver.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Address, Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.server import Server
-from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.transport import Listener
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent, name_process
 
@@ -92,6 +87,14 @@ class ServerProcess:
         Raises:
             RunEnded: The run cannot go on; the message says why.
         """
+        # Here: torch makes up most of a program's start, and the coordinator needs none of it.
+        import torch
+
+        from cnnstrategies.paramserver.collectives import get
+        from cnnstrategies.paramserver.server import Server
+        from cnnstrategies.paramserver.specification import Specification
+        from cnnstrategies.paramserver.transport import Listener
+
         end_with_parent()
         torch.set_num_threads(1)
         keys = None if self.key_file is None else KeyPair.create()

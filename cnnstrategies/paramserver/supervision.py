@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -59,6 +59,9 @@ class Supervision:
     Killed processes (by a signal: a fault) are started again as often as they may be. One that ends with an error
     ends the run: it would fail again. The coordinator learns of a death at once, and of what follows.
 
+    Services end by themselves when every worker has left their session. Workers that open further sessions start the
+    services of these themselves; no worker is started again from then on.
+
     It holds no socket and no thread while it starts processes, so they may be forked.
 
     Args:
@@ -73,6 +76,7 @@ class Supervision:
         self.deaths: list[str] = []
         self._asked_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
+        self._over = False  # the session of this coordinator
         self._stopping = False
 
     def start(self, watched: Watched) -> None:
@@ -105,8 +109,8 @@ class Supervision:
                     self._on_end(one, code)
         now = time.monotonic()
         self._end_the_stopped(now)
-        if now - self._asked_at > ASK_EVERY and not self._stopping:
-            self._ask_for_the_silent()
+        if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
+            self._ask()
             self._asked_at = time.monotonic()
         if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
             for one in self.workers:
@@ -123,46 +127,63 @@ class Supervision:
             if one.code is None and one.handle is not None:
                 one.handle.send_signal(signum)
 
-    def stop(self) -> None:
-        """End the servers and the coordinator, and whatever still runs."""
+    def stop(self, at_once: bool = False) -> None:
+        """End the servers and the coordinator, and whatever still runs.
+
+        Args:
+            at_once: Also when workers, of other nodes maybe, have not left yet and need them.
+        """
         self._stopping = True
-        if any(one.role == COORDINATOR and one.code is None for one in self.watched):
-            self._send(Message("end", {"message": "the run is over", "clean": True}))
+        while not (at_once or self._over or self._ended_at is not None) and self._ask():
+            time.sleep(POLL)
+        coordinates = any(one.role == COORDINATOR and one.code is None for one in self.watched)
+        if coordinates:
+            self._send("end", {"message": "the run is over", "clean": True})
         self._end(SERVER, GRACE)
-        self._send(Message("stop"))
+        if coordinates:
+            self._send("stop")
         self._end(COORDINATOR, GRACE)
         self._end(WORKER, 0.0)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.stop(at_once=error is not None)
 
     # Ends
 
     def _on_end(self, one: Watched, code: int) -> None:
-        if self._stopping or (code == 0 and one.role == WORKER):
+        if self._stopping or code == 0:
             one.code = code
             return
         killed = code < 0
+        if killed and one.role == WORKER and not self._over:
+            self._ask()
         # Once a worker has finished, the others let no new one in.
-        over = one.role == WORKER and any(worker.code == 0 for worker in self.workers)
+        over = one.role == WORKER and (self._over or any(worker.code == 0 for worker in self.workers))
         replaced = killed and one.restarts > 0 and self._ended_at is None and not over
         what = f"{one} {ending(code)}"
         if killed or one.role != WORKER:
             self.deaths.append(what)
-            print(f"{what}; {'it is started again' if replaced else 'it is not replaced'}", file=sys.stderr, flush=True)
+            follows = "it is started again" if replaced else "it is not replaced"
+            if one.restarts and self._over:
+                follows += ": only the first session of a run has restarts"
+            print(f"{what}; {follows}", file=sys.stderr, flush=True)
         if one.role == COORDINATOR:
             one.code = code
-            self._run_ends()
+            if not self._over:
+                self._run_ends()
             return
         assert one.handle is not None
-        if killed:
+        if self._over:
+            if one is self.workers[0]:
+                self._run_ends()  # It had started the services of the present session.
+        elif killed:
             fields = {"role": one.role, "id": one.id, "incarnation": one.incarnation, "process": one.handle.pid}
-            self._send(Message("died", {**fields, "how": ending(code), "replaced": replaced}))
+            self._send("died", {**fields, "how": ending(code), "replaced": replaced})
         elif code < 128:  # 128 + a signal's number: the user has stopped the run.
-            self._send(Message("end", {"message": what, "clean": False}))
+            self._send("end", {"message": what, "clean": False})
         if replaced:
             one.restarts -= 1
             one.incarnation += 1
@@ -189,17 +210,22 @@ class Supervision:
                 print(f"{one} was stopped for {self.coordinator.timeout:g} s: it is ended", file=sys.stderr, flush=True)
                 one.handle.send_signal(signal.SIGKILL)
 
-    def _ask_for_the_silent(self) -> None:
-        answer = self._send(Message("status"), answer="status")
+    def _ask(self) -> bool:
+        """Ask the coordinator whether its session goes on and who is silent, and end these; whether it has answered."""
+        answer = self._send("status", answer="status")
         if answer is None:
-            return
-        if answer.fields.get("ended") is not None:
+            return False
+        ended = answer.fields.get("ended")
+        if ended is not None and ended["clean"]:
+            self._over = True
+        elif ended is not None:
             self._run_ends()
         for role, identity, incarnation in answer.fields.get("silent", []):
             for one in self.watched:
                 same = (one.role, one.id, one.incarnation) == (role, identity, incarnation)
                 if same and one.code is None and one.handle is not None:
                     one.handle.send_signal(signal.SIGKILL)
+        return True
 
     def _end(self, role: str, grace: float) -> None:
         deadline = time.monotonic() + grace
@@ -215,12 +241,12 @@ class Supervision:
                 time.sleep(POLL)
             one.code = code
 
-    def _send(self, message: Message, answer: str = "") -> Message | None:
+    def _send(self, kind: str, fields: Mapping[str, object] | None = None, answer: str = "") -> Message | None:
         """Send one message over a connection of its own; wait a moment for an answer if there will be one."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self.coordinator.connect(context, self.keys)
         try:
-            send(socket, message)
+            send(socket, self.coordinator.message(kind, fields))
             if answer and socket.poll(500):
                 with contextlib.suppress(ControlError):
                     return parse(socket.recv_multipart(), routed=False)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from cnnstrategies.paramserver.codec import Buffer
-from cnnstrategies.paramserver.control import Message
+from cnnstrategies.paramserver.control import Buffer, Message
 
 
 class Values:

@@ -31,6 +31,8 @@ from cnnstrategies.strategies.parameter_server_start import meet_servers
 from cnnstrategies.strategies.parameter_server_state import trainer_state
 from cnnstrategies.strategies.parameter_server_step import Stepper
 
+CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
+
 
 class ParameterServerStrategy(CoordinatedStrategy):
     """Data parallel through servers that hold the parameters, each a part, and make the optimizer's steps.
@@ -67,8 +69,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         key_file: The run's keys, the same on every machine.
         heartbeat: Seconds between two signs of life of a process.
         timeout: Seconds without one after which a process counts as dead.
-        max_restarts: How often each process may be started again after it was killed. Without restarts a run goes on
-            without a dead worker, but not without rank 0, which writes checkpoints and logs.
+        max_restarts: How often each process may be started again after it was killed, in the first trainer function
+            of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
+            checkpoints and logs.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -128,6 +131,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._dispatch = BatchDispatch(self.group)
         self._admitted = False
         self._has_left = False
+        self._has_trained = False
         self._buffers_are_equal = True
 
     @property
@@ -146,6 +150,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return super().launcher
 
     # Joining the run
+
+    @override
+    def open_session(self) -> None:
+        super().open_session()
+        self._admitted = self._has_left = self._has_trained = False
+        self._buffers_are_equal = True
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -184,6 +194,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_train_start(self) -> None:
         """Meet the servers; a worker that was started again waits here until the others let it in."""
+        assert not self._has_trained, "who trains twice in one function loads what was there before"
         trainer, optimizer = self._trainer, self.optimizers[0]
         assert trainer is not None
         assert isinstance(self.lightning_module, LightningModule)
@@ -194,7 +205,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             start.worker,
             start.specification,
             optimizer,
-            eager=any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks),  # type: ignore[attr-defined]
+            eager=self._averages_weights,
             local_every=self.options.sync_every if self.options.mode == "local" else 0,
         )
 
@@ -216,8 +227,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stepper is not None:
-            self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
+        if self._stepper is None:
+            raise ConfigurationError(
+                "weights were loaded in the middle of training, which the servers go on with as they have them: save "
+                "a checkpoint, and give it to a new fit as ckpt_path"
+            )
+        self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
         return super().training_step(*args, **kwargs)
@@ -261,12 +276,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def _clip_elsewhere(self) -> None:
         """The servers clip, by the norm of the whole gradient; in mode ``local`` the worker does."""
         if self.options.mode != "local":
-            plugin: Any = self.precision_plugin
-            plugin.clip_grad_by_norm = plugin.clip_grad_by_value = _leave_alone
+            for name in CLIPPING:
+                setattr(self.precision_plugin, name, _leave_alone)
 
     # Weights and buffers at rest
 
-    def _settle(self) -> None:
+    def _settle(self, refresh: bool = True) -> None:
         """Have the servers' parameters, and the workers' mean of the buffers; a collective when training."""
         if self._stepper is None:
             return
@@ -278,7 +293,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if not self._buffers_are_equal:
             average_buffers(self.lightning_module, self.group)
             self._buffers_are_equal = True
-        if self.options.mode in ("async", "ssp") or self.options.pull_compression != "none":
+        if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
             worker.refresh()
 
@@ -286,9 +301,25 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def on_validation_start(self) -> None:
         self._settle()
 
+    @property
+    def _averages_weights(self) -> bool:
+        """Whether a callback reads all weights after each step, and puts their average in their place at the end."""
+        assert self._trainer is not None
+        return any(isinstance(callback, WeightAveraging) for callback in self._trainer.callbacks)  # type: ignore[attr-defined]
+
     @override
     def on_train_end(self) -> None:
-        self._settle()
+        """Leave the servers with what they have: from here on the weights and rank 0's optimizer are the run's."""
+        assert self.lightning_module is not None
+        self._settle(refresh=not self._averages_weights)
+        if self._averages_weights:
+            take_state_of_rank_zero(self.lightning_module, self.group)  # Each rank averaged what it has seen.
+        if self.options.mode != "local":
+            state = self.optimizer_state(self.optimizers[0])
+            if self.global_rank == 0:
+                self.optimizers[0].load_state_dict(state)
+        self._leave_servers()
+        self._has_trained = True
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -311,9 +342,23 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return state
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self._stepper is None, "the servers get it in on_train_start"
-        super().load_optimizer_state_dict(checkpoint)
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights, which the servers of the next training get, with the optimizer's state, when it starts.
+
+        A callback that trains to find something, such as ``LearningRateFinder``, puts back what was there before.
+        """
+        self._leave_servers()
+        if self._has_trained and self.group.is_open:
+            self._open_next_session()
+        super().load_model_state_dict(checkpoint, strict)
+
+    def _open_next_session(self) -> None:
+        """Have fresh servers for a further training within one trainer function."""
+        assert self.lightning_module is not None
+        self.barrier("next session")
+        self.leave_session()
+        self.open_session()
+        self.group.share_metrics(self.lightning_module)
 
     @property
     def counters(self) -> Counters | None:
@@ -348,13 +393,22 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return differences_of_servers(self.options, self.lightning_module, self.world_size, batch_size, accumulated)
 
     @override
-    def leave_run(self) -> None:
+    def leave_session(self) -> None:
         """Leave the servers and the coordinator; a second time does nothing."""
+        self._leave_servers()
+        super().leave_session()
+
+    @override
+    def teardown(self) -> None:
+        for name in CLIPPING:
+            vars(self.precision_plugin).pop(name, None)  # Another Trainer may be given the same plugin.
+        super().teardown()
+
+    def _leave_servers(self) -> None:
         if self._stepper is not None:
             self._stepper.close()
             self._stepper.worker.close()
         self._stepper = None
-        super().leave_run()
 
 
 def _leave_alone(*args: Any, **kwargs: Any) -> None:

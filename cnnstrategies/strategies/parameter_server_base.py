@@ -1,22 +1,26 @@
 """A DDP strategy whose ranks meet at a coordinator instead of a torch process group."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal, Self
 
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.strategies.parameter_server_group import WorkerGroup
 from cnnstrategies.strategies.parameter_server_launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server_options import Options
-from cnnstrategies.strategies.parameter_server_run import Layout, Place, choose_place, open_supervision
+from cnnstrategies.strategies.parameter_server_run import Layout, open_supervision
+from cnnstrategies.strategies.parameter_server_sessions import SESSIONS
 
 
 class CoordinatedStrategy(DDPStrategy):
@@ -40,6 +44,7 @@ class CoordinatedStrategy(DDPStrategy):
         self.group = WorkerGroup()
         self._start = start_method
         self._services: Supervision | None = None
+        self._interrupted = False
 
     def __deepcopy__(self, memo: Any) -> Self:
         """This strategy itself: weight averaging copies the module with its trainer, but the run stays one."""
@@ -68,15 +73,22 @@ class CoordinatedStrategy(DDPStrategy):
         """Register with the coordinator; there is no torch process group."""
         reset_seed()
         self.set_world_ranks()
-        if self.group.is_open:
-            return
+        if not self.group.is_open:
+            self.open_session()
+
+    def open_session(self) -> None:
+        """Register with the coordinator of the next session.
+
+        Raises:
+            RunEnded: A rank has died in the session before.
+            ConfigurationError: The session would need dedicated servers that have ended.
+        """
         assert self.lightning_module is not None
-        place = Place.published()
-        if place is None:
-            place = choose_place(self.options, self._layout(), supervised=False)
-            if self.local_rank == 0:
-                training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-                self._services = open_supervision(self.options, self._layout(), place, training, "program")
+        self._interrupted = False
+        training = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        place = SESSIONS.open(self.options, self._layout, training)
+        if not place.supervised and self.local_rank == 0:
+            self._services = open_supervision(self.options, self._layout(), place, training, "program")
         self.group.open(self.options, place, self.global_rank, self.world_size)
 
     def stop_signal(self, received: int | None) -> int | None:
@@ -95,18 +107,41 @@ class CoordinatedStrategy(DDPStrategy):
         if self.group.is_open and isinstance(exception, Exception) and not isinstance(exception, RunEnded):
             reason = f"{type(exception).__name__}: {exception}"
             self.group.membership.end(f"worker {self.global_rank} failed: {reason}")
+        self._interrupted = True
         super().on_exception(exception)
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if ranks_are_children(self._launcher) and checkpoint.get("optimizer_states") == []:
+            rank_zero_warn(
+                f"{filepath} holds weights alone: the optimizers and the count of steps have ended with the ranks that "
+                f"were started by {self._start}; resume from a checkpoint that was saved during fit"
+            )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = len(checkpoint["optimizer_states"])
+        if states != len(self.optimizers):
+            raise ConfigurationError(
+                f"the checkpoint holds the states of {states} optimizers, and this run has {len(self.optimizers)}: one "
+                "that was saved after ranks were forked or spawned has none; resume from one that was saved during "
+                "fit, or load its weights alone"
+            )
+        super().load_optimizer_state_dict(checkpoint)
+
+    @override
     def teardown(self) -> None:
-        self.leave_run()
+        self.leave_session()
         super().teardown()
 
-    def leave_run(self) -> None:
+    def leave_session(self) -> None:
         """Leave the coordinator; a second time does nothing."""
+        if self.group.is_open:
+            SESSIONS.lost = self.group.absent()
         self.group.close()
         if self._services is not None:
-            self._services.stop()
+            self._services.stop(at_once=self._interrupted)
         self._services = None
 
     # Collectives

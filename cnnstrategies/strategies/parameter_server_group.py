@@ -45,7 +45,7 @@ class WorkerGroup:
         return self
 
     def open(self, options: Options, place: Place, rank: int, world_size: int) -> None:
-        """Register with the coordinator.
+        """Register with the coordinator of a session.
 
         Args:
             options: The strategy's.
@@ -54,6 +54,7 @@ class WorkerGroup:
             world_size: Workers of the run.
         """
         self.rank, self.world_size, self.insecure = rank, world_size, place.insecure
+        self._alone = False
         run_keys = load_keys(place.key_file)
         self.keys = None if run_keys is None else KeyPair.create()
         public = "" if self.keys is None else self.keys.public
@@ -76,6 +77,11 @@ class WorkerGroup:
         """All that the coordinator offers; only while it is open."""
         assert self._collectives is not None, "the strategy has been set up"
         return self._collectives
+
+    def absent(self) -> list[int]:
+        """The ranks that took no part in the last collective."""
+        present = None if self._collectives is None else self._collectives.present
+        return [] if present is None else [rank for rank in range(self.world_size) if rank not in present]
 
     def close(self) -> None:
         """Leave the coordinator; a second time does nothing."""

@@ -35,8 +35,9 @@ from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent
-from cnnstrategies.strategies.parameter_server_options import Options
+from cnnstrategies.strategies.parameter_server_options import Options, check_callbacks
 from cnnstrategies.strategies.parameter_server_run import INCARNATION, Layout, choose_place, open_supervision
+from cnnstrategies.strategies.parameter_server_sessions import SESSIONS
 
 ENDED = 75  # exit code of a rank whose run was ended by another's failure: EX_TEMPFAIL
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -45,7 +46,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 @contextlib.contextmanager
 def supervised(options: Options, layout: Layout, training: bool, method: StartMethod) -> Iterator[Supervision]:
     """The coordinator and the servers of this node run while in here, and nothing of them is left afterwards."""
-    place = choose_place(options, layout, supervised=True)
+    place = choose_place(options, layout, SESSIONS.launch(), supervised=True)
     place.publish()
     try:
         with open_supervision(options, layout, place, training, method) as supervision:
@@ -100,11 +101,17 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
         Raises:
             RunEnded: The run could not go on; the message says who died.
             ProcessRaisedException: It raised on a rank.
+            ConfigurationError: A callback of the trainer cannot do its work here.
         """
         check_start(self._start_method)
         training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if trainer is not None:
+            check_callbacks(trainer.callbacks, self._options, returns=False)  # type: ignore[attr-defined]
         if self._already_fit and training:
-            raise NotImplementedError("trainer.fit was called twice on one Trainer: make a new one for the second")
+            raise NotImplementedError(
+                "Calling `trainer.fit()` twice on the same Trainer: its loops stay in the ranks that start_method "
+                f"{self._start_method} has started; make a new Trainer, and give its fit a checkpoint of the first"
+            )
         assert self._strategy.cluster_environment is not None
         os.environ["MASTER_PORT"] = str(self._strategy.cluster_environment.main_port)
         forked = self._start_method == "fork"
@@ -184,7 +191,10 @@ class WatchingScriptLauncher(ScriptLauncher):
 
         Raises:
             SystemExit: In the process that has watched the ranks: it has nothing more to do.
+            ConfigurationError: A callback of the trainer cannot do its work here.
         """
+        if trainer is not None:
+            check_callbacks(trainer.callbacks, self._options, returns=True)  # type: ignore[attr-defined]
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -314,4 +324,4 @@ def _run_rank(
         sys.exit(1)
     finally:
         strategy: Any = launcher._strategy
-        strategy.leave_run()
+        strategy.leave_session()

@@ -25,6 +25,7 @@ from cnnstrategies.strategies.parameter_server_options import Options
 
 VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
 INCARNATION = "CNNSTRATEGIES_INCARNATION"
+LATER = 600.0  # seconds to wait for a later session: rank 0 may have something to do between two trainer functions
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Place:
         key_file: The run's keys; None for no encryption.
         insecure: No encryption although other machines are reached.
         supervised: Whether the processes are watched and restarted.
+        session: Number of the first session there.
     """
 
     coordinator: str
@@ -44,6 +46,7 @@ class Place:
     key_file: str | None = None
     insecure: bool = False
     supervised: bool = False
+    session: int = 0
 
     def publish(self) -> None:
         """Tell the processes that this one starts."""
@@ -67,28 +70,31 @@ class Layout:
     main_port: int
 
 
-def choose_place(options: Options, layout: Layout, supervised: bool) -> Place:
-    """Decide where the processes meet.
+def choose_place(
+    options: Options, layout: Layout, session: int, supervised: bool = False, directory: str | None = None
+) -> Place:
+    """Decide where the processes of a session meet.
 
     Args:
         options: The strategy's.
         layout: The nodes.
+        session: Number of the session.
         supervised: Whether this process starts those of its node; then one node alone needs no network.
+        directory: That of the process that has started this one, if it has made one.
 
     Raises:
         ConfigurationError: The network needs keys, and there are none.
     """
     if supervised and layout.nodes == 1 and options.coordinator is None:
-        directory = make_run_directory()
-        coordinator = f"ipc://{directory}/coordinator"
-        key_file = options.key_file
-        if options.encrypted(coordinator) and key_file is None:
-            key_file = str(directory / "keys")
-            KeyPair.create().save(key_file)
-        return Place(coordinator, str(directory), key_file, supervised=True)
+        directory = str(make_run_directory())
+        KeyPair.create().save(f"{directory}/keys")
+    if directory is not None and layout.nodes == 1 and options.coordinator is None:
+        coordinator = f"ipc://{directory}/coordinator-{session}"
+        key_file = options.key_file or (f"{directory}/keys" if options.encrypted(coordinator) else None)
+        return Place(coordinator, directory, key_file, supervised=supervised, session=session)
     coordinator = options.coordinator or f"tcp://{layout.main_address}:{layout.main_port}"
     key_file = str(Path(str(options.key_file)).resolve()) if options.encrypted(coordinator) else None
-    return Place(coordinator, None, key_file, options.security == "none", supervised)
+    return Place(coordinator, None, key_file, options.security == "none", supervised, session)
 
 
 def open_supervision(
@@ -104,8 +110,10 @@ def open_supervision(
         method: How to start them.
     """
     servers = options.server_count(layout.nodes) if training else 0
-    address = partial(Address, place.coordinator, heartbeat=options.heartbeat, timeout=options.timeout)
-    supervision = Supervision(address(role="supervision", id=layout.node), load_keys(place.key_file))
+    address = Address(
+        place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session
+    )
+    supervision = Supervision(address, load_keys(place.key_file))
     recoverable = options.replication > 1 or options.snapshot_every > 0
     if layout.node == 0:
         settings = CoordinatorSettings(
@@ -115,8 +123,9 @@ def open_supervision(
             options.timeout,
             survivable=options.replication - 1,
             supervised=place.supervised and options.max_restarts > 0,
+            session=place.session,
         )
-        service = CoordinatorProcess(settings, place.key_file, place.directory)
+        service = CoordinatorProcess(settings, place.key_file, place.directory if place.supervised else None)
         supervision.start(Watched(COORDINATOR, 0, partial(_start, service, method)))
     if servers and not options.endpoints:
         for index in range(options.servers):
@@ -130,7 +139,11 @@ def open_supervision(
 def worker_address(options: Options, place: Place, rank: int) -> Address:
     """Who a rank is to the coordinator."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
-    return Address(place.coordinator, "worker", rank, incarnation, options.heartbeat, options.timeout)
+    later = place.session > 0 and not place.supervised
+    appear = LATER if later else Address.appear
+    return Address(
+        place.coordinator, "worker", rank, incarnation, options.heartbeat, options.timeout, appear, place.session
+    )
 
 
 def _start(service: Service, method: StartMethod, incarnation: int) -> Handle:
@@ -140,13 +153,15 @@ def _start(service: Service, method: StartMethod, incarnation: int) -> Handle:
 def _start_server(options: Options, place: Place, identity: int, method: StartMethod, incarnation: int) -> Handle:
     known_as = None
     if place.directory is not None:
-        endpoint = f"ipc://{place.directory}/server-{identity}-{incarnation}"
+        endpoint = f"ipc://{place.directory}/server-{place.session}-{identity}-{incarnation}"
     elif is_local(place.coordinator) or not is_local(f"tcp://{own_address(place.coordinator)}:1"):
         endpoint = f"tcp://{own_address(place.coordinator)}:*"
     else:
         # The machine of the coordinator, whose name leads to loopback there.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
-    address = Address(place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout)
+    address = Address(
+        place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout, session=place.session
+    )
     return start(ServerProcess(address, endpoint, place.key_file, place.insecure, known_as), method)
 
 

@@ -29,16 +29,18 @@ class Run:
     servers: int = 0
     timeout: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)
+    endpoint: str = ""
 
     def __post_init__(self):
-        self.endpoint = f"ipc://{self.directory}/coordinator"
+        self.endpoint = self.endpoint or f"ipc://{self.directory}/coordinator"
         settings = CoordinatorSettings(self.endpoint, self.workers, self.servers, self.timeout, **self.options)
         self.processes = {}
         self.pipes = {}
         self.coordinator = self._fork(("coordinator", 0), lambda: Coordinator(settings).run())
 
     def address(self, role, identity, incarnation=0):
-        return Address(self.endpoint, role, identity, incarnation, self.timeout / 10, self.timeout)
+        session = self.options.get("session", 0)
+        return Address(self.endpoint, role, identity, incarnation, self.timeout / 10, self.timeout, session=session)
 
     def worker(self, identity, function: Callable[[Collectives], Any], incarnation=0):
         def main():

@@ -206,7 +206,8 @@ def names(strategy: str) -> tuple[str, str, int]:
     if strategy == "one":
         return "auto", "auto", 1
     suffix = next((ending for ending in ("_spawn", "_fork") if strategy.endswith(ending)), "")
-    return strategy, ("hybrid_pipeline" if strategy.startswith("ddp") else "ddp") + suffix, 2
+    others = {"ddp": "hybrid_pipeline", "parameter_server_async": "parameter_server"}
+    return strategy, others.get(strategy.removesuffix(suffix), "ddp") + suffix, 2
 
 
 if __name__ == "__main__":

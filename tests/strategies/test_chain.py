@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from chain_program import Chain, names
+from chain_program import Chain, Leftovers, names
 from cluster.processes_of import Program
 from conftest import in_fork
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from ranks import run_ranks
+from ranks import run_ranks, run_started
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from cnnstrategies.strategies import HybridPipelineStrategy
@@ -99,13 +99,13 @@ def assert_same_checkpoint(got: Any, expected: Any, rtol: float, lost: bool, nam
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline", "parameter_server"])
 def test_programs_that_start_their_other_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     start(strategy, tmp_path)
     assert_equals_one_device(tmp_path, one)
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", "hybrid_pipeline_fork"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", "hybrid_pipeline_fork", "parameter_server_fork"])
 def test_forked_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as caught:
         Chain(*names(strategy), tmp_path).run()
@@ -113,20 +113,21 @@ def test_forked_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path)
     assert "Calling `trainer.fit()` twice on the same Trainer" in (tmp_path / "refusal.txt").read_text()
     # DDP says nothing.
     warned = any("after_fit.ckpt holds weights alone" in str(warning.message) for warning in caught)
-    assert warned == strategy.startswith("hybrid_pipeline")
+    assert warned != strategy.startswith("ddp")
 
 
-def test_a_checkpoint_without_optimizer_states_is_not_resumed_from(tmp_path: Path) -> None:
-    chain = Chain(*names("hybrid_pipeline_fork"), tmp_path)
+@pytest.mark.parametrize("strategy", ["hybrid_pipeline_fork", "parameter_server_fork"])
+def test_a_checkpoint_without_optimizer_states_is_not_resumed_from(strategy: str, tmp_path: Path) -> None:
+    chain = Chain(*names(strategy), tmp_path)
     trainer = chain.trainer("ddp_fork", 1)
     trainer.fit(chain.model, chain.data)
     trainer.save_checkpoint(tmp_path / "weights.ckpt")
     with pytest.raises(ProcessRaisedException, match="the states of 0 optimizers, and this run has 1"):
-        chain.trainer("hybrid_pipeline_fork", 2).fit(chain.model, chain.data, ckpt_path=tmp_path / "weights.ckpt")
+        chain.trainer(strategy, 2).fit(chain.model, chain.data, ckpt_path=tmp_path / "weights.ckpt")
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("strategy", ["hybrid_pipeline_spawn"])
+@pytest.mark.parametrize("strategy", ["hybrid_pipeline_spawn", "parameter_server_spawn"])
 def test_spawned_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     start(strategy, tmp_path)
     assert_equals_one_device(tmp_path, one)
@@ -134,7 +135,7 @@ def test_spawned_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("strategy", ["hybrid_pipeline"])
+@pytest.mark.parametrize("strategy", ["hybrid_pipeline", "parameter_server"])
 def test_ranks_of_torchrun_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     start(strategy, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     assert_equals_one_device(tmp_path, one)
@@ -172,3 +173,59 @@ def test_averages_and_replicas_across_stages_equal_one_device(tmp_path: Path) ->
         got = load(three, name)["current_model_state"]
         assert list(got) == list(expected)
         assert all(torch.allclose(got[key], expected[key], rtol=1e-9) for key in expected), name
+
+
+def test_asynchronous_servers_are_left_with_weights_that_everything_after_them_has(tmp_path: Path) -> None:
+    """Their result depends on the timing: it is compared with what one device makes of the checkpoints."""
+    strategy = names("parameter_server_async")
+    assert run_started(2, lambda: Chain(*strategy, tmp_path).run()) == [0, 0]
+    one = tmp_path / "one"
+    one.mkdir()
+    chain = Chain(*names("one"), one)
+    both = [load(tmp_path, f"notes_of_rank_{rank}.pt") for rank in range(2)]
+    assert both[0] == both[1]
+    for path, functions in {
+        "after_fit.ckpt": ("fit", "validate", "test", "predict", "save_checkpoint"),
+        "after_second_fit.ckpt": ("second fit",),
+        "best.ckpt": ("test the best",),
+    }.items():
+        saved = load(tmp_path, path)
+        assert saved["optimizer_states"][0]["state"]
+        trainer = chain.trainer("auto", 1)
+        weights = tmp_path / path
+        measured = {}
+        for evaluate in (trainer.validate, trainer.test):
+            measured |= evaluate(chain.model, chain.data, weights, verbose=False, weights_only=True)[0]
+        for function in functions:
+            notes = both[0][function]
+            assert notes["weights"] == pytest.approx(
+                sum(float(value.abs().sum()) for value in saved["state_dict"].values()), rel=1e-12
+            )
+            metrics = {name: value for name, value in notes["metrics"].items() if not name.startswith("train")}
+            assert metrics == pytest.approx({name: measured[name] for name in metrics}, rel=1e-6), function
+    # Another strategy, now sync, goes on from there as one device does.
+    trainer = chain.trainer("auto", 4)
+    trainer.fit(chain.model, chain.data, ckpt_path=tmp_path / "after_fit.ckpt", weights_only=True)
+    chain.note("another strategy", trainer)
+    got, expected = both[0]["another strategy"], chain.notes["another strategy"]
+    assert got["weights"] == pytest.approx(expected["weights"], rel=1e-9)
+    assert got["global_step"] == expected["global_step"]
+
+
+class Weights(Callback):
+    """Writes each rank's weights when fit ends."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        torch.save(pl_module.state_dict(), f"weights_of_rank_{trainer.global_rank}.pt")
+
+
+def test_asynchronous_training_ends_with_the_average_of_the_weights(tmp_path: Path) -> None:
+    """The servers have the weights that were averaged, and must not put them back."""
+    chain = Chain(*names("parameter_server_async_fork"), tmp_path)
+    callbacks = [Leftovers(tmp_path), Weights(), EMAWeightAveraging(decay=0.7)]
+    chain.trainer(chain.strategy, 2, *callbacks).fit(chain.model, chain.data)
+    end = load(tmp_path, "end_of_2.ckpt")
+    ranks = [load(tmp_path, f"weights_of_rank_{rank}.pt") for rank in range(2)]
+    for name, average in end["state_dict"].items():
+        assert torch.equal(end["current_model_state"][name], average), name
+        assert all(torch.equal(rank[name], average) for rank in ranks), name

@@ -1,0 +1,91 @@
+"""Where the sessions of a script meet, and what a script is told that cannot have another one."""
+
+import os
+import signal
+
+import pytest
+from chain_program import Chain
+from lightning.pytorch import Callback
+from ranks import run_started
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server_run import VARIABLE, Layout, choose_place
+from cnnstrategies.strategies.parameter_server_sessions import Sessions
+
+LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
+DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}
+
+
+def layout() -> Layout:
+    return LAYOUT
+
+
+def options(**changes):
+    return ParameterServerStrategy(**changes).options
+
+
+def test_ranks_that_a_launcher_starts_find_its_session_first_and_later_ones_beside_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launcher, rank = Sessions(), Sessions()
+    launched = []
+    for _ in range(2):
+        place = choose_place(options(), LAYOUT, launcher.launch(), supervised=True)
+        launched.append(place)
+        monkeypatch.setenv(VARIABLE, "")  # Puts it back after the test.
+        place.publish()
+    first, second = (rank.open(options(), layout, True) for _ in range(2))
+    assert first == launched[1]
+    assert second.directory == first.directory
+    assert not second.supervised
+    sessions = [place.session for place in (*launched, second)]
+    assert len(set(sessions)) == len({place.coordinator for place in (*launched, second)}) == 3
+    # Another strategy of the same script may ask for encryption.
+    assert rank.open(options(security="curve"), layout, True).key_file == f"{first.directory}/keys"
+
+
+def test_ranks_that_something_else_starts_number_their_sessions(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    rank = Sessions()
+    places = [rank.open(options(), layout, True) for _ in range(3)]
+    assert [place.session for place in places] == [0, 1, 2]
+    assert {place.coordinator for place in places} == {"tcp://127.0.0.1:29400"}
+
+
+def test_a_session_after_a_death_is_refused(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    rank = Sessions()
+    rank.open(options(), layout, True)
+    rank.lost = [1, 3]
+    with pytest.raises(RunEnded, match="rank 1, rank 3 died before, and every rank is needed here"):
+        rank.open(options(), layout, False)
+
+
+class Die(Callback):
+    """Kills rank 1 in the second epoch."""
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_script_that_has_lost_a_rank_is_told_so_by_the_next_function(tmp_path):
+    def script():
+        chain = Chain("parameter_server", "auto", 2, tmp_path)
+        trainer = chain.trainer(ParameterServerStrategy(heartbeat=0.1, timeout=1.5), 3, Die())
+        trainer.fit(chain.model, chain.data)
+        assert trainer.current_epoch == 3
+        with pytest.raises(RunEnded, match="rank 1 died before"):
+            trainer.test(chain.model, chain.data)
+
+    assert run_started(2, script) == [0, -signal.SIGKILL]
+
+
+def test_dedicated_servers_serve_the_first_session_alone(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    rank = Sessions()
+    rank.open(options(**DEDICATED), layout, True)
+    rank.open(options(**DEDICATED), layout, False)  # It needs none.
+    with pytest.raises(ConfigurationError, match="endpoints: dedicated servers end with the first function"):
+        rank.open(options(**DEDICATED), layout, True)
