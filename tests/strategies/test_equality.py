@@ -110,12 +110,14 @@ def test_compressed_gradients_stay_close_and_are_compressed(run_cli, quick):
 
 
 def test_powersgd_starts_when_it_is_told(run_cli, quick):
+    few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=6"]
     powersgd = [
+        *few,
         "--trainer.strategy.class_path=CompressedDDPStrategy",
         "--trainer.strategy.init_args.start_method=fork",
         "--trainer.strategy.init_args.compression=powersgd",
     ]
-    exact = train(run_cli, quick, "exact")
+    exact = train(run_cli, quick, "exact", *few)
     late = train(run_cli, quick, "late", *powersgd, "--trainer.strategy.init_args.powersgd_start=1000")
     early = train(run_cli, quick, "early", *powersgd, "--trainer.strategy.init_args.powersgd_start=2")
     assert_equal(late, exact, rtol=1e-9)
@@ -125,6 +127,7 @@ def test_powersgd_starts_when_it_is_told(run_cli, quick):
 def test_local_sgd_with_plain_sgd_averaging_each_step_equals_ddp(run_cli, quick):
     """Averaging the weights after a step without momentum is averaging the gradients before it."""
     plain = ["--model.init_args.optimizer.init_args.momentum=0", "--model.init_args.optimizer.init_args.nesterov=false"]
+    plain += ["--trainer.max_epochs=1", "--trainer.limit_train_batches=8"]
     local = [
         "--trainer.strategy.class_path=LocalSGDStrategy",
         "--trainer.strategy.init_args.start_method=fork",

@@ -17,6 +17,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 
 
+@pytest.mark.warm
 def test_a_learning_rate_is_found_and_trained_with_as_on_one_device(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
