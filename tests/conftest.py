@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # They take longest, so they start first, and at the end all workers are busy.
-SLOWEST = ("test_readme.py", "test_slurm.py", "test_graceful_stop.py", "test_torchrun.py", "test_configs.py")
+SLOWEST = ("test_slurm.py", "test_readme.py", "test_torchrun.py", "test_hybrid_pipeline_faults.py", "test_chain.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

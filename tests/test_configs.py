@@ -32,6 +32,7 @@ COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
 TWO, FOUR = ["--trainer.devices=2"], ["--trainer.devices=4"]
 SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.global_batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
+LARGE = ("experiments/synthetic_", "model/torchvision_vgg16")
 ARGS = {
     "quickstart.yaml": TWO,
     "cluster/one_node_4_gpus.yaml": TWO,
@@ -80,8 +81,13 @@ ARGS = {
 }
 
 
+def with_marks(file):
+    """Large networks take long; `make test-cluster` runs them."""
+    return pytest.param(file, marks=[pytest.mark.cluster] * file.startswith(LARGE))
+
+
 @pytest.mark.warm
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", [with_marks(file) for file in FILES])
 def test_config_trains(run_cli, downloads, file):
     whole = file == "quickstart.yaml" or file.startswith("experiments/")
     files = [file] if whole else ["quickstart.yaml", file]

@@ -25,6 +25,7 @@ def run(*words):
     return ended.stdout + ended.stderr
 
 
+@pytest.mark.cluster
 @pytest.mark.warm
 def test_the_readmes_commands():
     for name in TREE:

@@ -98,6 +98,7 @@ def assert_same_checkpoint(got: Any, expected: Any, rtol: float, lost: bool, nam
     assert got["global_step"] == expected["global_step"]
 
 
+@pytest.mark.cluster
 @pytest.mark.warm
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline", "parameter_server"])
 def test_programs_that_start_their_other_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
@@ -126,6 +127,7 @@ def test_a_checkpoint_without_optimizer_states_is_not_resumed_from(strategy: str
         chain.trainer(strategy, 2).fit(chain.model, chain.data, ckpt_path=tmp_path / "weights.ckpt")
 
 
+@pytest.mark.cluster
 @pytest.mark.warm
 @pytest.mark.parametrize("strategy", ["hybrid_pipeline_spawn", "parameter_server_spawn"])
 def test_spawned_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_forked_ranks_end_with_a_message(run_cli, monkeypatch, fault, messages):
     check_checkpoint()
 
 
-@pytest.mark.parametrize("fault", [pytest.param("kill 1", marks=pytest.mark.warm), "silent 0"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("kill 1", marks=pytest.mark.warm), pytest.param("silent 0", marks=pytest.mark.cluster)]
+)
 def test_started_ranks_end_and_leave_no_process(monkeypatch, fault):
     """As a user starts it: a script whose other ranks are scripts, too."""
     monkeypatch.setenv("FAULT", fault)
