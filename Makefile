@@ -13,8 +13,8 @@ INSTALLED := $(VENV)/.installed
 quickstart: $(INSTALLED)
 	$(BIN)/python cli.py fit --config configs/quickstart.yaml
 
-# Three tests at a time on any machine: much of their time is spent waiting for the processes that they start.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --maxschedchunk 2
+# Four tests at a time on any machine: much of their time is spent waiting for the processes that they start.
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --maxschedchunk 2
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not cluster"

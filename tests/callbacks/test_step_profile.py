@@ -310,7 +310,7 @@ def test_communication_that_backward_hides_counts_as_backward():
 
 def test_accumulation_counts_an_all_reduce_once():
     times = profiled(classifier(), SlowLinks(0.08), accumulate_grad_batches=4)
-    # Two of the six profiled batches send, so a third of 80 ms and of what a busy machine adds; all would be 80 and more.
+    # Two of the six profiled batches send: a third of 80 ms and of what a busy machine adds; all would be over 80.
     assert times["communication_total"] >= 20
     assert 15 <= times["communication"] < 65
 
