@@ -157,7 +157,8 @@ class Chain:
 
     def run(self, short: bool = False) -> None:
         """Run everything; or what saves and restores most, for a launcher that takes its time."""
-        best = ModelCheckpoint(self.folder, "best", monitor="val_loss", save_last=True)
+        # The first epoch's, whatever the training comes to: it is to differ from the last one's.
+        best = ModelCheckpoint(self.folder, "best", monitor="epoch", mode="min", save_last=True)
         trainer = self.trainer(self.strategy, 2, best, Leftovers(self.folder), *self.callbacks)
         if not short:
             trainer.validate(self.model, self.data, verbose=False)
