@@ -73,13 +73,10 @@ def pytest_collection_finish() -> None:
 
     And keeps their garbage collectors from what is imported, which they would have to copy and search.
     """
-    sys_argv, sys.argv = (
-        sys.argv,
-        ["cnnstrategies", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"],
-    )
+    own, sys.argv = sys.argv, ["", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         cli.CLI()
-    sys.argv = sys_argv
+    sys.argv = own
     gc.collect()
     gc.freeze()
 
