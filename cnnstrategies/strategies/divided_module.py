@@ -15,6 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.optimizer_state import Groups, group_names, hold, merge_state, named_state, split_state
 from cnnstrategies.strategies.pipeline_step import NetworkStandIn
+from cnnstrategies.strategies.resumable import check_optimizer_states
 
 PREFIX = "network."
 
@@ -121,12 +122,7 @@ class DividedModule:
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load this stage's part of the optimizers' states over the whole network."""
-        if len(states) != len(self._groups):
-            raise ConfigurationError(
-                f"the checkpoint holds the states of {len(states)} optimizers, and this run has {len(self._groups)}: "
-                "one that was saved after ranks were forked or spawned has none; resume from one that was saved "
-                "during fit, or load its weights alone"
-            )
+        check_optimizer_states(len(states), len(self._groups))
         for (optimizer, groups), state in zip(self._groups.items(), states, strict=True):
             optimizer.load_state_dict(split_state(state, self.own, groups))
 

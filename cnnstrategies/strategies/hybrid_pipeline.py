@@ -13,14 +13,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
@@ -41,6 +39,7 @@ from cnnstrategies.strategies.pipeline_layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.pipeline_loader import NoBatch, StageLoader, images_and_rest, stage_loader
 from cnnstrategies.strategies.pipeline_step import HandOver, clip_by_joint_norm
 from cnnstrategies.strategies.pipeline_summary import summarise_whole
+from cnnstrategies.strategies.resumable import warn_of_weights_alone
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -394,11 +393,7 @@ class HybridPipelineStrategy(DDPStrategy):
         # Weight averaging has put this rank's part of its average there; `current_model_state` is whole already.
         if self._divided is not None and self._divided.averages and "current_model_state" in checkpoint:
             checkpoint["state_dict"] = self._divided.whole_state(checkpoint["state_dict"])
-        if ranks_are_children(self._launcher) and checkpoint.get("optimizer_states") == []:
-            rank_zero_warn(
-                f"{filepath} holds weights alone: the optimizers and the count of steps have ended with the ranks that "
-                f"were started by {self._start_method}; resume from a checkpoint that was saved during fit"
-            )
+        warn_of_weights_alone(checkpoint, filepath, self._launcher, self._start_method)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # In words

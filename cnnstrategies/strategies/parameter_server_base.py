@@ -7,12 +7,10 @@ from typing import Any, Literal, Self
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.paramserver.view import RunEnded
@@ -21,6 +19,7 @@ from cnnstrategies.strategies.parameter_server_launcher import WatchingProcessLa
 from cnnstrategies.strategies.parameter_server_options import Options
 from cnnstrategies.strategies.parameter_server_run import Layout, open_supervision
 from cnnstrategies.strategies.parameter_server_sessions import SESSIONS
+from cnnstrategies.strategies.resumable import check_optimizer_states, warn_of_weights_alone
 
 
 class CoordinatedStrategy(DDPStrategy):
@@ -112,22 +111,12 @@ class CoordinatedStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if ranks_are_children(self._launcher) and checkpoint.get("optimizer_states") == []:
-            rank_zero_warn(
-                f"{filepath} holds weights alone: the optimizers and the count of steps have ended with the ranks that "
-                f"were started by {self._start}; resume from a checkpoint that was saved during fit"
-            )
+        warn_of_weights_alone(checkpoint, filepath, self._launcher, self._start)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = len(checkpoint["optimizer_states"])
-        if states != len(self.optimizers):
-            raise ConfigurationError(
-                f"the checkpoint holds the states of {states} optimizers, and this run has {len(self.optimizers)}: one "
-                "that was saved after ranks were forked or spawned has none; resume from one that was saved during "
-                "fit, or load its weights alone"
-            )
+        check_optimizer_states(len(checkpoint["optimizer_states"]), len(self.optimizers))
         super().load_optimizer_state_dict(checkpoint)
 
     @override
