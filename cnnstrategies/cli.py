@@ -50,7 +50,7 @@ from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse know
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.processes import end_with_parent, told_by_starter
+from cnnstrategies.processes import STARTER, end_with_parent, told_by_starter
 from cnnstrategies.trainer import Trainer
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
@@ -248,7 +248,8 @@ def main() -> None:
     # As an exception it passes through `CLI._run`, which ends the other processes. In training GracefulStop takes over.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        end_with_parent()
+        starter = told_by_starter(STARTER)
+        end_with_parent(None if starter is None else int(starter))
     try:
         if sys.argv[1:2] == ["plan"]:
             # It needs no trainer, so it has a parser of its own, which builds on this module.

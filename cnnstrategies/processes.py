@@ -15,18 +15,25 @@ from pathlib import Path
 from typing import Any
 
 REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: a file that is there once a rank has refused to go on.
+STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: the process that starts the ranks of this machine.
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
 
-def end_with_parent() -> None:
+def end_with_parent(parent: int | None) -> None:
     """Have the kernel kill this process when its parent dies; nothing happens outside Linux.
 
     Rank 0 ends the ranks that it started, unless it is killed itself; a rank that still waits for it to appear
     would go on waiting for the process group's time-out, 30 minutes.
+
+    Args:
+        parent: The process id of the one that started this one; None if it is not known. It may have ended while
+            this one was still importing.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent not in (None, os.getppid()):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def name_process(name: str) -> None:
@@ -61,16 +68,20 @@ def told_by_starter(name: str) -> str | None:
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Give the ranks that this process starts as programs a place where the first to refuse makes itself known."""
+    """Give the ranks that this process starts as programs a place where the first to refuse makes itself known.
+
+    And the number of this process, with which they end.
+    """
     if told_by_starter(REFUSED):
         yield
         return
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_") as folder:
         os.environ[REFUSED] = str(Path(folder) / "refused")
+        os.environ[STARTER] = str(os.getpid())
         try:
             yield
         finally:
-            del os.environ[REFUSED]
+            del os.environ[REFUSED], os.environ[STARTER]
 
 
 def first_to_refuse() -> bool:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -48,18 +48,19 @@ class CoordinatorProcess:
         settings: Of the coordinator.
         key_file: The run's CURVE keys; None for no encryption.
         directory: The run's directory, which is removed when the process that started this one is killed.
+        starter: Process id of the one that starts this one.
     """
 
     settings: CoordinatorSettings
     key_file: str | None = None
     directory: str | None = None
+    starter: int = field(default_factory=os.getpid)
 
     def run(self) -> None:
-        """Serve until told to stop, or until the parent is gone."""
-        parent = os.getppid()
+        """Serve until told to stop, or until the one that has started it is gone."""
         with Coordinator(self.settings, load_keys(self.key_file)) as coordinator:
-            coordinator.run(lambda: os.getppid() != parent)
-        if os.getppid() != parent and self.directory is not None:
+            coordinator.run(lambda: os.getppid() != self.starter)
+        if os.getppid() != self.starter and self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -73,6 +74,7 @@ class ServerProcess:
         key_file: The run's CURVE keys; None for no encryption.
         insecure: No encryption although other machines reach the endpoint.
         known_as: Name of this machine for the others, where the endpoint does not have it.
+        starter: Process id of the one that starts this one, which ends with it; None if that is a shell.
     """
 
     address: Address
@@ -80,6 +82,7 @@ class ServerProcess:
     key_file: str | None = None
     insecure: bool = False
     known_as: str | None = None
+    starter: int | None = None
 
     def run(self) -> None:
         """Serve one run.
@@ -87,6 +90,8 @@ class ServerProcess:
         Raises:
             RunEnded: The run cannot go on; the message says why.
         """
+        if self.starter is not None:
+            end_with_parent(self.starter)
         # Here: torch makes up most of a program's start, and the coordinator needs none of it.
         import torch
 
@@ -95,7 +100,6 @@ class ServerProcess:
         from cnnstrategies.paramserver.specification import Specification
         from cnnstrategies.paramserver.transport import Listener
 
-        end_with_parent()
         torch.set_num_threads(1)
         keys = None if self.key_file is None else KeyPair.create()
         run_keys = load_keys(self.key_file)

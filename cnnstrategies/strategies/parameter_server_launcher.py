@@ -306,7 +306,9 @@ def _run_rank(
 ) -> None:
     for signum, handler in dispositions.items():
         signal.signal(signum, handler)
-    end_with_parent()
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    end_with_parent(starter.pid)
     os.environ[INCARNATION] = str(incarnation)
     try:
         queue: Any = _ResultPipe(pipe, local_rank)

@@ -162,7 +162,7 @@ def _start_server(options: Options, place: Place, identity: int, method: StartMe
     address = Address(
         place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout, session=place.session
     )
-    return start(ServerProcess(address, endpoint, place.key_file, place.insecure, known_as), method)
+    return start(ServerProcess(address, endpoint, place.key_file, place.insecure, known_as, os.getpid()), method)
 
 
 def _listening(coordinator: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, PlainCNN
+from conftest import ROOT, PlainCNN, kill_group
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -56,15 +56,8 @@ def wait_for(name, text, process):
 
 
 def assert_group_ends(group, seconds):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    os.killpg(group, signal.SIGKILL)
-    pytest.fail(f"processes were still there after {seconds} s")
+    left = kill_group(group, seconds)
+    assert not left, f"processes were still there after {seconds} s:\n{left}"
 
 
 def train_on(run_cli, quick, name, *args):
