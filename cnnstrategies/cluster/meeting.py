@@ -113,12 +113,22 @@ def meet(
     _wait_for(store, keys, node, nodes, seconds + nodes * PING_SECONDS)
     failures = [failure for key in keys for failure in json.loads(store.get(key))]
     if failures:
+        store.set(f"told/{node}", "")
+        if node == 0:
+            _wait_until_told(store, nodes)
         raise ConfigurationError(
             "; ".join(failures) + ": allow TCP connections on all ports between the machines of the run, or choose "
             "another interface with --network.interface"
         )
     store.set(f"interface/{node}", mine.name)
     return mine, beacon, others
+
+
+def _wait_until_told(store: Store, nodes: int) -> None:
+    """Wait until all hosts know of the failures: the store, which is served here, is about to end."""
+    deadline = time.monotonic() + PING_SECONDS
+    while not store.check([f"told/{number}" for number in range(nodes)]) and time.monotonic() < deadline:
+        time.sleep(POLL)
 
 
 def interface_of(store: Store, node: int, nodes: int, seconds: float) -> str:

@@ -1,0 +1,33 @@
+"""The hosts of a run find each other, or all of them say what is wrong."""
+
+import json
+import threading
+
+import pytest
+from torch.distributed import HashStore
+
+from cnnstrategies.cluster.meeting import meet
+from cnnstrategies.errors import ConfigurationError
+
+
+def test_the_host_with_the_store_ends_after_the_others_have_read_what_is_wrong():
+    """Else they would lose their connection to it, and say that instead."""
+    store = HashStore()
+    store.set("source", "127.0.0.1")
+    store.set("host/1", json.dumps(["beta", "127.0.0.1", 1]))
+    store.set("failures/1", "[]")
+    messages = []
+
+    def first_host():
+        with pytest.raises(ConfigurationError) as failure:
+            meet(store, 0, 2, "127.0.0.1", None, 5)
+        messages.append(str(failure.value))
+
+    thread = threading.Thread(target=first_host)
+    thread.start()
+    thread.join(0.5)
+    assert store.check(["failures/0"])
+    assert messages == []
+    store.set("told/1", "")
+    thread.join(4)
+    assert "cannot reach beta" in messages[0]
