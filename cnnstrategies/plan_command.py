@@ -33,7 +33,7 @@ from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import find_cut, trace
-from cnnstrategies.strategies.pipeline_layout import LayoutRequest
+from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 from cnnstrategies.trainer import Trainer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

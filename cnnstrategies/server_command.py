@@ -24,7 +24,7 @@ from cnnstrategies.paramserver.roster import SERVER
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server_run import own_address
+from cnnstrategies.strategies.parameter_server.run import own_address
 
 APPEAR = 600.0  # seconds to wait for the run
 

@@ -27,8 +27,8 @@ from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
-from cnnstrategies.strategies.pipeline_contract import check_module
 from cnnstrategies.trainer import Trainer
 
 

@@ -12,7 +12,7 @@ from cnnstrategies.paramserver.allocation import reuse_freed_memory
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
 from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, pack_keys, unpack_json
-from cnnstrategies.paramserver.optimizers import join_state
+from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.outgoing import Outgoing
 from cnnstrategies.paramserver.placement import Placement
 from cnnstrategies.paramserver.pulls import Pulls

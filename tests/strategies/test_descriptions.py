@@ -12,8 +12,8 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
-from cnnstrategies.strategies.parameter_server_description import describe_servers, differences_of_servers
-from cnnstrategies.strategies.pipeline_description import warn_of_small_microbatches
+from cnnstrategies.strategies.hybrid_pipeline.description import warn_of_small_microbatches
+from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
 
 NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
 RANDOM = "random draws (as in dropout) are each process's own"

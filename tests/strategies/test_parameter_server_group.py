@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 
-from cnnstrategies.strategies.parameter_server_group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 
 
 class Gone:

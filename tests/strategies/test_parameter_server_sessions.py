@@ -11,8 +11,8 @@ from ranks import run_started
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server_run import VARIABLE, Layout, choose_place
-from cnnstrategies.strategies.parameter_server_sessions import Sessions
+from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, choose_place
+from cnnstrategies.strategies.parameter_server.sessions import Sessions
 
 LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
 DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}

@@ -5,7 +5,7 @@ from torch import nn
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.differences import differences_of_replicas
-from cnnstrategies.strategies.parameter_server_options import Options
+from cnnstrategies.strategies.parameter_server.options import Options
 
 MEGABYTE = 1e6
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.strategies.parameter_server_options import Options
-from cnnstrategies.strategies.parameter_server_run import Layout, Place, choose_place
+from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.run import Layout, Place, choose_place
 
 OF_A_LAUNCH = 1 << 16  # sessions, at most
 

@@ -35,9 +35,9 @@ from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent
-from cnnstrategies.strategies.parameter_server_options import Options, check_callbacks
-from cnnstrategies.strategies.parameter_server_run import INCARNATION, Layout, choose_place, open_supervision
-from cnnstrategies.strategies.parameter_server_sessions import SESSIONS
+from cnnstrategies.strategies.parameter_server.options import Options, check_callbacks
+from cnnstrategies.strategies.parameter_server.run import INCARNATION, Layout, choose_place, open_supervision
+from cnnstrategies.strategies.parameter_server.sessions import SESSIONS
 
 ENDED = 75  # exit code of a rank whose run was ended by another's failure: EX_TEMPFAIL
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
@@ -16,20 +17,20 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression
-from cnnstrategies.strategies.parameter_server_base import CoordinatedStrategy
-from cnnstrategies.strategies.parameter_server_buffers import average_buffers, take_state_of_rank_zero
-from cnnstrategies.strategies.parameter_server_description import describe_servers, differences_of_servers
-from cnnstrategies.strategies.parameter_server_loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server_options import (
+from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
+from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
+from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
+from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
     Options,
     Security,
     check_module,
     check_optimizers,
 )
-from cnnstrategies.strategies.parameter_server_start import meet_servers
-from cnnstrategies.strategies.parameter_server_state import trainer_state
-from cnnstrategies.strategies.parameter_server_step import Stepper
+from cnnstrategies.strategies.parameter_server.start import meet_servers
+from cnnstrategies.strategies.parameter_server.state import trainer_state
+from cnnstrategies.strategies.parameter_server.step import Stepper
 
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
 
@@ -103,27 +104,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
     ) -> None:
-        options = Options(
-            mode,
-            staleness,
-            sync_every,
-            servers,
-            tuple(endpoints or ()),
-            coordinator,
-            compression,
-            compression_ratio,
-            pull_compression,
-            delay_compensation,
-            replication,
-            snapshot_every,
-            snapshot_directory,
-            data_dispatch,
-            security,
-            key_file,
-            heartbeat,
-            timeout,
-            max_restarts,
-        )
+        given = {**locals(), "endpoints": tuple(endpoints or ())}
+        options = Options(**{field.name: given[field.name] for field in fields(Options)})
         super().__init__(options=options, start_method=start_method, **kwargs)
         self._checked: LightningModule | None = None
         self._stepper: Stepper | None = None

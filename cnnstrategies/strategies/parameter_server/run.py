@@ -21,7 +21,7 @@ from cnnstrategies.paramserver.services import (
     start,
 )
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched, make_run_directory
-from cnnstrategies.strategies.parameter_server_options import Options
+from cnnstrategies.strategies.parameter_server.options import Options
 
 VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
 INCARNATION = "CNNSTRATEGIES_INCARNATION"

@@ -14,11 +14,11 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.paramserver.view import RunEnded
-from cnnstrategies.strategies.parameter_server_group import WorkerGroup
-from cnnstrategies.strategies.parameter_server_launcher import WatchingProcessLauncher, WatchingScriptLauncher
-from cnnstrategies.strategies.parameter_server_options import Options
-from cnnstrategies.strategies.parameter_server_run import Layout, open_supervision
-from cnnstrategies.strategies.parameter_server_sessions import SESSIONS
+from cnnstrategies.strategies.parameter_server.group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
+from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.run import Layout, open_supervision
+from cnnstrategies.strategies.parameter_server.sessions import SESSIONS
 from cnnstrategies.strategies.resumable import check_optimizer_states, warn_of_weights_alone
 
 

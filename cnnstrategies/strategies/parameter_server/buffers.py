@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from cnnstrategies.strategies.parameter_server_group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 
 
 def take_state_of_rank_zero(module: nn.Module, group: WorkerGroup) -> None:

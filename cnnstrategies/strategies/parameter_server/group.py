@@ -12,8 +12,8 @@ from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import load_keys
-from cnnstrategies.strategies.parameter_server_options import Options
-from cnnstrategies.strategies.parameter_server_run import Place, worker_address
+from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.run import Place, worker_address
 
 REDUCTIONS = {"sum": "sum", "mean": "mean", "avg": "mean", "max": "max", "min": "min", "product": "product"}
 

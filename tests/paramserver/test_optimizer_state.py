@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cnnstrategies.paramserver.optimizers import cut_state, join_state
+from cnnstrategies.paramserver.optimizer_state import cut_state, join_state
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.store import Store

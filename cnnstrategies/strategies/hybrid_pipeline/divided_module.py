@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.optimizer_state import Groups, group_names, hold, merge_state, named_state, split_state
-from cnnstrategies.strategies.pipeline_step import NetworkStandIn
+from cnnstrategies.strategies.hybrid_pipeline.step import NetworkStandIn
 from cnnstrategies.strategies.resumable import check_optimizer_states
 
 PREFIX = "network."

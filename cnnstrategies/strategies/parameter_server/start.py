@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 from cnnstrategies.paramserver.client import Worker
 from cnnstrategies.paramserver.services import SPECIFICATION
 from cnnstrategies.paramserver.specification import Mode, Specification
-from cnnstrategies.strategies.parameter_server_group import WorkerGroup
-from cnnstrategies.strategies.parameter_server_options import Options
-from cnnstrategies.strategies.parameter_server_state import restore_trainer
+from cnnstrategies.strategies.parameter_server.group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.state import restore_trainer
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,18 @@ from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import has_refused
-from cnnstrategies.strategies.divided_module import DividedModule
-from cnnstrategies.strategies.pipeline_contract import check_loss, check_module, check_optimizers
-from cnnstrategies.strategies.pipeline_description import (
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, check_module, check_optimizers
+from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
     differences_of_pipeline,
     stage_parameters,
     warn_of_small_microbatches,
 )
-from cnnstrategies.strategies.pipeline_layout import ChosenLayout, LayoutRequest
-from cnnstrategies.strategies.pipeline_loader import NoBatch, StageLoader, images_and_rest, stage_loader
-from cnnstrategies.strategies.pipeline_step import HandOver, clip_by_joint_norm
-from cnnstrategies.strategies.pipeline_summary import summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
+from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, images_and_rest, stage_loader
+from cnnstrategies.strategies.hybrid_pipeline.step import HandOver, clip_by_joint_norm
+from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
 from cnnstrategies.strategies.resumable import warn_of_weights_alone
 
 

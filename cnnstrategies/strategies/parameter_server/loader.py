@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.dispatch import Chunk
-from cnnstrategies.strategies.parameter_server_group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 
 
 class ChunkSampler:

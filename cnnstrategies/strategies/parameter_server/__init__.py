@@ -1,0 +1,5 @@
+"""The strategy `parameter_server`: what stands between Lightning and the engine in `cnnstrategies.paramserver`."""
+
+from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
+
+__all__ = ["ParameterServerStrategy"]
