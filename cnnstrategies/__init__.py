@@ -1,10 +1,29 @@
 """Train any CNN on several devices: how the work is divided is one line of YAML.
 
-Importing the package registers its strategies with Lightning.
+Importing the package registers its strategies with Lightning: at once, or as soon as Lightning is imported. So what
+needs neither Lightning nor torch, such as a command's help, starts without them.
 """
 
-from cnnstrategies import strategies
-from cnnstrategies.classifier import ImageClassifier
-from cnnstrategies.errors import ConfigurationError
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from cnnstrategies._after_import import after_import
+
+if TYPE_CHECKING:
+    from cnnstrategies import strategies
+    from cnnstrategies.classifier import ImageClassifier
+    from cnnstrategies.errors import ConfigurationError
 
 __all__ = ["ConfigurationError", "ImageClassifier", "strategies"]
+
+
+def __getattr__(name: str) -> Any:
+    homes = {"ConfigurationError": "cnnstrategies.errors", "ImageClassifier": "cnnstrategies.classifier"}
+    if name in homes:
+        return getattr(importlib.import_module(homes[name]), name)
+    if name == "strategies":
+        return importlib.import_module("cnnstrategies.strategies")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+after_import("lightning.pytorch", lambda: importlib.import_module("cnnstrategies.strategies"))

@@ -20,6 +20,7 @@ from torch import nn
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
 from cnnstrategies import cli
 from cnnstrategies.callbacks import summary
+from cnnstrategies.commands import lightning_cli
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -75,7 +76,7 @@ def pytest_collection_finish() -> None:
     """
     own, sys.argv = sys.argv, ["", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"]
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        cli.CLI()
+        lightning_cli.CLI()
     sys.argv = own
     gc.collect()
     gc.freeze()

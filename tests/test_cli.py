@@ -14,7 +14,8 @@ from conftest import ROOT
 from PIL import Image
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.cli import CLI, main
+from cnnstrategies.cli import main
+from cnnstrategies.commands.lightning_cli import CLI
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 

@@ -174,7 +174,7 @@ trainer:
 $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | sed "s|.*|      - tcp://&:$port|")
 END
 srun --kill-on-bad-exit=0 --het-group=1 \\
-    {shlex.quote(interpreter)} -m cnnstrategies.server_command {config} &
+    {shlex.quote(interpreter)} -m cnnstrategies.commands.server {config} &
 """
 
 

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import zmq
@@ -27,16 +26,6 @@ from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent, name_process
 
 SPECIFICATION = "specification"  # the name under which rank 0 publishes it
-# The package's own import registers strategies with Lightning. A service needs neither, and starts in a third of the
-# time with an empty package in its place.
-PROGRAM = """
-import sys, types
-package = types.ModuleType("cnnstrategies")
-package.__path__ = [{directory!r}]
-sys.modules["cnnstrategies"] = package
-from {module} import main
-main()
-"""
 StartMethod = Literal["fork", "program"]
 
 
@@ -153,7 +142,7 @@ def start(service: Service, method: StartMethod) -> Handle:
         process.start()
         return Forked(process)
     # -u: what it prints last must not be lost when it is killed.
-    command = PROGRAM.format(directory=str(Path(__file__).parents[1]), module=__name__)
+    command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
     program = subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
     assert program.stdin is not None
     program.stdin.write(to_json(service).encode())

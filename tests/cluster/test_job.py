@@ -103,7 +103,7 @@ def test_server_nodes_are_a_second_part_of_the_job() -> None:
     second = lines[lines.index("hetjob") + 1 :]
     # Of two options of one name sbatch takes the last.
     assert second == ["--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--time=60", "--partition=cpu"]
-    assert text.index("--het-group=1") < text.index("cnnstrategies.server_command") < text.index("--het-group=0")
+    assert text.index("--het-group=1") < text.index("cnnstrategies.commands.server") < text.index("--het-group=0")
     assert text.count('--config "$run/servers.yaml"') == 2
 
 

@@ -6,15 +6,27 @@ from pathlib import Path
 
 import pytest
 
+from cnnstrategies.commands.plan import main
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.plan_command import main
 
-QUICKSTART = str(Path(__file__).parents[1] / "configs" / "quickstart.yaml")
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 
 def test_prints_the_stages_and_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot, trace = tmp_path / "plan.png", tmp_path / "plan.json"
-    main(["--config", QUICKSTART, "--search", "true", "--bandwidth", "1000", f"--plot={plot}", f"--trace={trace}"])
+    main(
+        [
+            "plan",
+            "--config",
+            QUICKSTART,
+            "--search",
+            "true",
+            "--bandwidth",
+            "1000",
+            f"--plot={plot}",
+            f"--trace={trace}",
+        ]
+    )
     text = capsys.readouterr().out
     assert "stage 0: block1" in text
     assert "on 2 devices" in text
@@ -26,11 +38,11 @@ def test_prints_the_stages_and_writes_picture_and_trace(tmp_path: Path, capsys: 
 
 def test_number_of_devices_must_be_known() -> None:
     with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs their number"):
-        main(["--config", QUICKSTART, "--trainer.devices", "auto"])
+        main(["plan", "--config", QUICKSTART, "--trainer.devices", "auto"])
 
 
 def test_link_is_measured_when_no_bandwidth_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--config", QUICKSTART, "--batch_size", "16"])
+    main(["plan", "--config", QUICKSTART, "--batch_size", "16"])
     assert "for 16 samples" in capsys.readouterr().out
 
 
@@ -45,7 +57,7 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
         "trainer.strategy": json.dumps(strategy),
         "bandwidth": 1000,
     }
-    main([f"--{name}={value}" for name, value in arguments.items()])
+    main(["plan", *[f"--{name}={value}" for name, value in arguments.items()]])
     text = capsys.readouterr().out
     assert "stage 0: block1_0_0 to pool1" in text
     assert "for 60 samples" in text, "of the global batch of 64, 6 equal microbatches hold 60"
@@ -62,5 +74,5 @@ def test_microbatches_are_those_of_fit(capsys: pytest.CaptureFixture[str]) -> No
             "for 16 .* with 2 microbatches",
         ),
     ):
-        main([*arguments, *sizes])
+        main(["plan", *arguments, *sizes])
         assert re.search(expected, " ".join(capsys.readouterr().out.split())), sizes

@@ -4,10 +4,9 @@ import difflib
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -21,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from cnnstrategies.callbacks import GracefulStop, PredictionWriter
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
 # The keys of a configuration that have no class_path, and what they configure.
@@ -40,16 +40,6 @@ ROOTS: dict[str, type | None] = {
 FROM_ELSEWHERE = ("params", "optimizer")
 CHECKPOINT_WORDS = ("best", "last", "hpc")
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
-
-
-def fail(message: str) -> NoReturn:
-    """Print one line on standard error and exit with code 2, as argparse does.
-
-    Args:
-        message: The line, without prefix.
-    """
-    print(f"cnnstrategies: error: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def check_trainer_names(strategy: Any, accelerator: Any) -> None:
@@ -101,13 +91,13 @@ def explain_build_error(error: BaseException) -> str:
         chain.append(inner)
     for link in chain:
         if isinstance(link, ConfigurationError):
-            return _flat(str(link))
+            return in_one_line(str(link))
     # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
     for link in chain:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+)$", str(link), re.MULTILINE)
         if reasons:
-            return _flat(reasons[0])
-    return f"{type(chain[-1]).__name__}: {_flat(str(chain[-1]))}"
+            return in_one_line(reasons[0])
+    return f"{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
 
 
 def refusal_in(traceback: str) -> str | None:
@@ -118,7 +108,7 @@ def refusal_in(traceback: str) -> str | None:
     """
     name = f"{ConfigurationError.__module__}.{ConfigurationError.__qualname__}: "
     lines = [line for line in traceback.splitlines() if line.startswith(name)]
-    return _flat(lines[-1].removeprefix(name)) if lines else None
+    return in_one_line(lines[-1].removeprefix(name)) if lines else None
 
 
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
@@ -135,19 +125,15 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
     key = match[1] if (match := re.search(r'Parser key "([^"]+)"', message)) else None
     where = f"{_full_key(key, args)}: " if key else ""
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
-        return f"{where}cannot use {match[1]!r}: {_flat(match[2])}{_similar_attribute(match[1])}"
+        return f"{where}cannot use {match[1]!r}: {in_one_line(match[2])}{_similar_attribute(match[1])}"
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
         return f"{where}no class {match[1]!r}{_classes_for(key)}"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
-        return f"{where}{_flat(match[1])!r} is not accepted; it must be {_types(types[1] if types else '')}"
+        return f"{where}{in_one_line(match[1])!r} is not accepted; it must be {_types(types[1] if types else '')}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
-        return f"{where}{_flat(match[2])!r} is not accepted; it must be {_types(match[1])}"
-    return re.sub(r'^Parser key "[^"]+":\s*', where, _flat(message))
-
-
-def _flat(text: str) -> str:
-    return re.sub(r"\s+", " ", text).strip()
+        return f"{where}{in_one_line(match[2])!r} is not accepted; it must be {_types(match[1])}"
+    return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
 
 
 def _accepted(value: str, names: Sequence[str]) -> str:

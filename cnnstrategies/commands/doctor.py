@@ -21,12 +21,12 @@ def main(args: Sequence[str]) -> None:
     """Check the hosts and exit with 0 if all is well, else with 1.
 
     Args:
-        args: The command line after ``doctor``.
+        args: The command line from ``doctor`` on.
 
     Raises:
         ConfigurationError: No launcher has started this process, or on one host only.
     """
-    options = _parser().parse_args(args)
+    options = _parser().parse_args(args[1:])
     if options.hosts:
         passed = [f"--shared={options.shared.absolute()}", f"--wait={options.wait:g}"]
         if options.interface:

@@ -17,19 +17,19 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
-from cnnstrategies.cli import CLI, ArgumentParser
-from cnnstrategies.cli_errors import check_checkpoint, check_trainer_names
 from cnnstrategies.cluster.job import Size, job_size, sbatch_script
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version
 from cnnstrategies.cluster.submit import submit
+from cnnstrategies.commands.errors import check_checkpoint, check_trainer_names
+from cnnstrategies.commands.lightning_cli import CLI, ArgumentParser
+from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
-from cnnstrategies.trainer import Trainer
 
 
 class SubmitCLI(CLI):
@@ -108,18 +108,18 @@ def main(args: Sequence[str]) -> None:
     """Check a configuration and submit it; print the job's number and where its logs will be.
 
     Args:
-        args: The command line after ``submit``.
+        args: The command line from ``submit`` on.
 
     Raises:
         ConfigurationError: The configuration cannot run, or SLURM does not take the job.
     """
-    if args[:1] != ["fit"]:
+    if args[1:2] != ["fit"]:
         raise ConfigurationError(
-            f"submit {' '.join(args[:1])}: submit takes fit, as in: cnnstrategies submit fit --config ..."
+            f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..."
         )
-    command = shlex.join(["cnnstrategies", "submit", *args])
-    base = check(args[1:])
-    variants = [check([*args[1:], *overrides]) for overrides in _combinations(base.options.sweep)]
+    command = shlex.join(["cnnstrategies", *args])
+    base = check(args[2:])
+    variants = [check([*args[2:], *overrides]) for overrides in _combinations(base.options.sweep)]
     for variant in variants:
         if variant.size != base.size:
             raise ConfigurationError(

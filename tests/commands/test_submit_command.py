@@ -8,7 +8,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from cnnstrategies.submit_command import check, main
+from cnnstrategies.commands.submit import check, main
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]
@@ -44,10 +44,10 @@ def test_one_file_serves_fit_and_submit(run_cli):
 
 
 def test_checkpoints_are_looked_for_where_the_configuration_puts_them(capsys):
-    main(["fit", QUICKSTART, *TWO_NODES, "--checkpoint.dirpath=my checkpoints", "--dry_run"])
+    main(["submit", "fit", QUICKSTART, *TWO_NODES, "--checkpoint.dirpath=my checkpoints", "--dry_run"])
     assert f"last='{Path.cwd()}/my checkpoints/last.ckpt'\n" in capsys.readouterr().out
     own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=mine"]
-    main(["fit", QUICKSTART, *TWO_NODES, *own, "--dry_run"])
+    main(["submit", "fit", QUICKSTART, *TWO_NODES, *own, "--dry_run"])
     assert f"last={Path.cwd()}/mine/last.ckpt\n" in capsys.readouterr().out
 
 

@@ -17,7 +17,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cnnstrategies.cli import CLI, ArgumentParser
+from cnnstrategies.commands.lightning_cli import CLI, ArgumentParser
+from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
@@ -34,7 +35,6 @@ from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-from cnnstrategies.trainer import Trainer
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
@@ -102,13 +102,13 @@ def main(args: Sequence[str]) -> None:
     """Print the plan for a configuration.
 
     Args:
-        args: The command line after ``plan``.
+        args: The command line from ``plan`` on.
 
     Raises:
         ConfigurationError: The configuration cannot be planned for; the message says why.
     """
     # What LightningCLI reads, and what errors are explained by.
-    sys.argv = ["cnnstrategies plan", *args]
+    sys.argv = ["cnnstrategies plan", *args[1:]]
     cli = PlanCLI()
     config = cli.config
     options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__dataclass_fields__})

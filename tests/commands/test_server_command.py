@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cnnstrategies.commands.server import main, server_of
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.server_command import main, server_of
 
 
 def free_port():

@@ -1,0 +1,47 @@
+"""Do something as soon as a module has been imported."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def after_import(name: str, action: Callable[[], object]) -> None:
+    """Call a function when a module has been imported: now, if it has been.
+
+    Args:
+        name: The module's.
+        action: Takes nothing.
+    """
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Watcher(name, action))
+
+
+class _Watcher(MetaPathFinder):
+    """Finds one module, once, where the other finders do."""
+
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            execute(module)
+            self._action()
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec

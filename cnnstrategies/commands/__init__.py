@@ -1,0 +1,1 @@
+"""The commands of the command line, one module each. What is imported to find and describe them is light."""

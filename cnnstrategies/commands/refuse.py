@@ -1,0 +1,28 @@
+"""How the command line says that something is wrong."""
+
+import os
+import re
+import sys
+from typing import NoReturn
+
+DEBUG = "CNNSTRATEGIES_DEBUG"  # Environment variable: tracebacks in place of lines.
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line on standard error and exit with code 2, as argparse does.
+
+    Args:
+        message: The line, without prefix.
+    """
+    print(f"cnnstrategies: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def in_one_line(text: str) -> str:
+    """A message without its line breaks."""
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def shows_tracebacks() -> bool:
+    """Whether the user wants to see where an error comes from."""
+    return bool(os.environ.get(DEBUG))

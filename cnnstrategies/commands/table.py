@@ -1,0 +1,41 @@
+"""What commands there are: a line and an example each, and where their code is."""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of ``cnnstrategies``.
+
+    Attributes:
+        line: What it does.
+        example: The words after the program's name.
+        module: Of this package; its ``main`` takes the words from the command's name on.
+    """
+
+    line: str
+    example: str
+    module: str
+
+    def run(self, args: Sequence[str]) -> None:
+        """Run it; only now its code is imported.
+
+        Args:
+            args: The words from its name on.
+        """
+        importlib.import_module(f"cnnstrategies.commands.{self.module}").main(args)
+
+
+_FROM_CHECKPOINT = "--config run.yaml --ckpt_path best"
+COMMANDS = {
+    "fit": Command("train, as a configuration says", "fit --config quickstart", "lightning_cli"),
+    "validate": Command("measure on the validation data", f"validate {_FROM_CHECKPOINT}", "lightning_cli"),
+    "test": Command("measure on the test data", f"test {_FROM_CHECKPOINT}", "lightning_cli"),
+    "predict": Command("write predictions to a file", f"predict {_FROM_CHECKPOINT}", "lightning_cli"),
+    "quantize": Command("turn a trained network into int8", f"quantize {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
+    "plan": Command("predict how a network divides", "plan --config quickstart --trainer.devices 4", "plan"),
+    "submit": Command("send a run to SLURM", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"),
+    "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor"),
+}
