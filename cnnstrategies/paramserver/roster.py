@@ -136,9 +136,9 @@ class Roster:
         self.tell(member, Message("view", {"view": self.view().as_dict()}))
 
     def servers_have_seen(self, number: int) -> bool:
-        """Whether all servers that are not lost are there and have seen a view."""
+        """Whether all servers are there and have seen a view; those whose slices others hold may be lost."""
         servers = [member for (role, _), member in self._members.items() if role == SERVER]
-        expected = self._servers - len(self.lost_servers)
+        expected = self._servers - (len(self.lost_servers) if self.copies_are_left else 0)
         return all(server.acknowledged >= number for server in servers) and len(servers) == expected
 
     # Messages
