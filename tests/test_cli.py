@@ -95,7 +95,7 @@ def test_parts_compose_and_print_config_can_be_read_back(run_cli):
 
 
 ERRORS = {
-    "unknown trainer key": (["--trainer.max_epoch=3"], ["trainer.max_epoch", "did you mean 'max_epochs'", "devices"]),
+    "unknown trainer key": (["--trainer.max_epoch=3"], ["trainer.max_epoch", "did you mean 'max_epochs'"]),
     "unknown section": (["--modle=3"], ["modle", "did you mean 'model'", "data"]),
     "wrong type": (["--trainer.max_epochs=many"], ["trainer.max_epochs", "'many'", "int or null"]),
     "wrong choice": (["--model.init_args.lr_interval=hour"], ["lr_interval", "'hour'", "'epoch' or 'step'"]),
@@ -110,7 +110,7 @@ ERRORS = {
         ["model.init_args.network", "torchvision.models.resnet18x", "did you mean resnet18"],
     ),
     "unknown class": (["--data=Nope"], ["data", "'Nope'", "DigitsDataModule", "import path"]),
-    "unknown strategy": (["--trainer.strategy=dpp"], ["trainer.strategy", "'dpp'", "did you mean 'ddp'", "fsdp"]),
+    "unknown strategy": (["--trainer.strategy=dpp"], ["trainer.strategy", "'dpp'", "did you mean 'ddp'"]),
     "unknown accelerator": (["--trainer.accelerator=cpux"], ["trainer.accelerator", "'cpux'", "gpu"]),
     "strategy option": (
         ["--trainer.strategy.class_path=CompressedDDPStrategy", "--trainer.strategy.init_args.rank=3"],

@@ -1,9 +1,7 @@
 """``cnnstrategies doctor``: check a cluster before training on it."""
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
@@ -12,9 +10,8 @@ from cnnstrategies.cluster.doctor_place import find_place
 from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
 from cnnstrategies.cluster.doctor_ssh import run_over_ssh
 from cnnstrategies.cluster.torchrun import own_store
+from cnnstrategies.commands.doctor_options import parser
 from cnnstrategies.errors import ConfigurationError
-
-PORT = 29480
 
 
 def main(args: Sequence[str]) -> None:
@@ -26,7 +23,7 @@ def main(args: Sequence[str]) -> None:
     Raises:
         ConfigurationError: No launcher has started this process, or on one host only.
     """
-    options = _parser().parse_args(args[1:])
+    options = parser().parse_args(args[1:])
     if options.hosts:
         passed = [f"--shared={options.shared.absolute()}", f"--wait={options.wait:g}"]
         if options.interface:
@@ -55,21 +52,3 @@ def main(args: Sequence[str]) -> None:
     if not problems:
         print(f"All {report.nodes} hosts agree, reach each other and share {report.directory}")
     sys.exit(1 if problems else 0)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="cnnstrategies doctor",
-        description="Check a cluster before training: versions, connections, shared directory, clocks. Start it as the "
-        "training will be, with srun, torchrun or mpirun, one process on each machine; or with --hosts over SSH.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--hosts", help="names of the machines, with commas: start the doctor there over SSH")
-    parser.add_argument("--ssh", default="ssh", help="the SSH command with its options (default: ssh)")
-    parser.add_argument("--port", type=int, default=PORT, help=f"main port with --hosts (default: {PORT})")
-    parser.add_argument(
-        "--shared", type=Path, default=Path(), help="directory for checkpoints on shared storage (default: this one)"
-    )
-    parser.add_argument("--interface", help="network interface, by name or subnet (default: by route)")
-    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other hosts (default: 60)")
-    return parser

@@ -5,8 +5,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cnnstrategies.commands.lightning_cli import CLI, ArgumentParser
+from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
@@ -37,32 +37,6 @@ from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-@dataclass
-class PlanOptions:
-    """What a plan needs beyond the configuration.
-
-    Attributes:
-        search: Choose stages and replicas too, for the configuration's devices. Done anyway where the strategy is not
-            a hybrid pipeline.
-        batch_size: Samples of a batch over all devices; when left out, the data's global_batch_size (of which
-            accumulate_grad_batches are made), or its batch_size for each replica of the first stage.
-        bandwidth: Of the connection between two devices, in Mbit/s; measured between two processes of this machine
-            when left out.
-        latency: Of that connection, in ms.
-        optimizer_states: Copies of the parameters that the optimizer holds: 2 for Adam, 1 for SGD with momentum.
-        plot: Draw the predicted timetable into this PNG file.
-        trace: Write the predicted timetable into this JSON file, for Perfetto or chrome://tracing.
-    """
-
-    search: bool = False
-    batch_size: int | None = None
-    bandwidth: float | None = None
-    latency: float = 0.05
-    optimizer_states: int = 2
-    plot: Path | None = None
-    trace: Path | None = None
 
 
 class PlanCLI(CLI):

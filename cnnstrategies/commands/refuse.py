@@ -1,4 +1,4 @@
-"""How the command line says that something is wrong."""
+"""How the command line shows things, and says that something is wrong."""
 
 import os
 import re
@@ -26,3 +26,11 @@ def in_one_line(text: str) -> str:
 def shows_tracebacks() -> bool:
     """Whether the user wants to see where an error comes from."""
     return bool(os.environ.get(DEBUG))
+
+
+def show(text: str) -> None:
+    """Print a long text; that its reader, such as ``head``, has seen enough is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

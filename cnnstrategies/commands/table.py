@@ -13,11 +13,13 @@ class Command:
         line: What it does.
         example: The words after the program's name.
         module: Of this package; its ``main`` takes the words from the command's name on.
+        configured: Whether it takes a configuration.
     """
 
     line: str
     example: str
     module: str
+    configured: bool = True
 
     def run(self, args: Sequence[str]) -> None:
         """Run it; only now its code is imported.
@@ -37,5 +39,7 @@ COMMANDS = {
     "quantize": Command("turn a trained network into int8", f"quantize {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
     "plan": Command("predict how a network divides", "plan --config quickstart --trainer.devices 4", "plan"),
     "submit": Command("send a run to SLURM", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"),
-    "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor"),
+    "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor", False),
+    "configs": Command("list the recipes, or print one", "configs quickstart", "recipes", False),
+    "completion": Command("complete these words in a shell", "completion bash >> ~/.bashrc", "completion", False),
 }

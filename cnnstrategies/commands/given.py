@@ -1,0 +1,94 @@
+"""What a command line and its configuration files give, before anything is made of it."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+@dataclass(frozen=True)
+class Given:
+    """A key that was given.
+
+    Attributes:
+        path: From the root, with dots.
+        value: As YAML has it; from the command line, its text.
+        owner: The class that the key is a parameter of, as the configuration names it; None at other places.
+    """
+
+    path: str
+    value: Any
+    owner: str | None
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+
+def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Given]:
+    """Every key that was given; those of the command line, which are the likelier culprits, first.
+
+    Args:
+        args: The command line.
+        roots: The classes of the keys at the root that have no ``class_path``.
+    """
+    tree: dict[str, Any] = {}
+    for position, argument in enumerate(args):
+        if match := re.fullmatch(r"(?:--config|-c)(?:=(.*))?", argument):
+            file = Path(match[1] or (args[position + 1] if position + 1 < len(args) else ""))
+            if file.is_file():
+                _merge(tree, _read(file))
+    flags = set()
+    for position, argument in enumerate(args):
+        if match := re.fullmatch(r"--([\w.]+)\+?(?:=(.*))?", argument, re.DOTALL):
+            value = match[2] if match[2] is not None else (args[position + 1] if position + 1 < len(args) else None)
+            nested: Any = value
+            for part in reversed(match[1].split(".")):
+                nested = {part: nested}
+            _merge(tree, nested)
+            flags.add(match[1])
+    return sorted(_walk(tree, "", None, roots), key=lambda given: given.path not in flags)
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeError):
+        return {}  # The parser says where the mistake is.
+    return content if isinstance(content, Mapping) else {}
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    for key, value in new.items():
+        old = into.get(key)
+        if isinstance(value, Mapping):
+            base = old if isinstance(old, dict) else _as_class(old)
+            if "class_path" in value and value["class_path"] != base.get("class_path"):
+                base = {}  # The arguments were for another class.
+            into[key] = _merge(base, value)
+        elif isinstance(old, dict) and "class_path" in old and isinstance(value, str):
+            into[key] = old if old["class_path"] == value else _as_class(value)
+        else:
+            into[key] = value
+    return into
+
+
+def _as_class(value: Any) -> dict[str, Any]:
+    return {"class_path": value} if isinstance(value, str) else {}
+
+
+def _walk(tree: Any, path: str, owner: str | None, roots: Mapping[str, str | None]) -> Iterator[Given]:
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _walk(item, path, None, roots)
+    if not isinstance(tree, Mapping):
+        return
+    for key, value in tree.items():
+        inner = f"{path}.{key}" if path else str(key)
+        yield Given(inner, value, owner)
+        below = tree.get("class_path") if key == "init_args" else None if path else roots.get(str(key))
+        yield from _walk(value, inner, below, roots)

@@ -1,0 +1,66 @@
+"""``cnnstrategies configs``: the configurations that come with the package, and their use by name."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from cnnstrategies.commands.early import accepted
+from cnnstrategies.commands.refuse import show
+from cnnstrategies.errors import ConfigurationError
+
+FOLDER = Path(__file__).parents[1] / "configs"
+
+
+def names() -> list[str]:
+    """Those of all recipes: their paths without ``.yaml``."""
+    return sorted(path.relative_to(FOLDER).with_suffix("").as_posix() for path in FOLDER.rglob("*.yaml"))
+
+
+def find(given: str) -> Path:
+    """The file that ``--config`` means: one that is there, or the recipe of this name.
+
+    Args:
+        given: A path or a name; a recipe's path from a clone of the project, too.
+
+    Raises:
+        ConfigurationError: There is neither.
+    """
+    if Path(given).exists():
+        return Path(given)
+    name = re.sub(r"^(?:\./)?(?:configs/)?(.*?)(?:\.yaml)?$", r"\1", given)
+    recipe = FOLDER / f"{name}.yaml"
+    if name in names():
+        return recipe
+    raise ConfigurationError(f"config: no file {given!r}, and no recipe of this name{accepted(name, names())}")
+
+
+def with_files(args: Sequence[str]) -> list[str]:
+    """A command line with the files of the recipes that it names.
+
+    Raises:
+        ConfigurationError: It names one that is not there.
+    """
+    result = list(args)
+    for position, argument in enumerate(args):
+        if match := re.fullmatch(r"(--config|-c)=(.+)", argument):
+            result[position] = f"{match[1]}={find(match[2])}"
+        elif argument in ("--config", "-c") and position + 1 < len(args):
+            result[position + 1] = str(find(args[position + 1]))
+    return result
+
+
+def main(args: Sequence[str]) -> None:
+    """List the recipes, or print those that are named.
+
+    Args:
+        args: The command line from ``configs`` on.
+
+    Raises:
+        ConfigurationError: There is no recipe of this name.
+    """
+    if args[1:]:
+        show("\n".join(find(name).read_text(encoding="utf-8").rstrip() for name in args[1:]))
+        return
+    width = max(map(len, names()))
+    first = {name: (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0] for name in names()}
+    show("\n".join(f"{name:{width}}  {line.removeprefix('# ')}" for name, line in first.items()))

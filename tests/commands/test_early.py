@@ -1,0 +1,85 @@
+"""Misspelt keys and values are refused before torch is imported; what is right, or unclear, passes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from lightning.pytorch.strategies import StrategyRegistry
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.commands.early import STRATEGIES, check
+
+QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    {
+        "--trainer.max_epoch=3": "key trainer.max_epoch: Trainer has no 'max_epoch'; did you mean 'max_epochs'?",
+        "--modle=ImageClassifier": "unknown key modle; did you mean 'model'? accepted: trainer, model, data",
+        "--trainer.max_epochs=three": "trainer.max_epochs: 'three' is not accepted; it must be int or null",
+        "--trainer.precision=17": "trainer.precision: '17' is not accepted; it must be 64, 32, 16, 'transf",
+        "--trainer.strategy=hybird_pipeline": "trainer.strategy: no strategy 'hybird_pipeline'; did you mean 'hybrid",
+        "--trainer.accelerator=cup": "trainer.accelerator: no accelerator 'cup'; did you mean 'cpu'?",
+        "--data.init_args.global_batchsize=8": "DigitsDataModule has no 'global_batchsize'; did you mean 'global_",
+        "--model.init_args.mixup=8": "ImageClassifier has no 'mixup'; did you mean 'mixup_alpha'?",
+        "--checkpoint.monitr=val_acc": "unknown key checkpoint.monitr: ModelCheckpoint has no 'monitr'; did you mean",
+        "--stop.grace=soon": "stop.grace: 'soon' is not accepted; it must be float",
+        "--stop.warning_signal=USR3": "stop.warning_signal: 'USR3' is not accepted; it must be 'USR1' or 'USR2'",
+        "--cluster.partitions=gpu": "ClusterOptions has no 'partitions'; did you mean 'partition'?",
+    }.items(),
+)
+def test_a_mistake_is_named_with_the_remedy(given, message):
+    with pytest.raises(ConfigurationError) as refusal:
+        check(["fit", QUICKSTART, given])
+    assert message in str(refusal.value)
+
+
+def test_a_mistake_in_a_file_is_found_too():
+    strategy = {"class_path": "cnnstrategies.strategies.ParameterServerStrategy", "init_args": {"mode": "asink"}}
+    Path("run.yaml").write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    with pytest.raises(ConfigurationError, match="mode: 'asink' is not accepted; it must be 'sync', 'async', 'ssp' or"):
+        check(["fit", QUICKSTART, "--config", "run.yaml"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [f"--config={path}" for path in CONFIGS if path.parent.name == "experiments"],
+        ["--trainer.max_epochs=-1", "--trainer.limit_train_batches=0.5", "--trainer.max_epochs=null"],
+        ["--trainer.precision=bf16-mixed", "--trainer.devices=auto", "--trainer.fast_dev_run=3"],
+        ["--trainer.max_epochs=${data.init_args.seed}"],
+        # Arguments of a class that another one replaces.
+        ["--data.init_args.augment=true", "--data=CIFAR10DataModule", "--data.init_args.root=data"],
+        # A class that nobody can know without importing it, and one that takes what it is given.
+        ["--model=own.Model", "--model.init_args.colour=blue", "--trainer.strategy=registered_by_own"],
+        [
+            "--model.init_args.network=torchvision.models.resnet18",
+            "--model.init_args.network.init_args.norm_layer=null",
+        ],
+        ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val_acc", "--print_config"],
+    ],
+)
+def test_what_is_right_or_unclear_passes(given):
+    check(["fit", QUICKSTART, *given])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_recipe_passes(path):
+    check(["fit", f"--config={path}"])
+
+
+def test_knows_the_strategies_that_are_registered():
+    assert sorted(STRATEGIES) == sorted(["auto", *StrategyRegistry.available_strategies()])
+
+
+def test_torch_is_not_imported_for_a_mistake():
+    program = "import sys; from cnnstrategies.cli import main; sys.argv[1:] = ['fit', '--trainer.max_epoch=3']\n"
+    program += "try: main()\nfinally: assert not {'torch', 'lightning'} & set(sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1

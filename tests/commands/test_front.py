@@ -1,0 +1,113 @@
+"""What the command line says before a command's code is imported: help, recipes, completion, and where it looks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.cli import main
+from cnnstrategies.commands import early, help, recipes
+from cnnstrategies.commands.completion import candidates
+from cnnstrategies.commands.table import COMMANDS
+
+QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
+
+
+def test_help_names_every_command_and_needs_no_torch():
+    program = "import sys; from cnnstrategies.cli import main\n"
+    program += "".join(f"main({words!r})\n" for words in ([], ["--help"], *([name, "--help"] for name in COMMANDS)))
+    program += "main(['configs'])\nmain(['completion', 'bash'])\n"
+    program += "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    for name, command in COMMANDS.items():
+        assert f"  {name} " in run.stdout
+        assert command.line in run.stdout
+
+
+def test_what_help_names_is_there():
+    for name, command in COMMANDS.items():
+        keys = re.findall(r"^  --([\w.]+)", help.of_command(name), re.MULTILINE)
+        if command.configured:
+            known = {*early.ROOTS, *early.OPTIONS, "model.init_args.network", "data.init_args.global_batch_size"}
+            sections = {
+                f"{root}.{one}"
+                for root, owner in early.ROOTS.items()
+                if owner is not None
+                for one in early.signature_of(owner).parameters
+            }
+            assert set(keys) - known - sections == {"data.help"}
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.configured])
+def test_full_help_is_the_parsers_and_early_checks_know_its_keys(name, capsys):
+    text = help.in_full(name, "")
+    keys = set(re.findall(r"^  (?:-\w, )?--([\w.]+)", text, re.MULTILINE))
+    assert len(keys) > 60
+    assert {key for key in keys if "." not in key} <= {*early.ROOTS, *early.OPTIONS}
+    part = help.in_full(name, "stop")
+    assert set(re.findall(r"^  --([\w.]+)", part, re.MULTILINE)) == {
+        "stop", "stop.grace", "stop.warning_signal", "stop.warning_grace"
+    }  # fmt: skip
+
+
+def test_an_unknown_command_is_refused_with_the_one_that_was_meant(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["fitt"])
+    assert stop.value.code == 2
+    assert "no command 'fitt'; did you mean 'fit'?" in capsys.readouterr().err
+
+
+def test_recipes_are_found_by_name_from_anywhere_and_files_come_first(run_cli, capsys):
+    code, output = run_cli("fit", "--config", "quickstart", "--config=strategy/hybrid_pipeline", "--print_config")
+    assert code == 0
+    assert "DigitsDataModule" in output
+    assert "HybridPipelineStrategy" in output
+    assert recipes.find("configs/data/cifar10.yaml").samefile(ROOT / "configs/data/cifar10.yaml")
+    Path("quickstart").write_text("seed_everything: 1\n")
+    assert recipes.find("quickstart") == Path("quickstart")
+    with pytest.raises(
+        ConfigurationError, match="no file 'quikstart', and no recipe of this name; did you mean 'quick"
+    ):
+        recipes.find("quikstart")
+    main(["configs", "quickstart"])
+    assert capsys.readouterr().out.strip() == Path(ROOT / "configs/quickstart.yaml").read_text().strip()
+
+
+def test_classes_beside_the_user_are_found(run_cli):
+    Path("mine.py").write_text("from cnnstrategies import ImageClassifier\nclass Mine(ImageClassifier): pass\n")
+    code, output = run_cli("fit", QUICKSTART, "--model.class_path=mine.Mine", "--print_config")
+    assert code == 0, output
+    assert "class_path: mine.Mine" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("do", ["doctor"]),
+        ("submit f", ["fit"]),
+        ("completion z", ["zsh"]),
+        ("fit --config data/cifar", ["data/cifar10", "data/cifar100"]),
+        ("fit --trainer.max_e", ["--trainer.max_epochs"]),
+        ("fit --trainer.strategy hybrid", ["hybrid_pipeline", "hybrid_pipeline_fork", "hybrid_pipeline_spawn"]),
+        ("fit --stop.warning_signal = USR1", ["USR1"]),
+        ("fit --trainer.barebones f", ["false"]),
+        (f"fit {QUICKSTART} --data.init_args.aug", ["--data.init_args.augment"]),
+    ],
+)
+def test_words_are_completed(words, expected):
+    assert candidates(words.split(" ")) == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_takes_the_script(shell, capsys):
+    main(["completion", shell])
+    script = capsys.readouterr().out.replace("autoload -U +X bashcompinit && bashcompinit\n", "")
+    ask = 'COMP_WORDS=(cnnstrategies fit --trainer.max_e); COMP_CWORD=2; _cnnstrategies; echo "${COMPREPLY[@]}"'
+    python = f'cnnstrategies() {{ {sys.executable} {ROOT / "cli.py"} "$@"; }}'
+    run = subprocess.run(["bash", "-c", f"{python}\n{script}\n{ask}"], capture_output=True, text=True, timeout=60)
+    assert run.stdout.strip() == "--trainer.max_epochs", run.stderr
