@@ -25,7 +25,7 @@ def find(given: str) -> Path:
     Raises:
         ConfigurationError: There is neither.
     """
-    if Path(given).exists():
+    if Path(given).is_file():
         return Path(given)
     name = re.sub(r"^(?:\./)?(?:configs/)?(.*?)(?:\.yaml)?$", r"\1", given)
     recipe = FOLDER / f"{name}.yaml"

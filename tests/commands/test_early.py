@@ -54,7 +54,7 @@ def test_a_mistake_in_a_file_is_found_too():
         ["--trainer.precision=bf16-mixed", "--trainer.devices=auto", "--trainer.fast_dev_run=3"],
         ["--trainer.max_epochs=${data.init_args.seed}"],
         # Arguments of a class that another one replaces.
-        ["--data.init_args.augment=true", "--data=CIFAR10DataModule", "--data.init_args.root=data"],
+        ["--data=ImageFolderDataModule", "--data.init_args.resize=9", "--data=DigitsDataModule"],
         # A class that nobody can know without importing it, and one that takes what it is given.
         ["--model=own.Model", "--model.init_args.colour=blue", "--trainer.strategy=registered_by_own"],
         [

@@ -70,9 +70,8 @@ def test_recipes_are_found_by_name_from_anywhere_and_files_come_first(run_cli, c
     assert recipes.find("configs/data/cifar10.yaml").samefile(ROOT / "configs/data/cifar10.yaml")
     Path("quickstart").write_text("seed_everything: 1\n")
     assert recipes.find("quickstart") == Path("quickstart")
-    with pytest.raises(
-        ConfigurationError, match="no file 'quikstart', and no recipe of this name; did you mean 'quick"
-    ):
+    Path("quickstart").unlink()
+    with pytest.raises(ConfigurationError, match="no recipe of this name; did you mean 'quickstart'"):
         recipes.find("quikstart")
     main(["configs", "quickstart"])
     assert capsys.readouterr().out.strip() == Path(ROOT / "configs/quickstart.yaml").read_text().strip()
