@@ -89,11 +89,13 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
-    """Runs every test in a forked process of its own.
+    """Runs every test in a forked process of its own, except those marked `light`.
 
     A process in which a Trainer was built or backward has run cannot fork ranks any more: Lightning refuses, or they
     hang. So no test may do that in pytest's own process, from which all others are forked.
     """
+    if pyfuncitem.get_closest_marker("light") is not None:
+        return False
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     start_warm = pyfuncitem.get_closest_marker("warm") is not None
     code, output = run_forked(

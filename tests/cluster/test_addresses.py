@@ -7,6 +7,8 @@ import pytest
 from cnnstrategies.cluster.addresses import Interface, choose_interface, find_interface, interface_to, resolve
 from cnnstrategies.errors import ConfigurationError
 
+pytestmark = pytest.mark.light
+
 LOOPBACK = Interface("lo", "127.0.0.1")
 
 

@@ -12,6 +12,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands.early import STRATEGIES, check
 
+pytestmark = pytest.mark.light
+
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 
@@ -68,9 +70,10 @@ def test_what_is_right_or_unclear_passes(given):
     check(["fit", QUICKSTART, *given])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_recipe_passes(path):
-    check(["fit", f"--config={path}"])
+def test_every_recipe_passes():
+    assert len(CONFIGS) > 40
+    for path in CONFIGS:
+        check(["fit", f"--config={path}"])
 
 
 def test_knows_the_strategies_that_are_registered():

@@ -7,6 +7,8 @@ import pytest
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
 
+pytestmark = pytest.mark.light
+
 SIZES = list(itertools.product((1, 2, 3, 7, 16, 63, 64, 65, 1150), (1, 2, 5, 32), (1, 2, 3, 4)))
 
 

@@ -10,6 +10,8 @@ import torch
 
 from cnnstrategies.paramserver.codec import DTYPES, CodecError, decode, encode
 
+pytestmark = pytest.mark.light
+
 VALUE = {
     "none": None,
     "flags": (True, False),

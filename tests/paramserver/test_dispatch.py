@@ -2,7 +2,11 @@
 
 import random
 
+import pytest
+
 from cnnstrategies.paramserver.dispatch import Dispatcher
+
+pytestmark = pytest.mark.light
 
 
 def positions(chunks):

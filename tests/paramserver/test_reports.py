@@ -1,4 +1,8 @@
+import pytest
+
 from cnnstrategies.paramserver.reports import Reports
+
+pytestmark = pytest.mark.light
 
 
 def test_what_a_server_had_under_an_older_view_does_not_count_and_of_a_newer_one_it_counts_then() -> None:

@@ -3,6 +3,8 @@ import pytest
 from cnnstrategies.paramserver import roll_call
 from cnnstrategies.paramserver.roll_call import RollCall
 
+pytestmark = pytest.mark.light
+
 
 def test_nobody_is_waited_for_where_nothing_was_lost() -> None:
     roll = RollCall()

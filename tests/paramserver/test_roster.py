@@ -6,6 +6,8 @@ import pytest
 
 from cnnstrategies.paramserver.roster import SERVER, Member, Roster
 
+pytestmark = pytest.mark.light
+
 
 @pytest.mark.parametrize(("survivable", "goes_on"), [(1, True), (0, False)])
 def test_a_lost_server_need_not_have_seen_a_view_if_others_have_its_slices(survivable, goes_on):

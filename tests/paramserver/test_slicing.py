@@ -1,11 +1,14 @@
 """Slices cover every element once, are balanced, and move to their copies when a server dies."""
 
+import pytest
 import torch
 from torch import nn
 
 from cnnstrategies.paramserver.slicing import Slice, cut, holders
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.view import ServerInfo, View
+
+pytestmark = pytest.mark.light
 
 
 class Norm(torch.optim.SGD):

@@ -13,6 +13,8 @@ from cnnstrategies.pipeline.predict import Predictor
 from cnnstrategies.pipeline.programme import propose
 from cnnstrategies.pipeline.request import Request
 
+pytestmark = pytest.mark.light
+
 GRAPHS = 200
 
 

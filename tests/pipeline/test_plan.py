@@ -13,6 +13,8 @@ from cnnstrategies.pipeline.plan import Plan, make_plan
 from cnnstrategies.pipeline.plan_table import format_bytes, plan_table, verdict
 from cnnstrategies.pipeline.request import Request
 
+pytestmark = pytest.mark.light
+
 FAST = Link(bandwidth=1e12, latency=0.0)
 SLOW = Link(bandwidth=1e6, latency=0.0)
 

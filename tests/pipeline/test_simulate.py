@@ -7,6 +7,8 @@ from cnnstrategies.pipeline.layout import Message, StageCost
 from cnnstrategies.pipeline.simulate import peak_in_flight, simulate
 from cnnstrategies.pipeline.timetable import Kind, Task, timetable
 
+pytestmark = pytest.mark.light
+
 FREE = Link(bandwidth=float("inf"), latency=0.0)
 
 
