@@ -94,9 +94,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     A process in which a Trainer was built or backward has run cannot fork ranks any more: Lightning refuses, or they
     hang. So no test may do that in pytest's own process, from which all others are forked.
     """
-    if pyfuncitem.get_closest_marker("light") is not None:
-        return False
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    if pyfuncitem.get_closest_marker("light") is not None:
+        with torch.random.fork_rng(devices=[]):  # What comes after it must not depend on it.
+            pyfuncitem.obj(**arguments)
+        return True
     start_warm = pyfuncitem.get_closest_marker("warm") is not None
     code, output = run_forked(
         lambda: pyfuncitem.obj(**arguments), timeout=230, keep_streams=True, start_warm=start_warm

@@ -5,6 +5,8 @@ import torch
 
 from cnnstrategies.networks import SmallCNN, SmallResNet
 
+pytestmark = pytest.mark.light
+
 
 @pytest.mark.parametrize(("widths", "size"), [((8,), 8), ((8, 16), 8), ((8, 16, 32, 64), 8), ((8, 16), 28)])
 def test_small_cnn_maps_images_to_logits(widths, size):

@@ -10,6 +10,8 @@ from PIL import Image
 
 from cnnstrategies.data.decoding import BrokenImageError, decode
 
+pytestmark = pytest.mark.light
+
 PIXELS = np.random.default_rng(0).integers(256, size=(40, 50, 3), dtype=np.uint8)
 
 

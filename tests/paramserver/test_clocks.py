@@ -6,6 +6,8 @@ import pytest
 
 from cnnstrategies.paramserver.clocks import StaleClock, SyncClock
 
+pytestmark = pytest.mark.light
+
 
 def test_the_first_step_waits_for_all_expected_workers_even_if_one_of_them_died() -> None:
     clock = SyncClock(expected=3)

@@ -7,6 +7,8 @@ from cnnstrategies.paramserver.compression import Encoder, check_length, decode,
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.specification import Compression
 
+pytestmark = pytest.mark.light
+
 
 def sent(encoder: Encoder, gradient: torch.Tensor) -> torch.Tensor:
     payload = memoryview(encoder.encode(gradient)).cast("B")

@@ -16,6 +16,8 @@ from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.view import ServerInfo, View, WorkerInfo
 
+pytestmark = pytest.mark.light
+
 PLAIN = {"name": "SGD", "lr": 0.5}
 VIEW = View(1, (ServerInfo(0, "ipc://0", since=1), ServerInfo(1, "ipc://1", since=1)), (WorkerInfo(0),))
 WHO = (0, 0)

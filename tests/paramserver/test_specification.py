@@ -11,6 +11,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.optimizers import load_optimizer
 from cnnstrategies.paramserver.specification import Specification
 
+pytestmark = pytest.mark.light
+
 
 def test_json_gives_back_the_same_specification() -> None:
     specification = specify(ADAMW | {"groups": True}, 3, servers=2, mode="ssp", staleness=4)

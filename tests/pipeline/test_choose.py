@@ -10,6 +10,8 @@ from cnnstrategies.pipeline.costs import Link
 from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 
+pytestmark = pytest.mark.light
+
 
 def alexnet_like() -> nn.Module:
     """Convolutions with the time, a classifier with the parameters."""

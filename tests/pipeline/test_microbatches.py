@@ -2,7 +2,11 @@
 
 import itertools
 
+import pytest
+
 from cnnstrategies.pipeline.microbatches import Split, default_microbatches
+
+pytestmark = pytest.mark.light
 
 REPLICAS = [(1, 1), (2, 2), (3, 1), (1, 3), (1, 2, 1), (2, 3), (4,), (1, 1, 1, 1)]
 
