@@ -5,13 +5,16 @@
 # The first that runs: a version manager's shim may be on the path without its Python.
 PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
+# Installs in a fraction of pip's time, where there is one.
+UV ?= $(shell command -v uv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .PHONY: quickstart test test-cluster test-portable mutants lint types docs check clean
 
 quickstart: $(INSTALLED)
-	$(BIN)/python cli.py fit --config configs/quickstart.yaml
+	$(BIN)/cnnstrategies fit --config quickstart
+	@echo 'Next, the same as a pipeline: $(BIN)/cnnstrategies fit --config quickstart --trainer.strategy hybrid_pipeline'
 
 # Four tests at a time on any machine: much of their time is spent waiting for the processes that they start.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --maxschedchunk 2
@@ -52,8 +55,13 @@ check: test lint types docs
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "cnnstrategies needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3.12"; exit 1; }
+ifneq ($(UV),)
+	test -x $(BIN)/python || $(UV) venv --quiet --seed --python $(PYTHON) $(VENV)
+	$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[test,docs]'
+else
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,docs]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[test,docs]'
+endif
 	@touch $@
 
 clean:
