@@ -1,0 +1,68 @@
+"""Who may import whom: the arrows of the design point down, and never in a circle."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.light
+PACKAGE = ROOT / "cnnstrategies"
+# What stands on what: each may import those after it, and not those before it.
+LAYERS = (
+    ("cli", "__main__"),
+    ("commands",),
+    ("callbacks", "cluster", "strategies", "classifier", "data"),
+    ("pipeline", "paramserver"),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Those of the package, by name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, everything: set[str]) -> Iterator[str]:
+    """The modules that one imports when it is imported itself, ours by their full names."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in everything else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def graph() -> dict[str, set[str]]:
+    every = modules()
+    return {name: set(imports(name, path, set(every))) for name, path in every.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    waiting = {name: {one for one in used if one in modules() and one != name} for name, used in graph().items()}
+    while free := [name for name, used in waiting.items() if not used]:
+        for name in free:
+            del waiting[name]
+        for used in waiting.values():
+            used.difference_update(free)
+    assert waiting == {}
+
+
+def test_engines_know_nothing_of_lightning_or_of_what_stands_on_them():
+    for name, used in graph().items():
+        if name.startswith(("cnnstrategies.pipeline", "cnnstrategies.paramserver")):
+            assert not [one for one in used if one.startswith("lightning")], name
+
+
+def test_arrows_point_down():
+    level = {part: number for number, layer in enumerate(LAYERS) for part in layer}
+    for name, used in graph().items():
+        for one in used:
+            above, below = (full.removeprefix("cnnstrategies.").split(".")[0] for full in (name, one))
+            if one.startswith("cnnstrategies.") and above in level and below in level:
+                assert level[above] <= level[below], f"{name} imports {one}"
