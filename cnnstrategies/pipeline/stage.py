@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.fixed import Traced
 from cnnstrategies.pipeline.tracing import changed_in_place, ordered_nodes, state_names, trace
 
 IMAGES = "images"
@@ -90,7 +91,7 @@ class Blueprint:
         return StageModule(self, stage)
 
 
-class StageModule(nn.Module):
+class StageModule(Traced):
     """One stage of a network: its own parameters and buffers only, under the network's names.
 
     ``forward`` takes the stage's inputs in order and returns the tuple of its outputs (the last stage: what the
@@ -255,12 +256,12 @@ def _put_attribute(root: nn.Module, network: nn.Module, path: str) -> None:
     if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
         holder.register_buffer(name, value, persistent=path in network.state_dict(keep_vars=True))
     else:
-        setattr(holder, name, value)
+        nn.Module.__setattr__(holder, name, value)
 
 
 def _holder(root: nn.Module, parents: Sequence[str]) -> nn.Module:
     for name in parents:
         if not hasattr(root, name):
-            root.add_module(name, nn.Module())
+            root.add_module(name, Traced())
         root = getattr(root, name)
     return root

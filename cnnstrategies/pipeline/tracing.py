@@ -3,10 +3,12 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor, fx, nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.fixed import Contexts, same_each_time
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
@@ -19,6 +21,16 @@ class LeafTracer(fx.Tracer):
     which tracing would fix.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._contexts = Contexts()
+        self.current = ""
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of the graph, which runs in the context of a whole step."""
+        self._contexts.check(self.current or "the network's forward")
+        return super().create_node(*args, **kwargs)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node."""
         if isinstance(m, CONTAINERS):
@@ -28,7 +40,7 @@ class LeafTracer(fx.Tracer):
 
     def path_of_module(self, mod: nn.Module) -> str:
         """The module's name; kept for the error message."""
-        self.current: str = super().path_of_module(mod)
+        self.current = super().path_of_module(mod)
         return self.current
 
 
@@ -46,14 +58,16 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
         A graph module that shares the network's parameters and buffers, under their names.
 
     Raises:
-        ConfigurationError: torch.fx cannot trace the network.
+        ConfigurationError: torch.fx cannot trace the network, or the trace would not be what it always does.
     """
     tracer = LeafTracer()
-    with mode(network, training):
+    with mode(network, training), same_each_time(network):
         try:
             graph = tracer.trace(network)
+        except ConfigurationError:
+            raise
         except Exception as error:
-            where = getattr(tracer, "current", "")
+            where = tracer.current
             name = f"{type(network).__name__}.{where}" if where else type(network).__name__
             kind = type(network.get_submodule(where)).__name__
             raise ConfigurationError(

@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.optim import Optimizer
 
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.fixed import Traced
 from cnnstrategies.pipeline.stage import StageModule
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 
 
 class HandOver(torch.autograd.Function):
@@ -45,7 +48,7 @@ class HandOver(torch.autograd.Function):
         return None, None, None, *(None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
 
 
-class NetworkStandIn(nn.Module):
+class NetworkStandIn(Traced):
     """Takes the place of a LightningModule's ``network``: this rank's part, under the network's parameter names.
 
     Called with images it returns the outputs that the pipeline has computed for the batch.
@@ -74,13 +77,24 @@ class NetworkStandIn(nn.Module):
 
         Raises:
             RuntimeError: It is called a second time in a step, or outside of one.
+            ConfigurationError: It is called with something else than the images of the batch.
         """
+        if not isinstance(images, ImagesElsewhere):
+            raise ConfigurationError(
+                f"the network is called with {_described(images)} that is not the images of the batch: in a pipeline "
+                "the first stage takes these as they were loaded; change them in the network's forward, in the "
+                "dataset, or in on_before_batch_transfer"
+            )
         if not self._outputs:
             raise RuntimeError(
                 "self.network was called twice in a step, or outside of a step: in a pipeline it can be called once, "
                 "with the images of the batch, in training_step, validation_step, test_step and predict_step"
             )
         return self._outputs.pop()
+
+
+def _described(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool, device: torch.device) -> None:

@@ -35,6 +35,7 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
     warn_of_small_microbatches,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, images_and_rest, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.step import HandOver, clip_by_joint_norm
@@ -164,7 +165,7 @@ class HybridPipelineStrategy(DDPStrategy):
         with self._announced("share_batch"):
             self._batch = shared = self.pipeline.share(images, *rest, form=form)
         rows = shared.split.samples if self._sees_batch else 0
-        seen = torch.zeros((), dtype=shared.image_dtype, device=self.root_device).expand(rows, *shared.image_shape)
+        seen = ImagesElsewhere.like(rows, shared.image_shape, shared.image_dtype, self.root_device)
         if shared.form == "tensor":
             return seen
         whole = (seen, *(tensor[:rows] for tensor in shared.rest))
@@ -250,6 +251,10 @@ class HybridPipelineStrategy(DDPStrategy):
     # Steps
 
     @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._loss_checked &= batch_idx > 0
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
         if not self._loss_checked:
@@ -319,11 +324,11 @@ class HybridPipelineStrategy(DDPStrategy):
         return getattr(self.lightning_module, step)(*args, **kwargs)
 
     def _check_loss(self, loss: Tensor) -> None:
-        """In the first step, compare what training_step returned with what the last stage has trained."""
+        """In an epoch's first step, compare what training_step returned with what the last stage has trained."""
         if self._loss_checked:
             return
         self._loss_checked = True
-        check_loss(float(loss.detach()), self._pipeline.mean_loss())
+        check_loss(loss.detach(), self._pipeline.mean_loss())
 
     def _share_overflow(self, gradients: list[Tensor | None]) -> None:
         """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale."""
