@@ -67,6 +67,11 @@ class RunningStatistics:
         self._row: int | None = None
         self._made: Counter[nn.Module] = Counter()
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those that it keeps."""
+        return [buffer for layer in self.calls for buffer in layer.buffers(recurse=False)]
+
     def begin(self, microbatches: int) -> None:
         """Have the layers that are in training mode note their moments until :meth:`finish` or :meth:`abandon`.
 

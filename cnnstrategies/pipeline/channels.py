@@ -210,6 +210,11 @@ class Channels:
         self._gradients_leaving.clear()
         assert not self._coming, "everything that was expected was also received"
 
+    def forget_headers(self) -> None:
+        """Have the next message of each kind begin with a header again; every rank must."""
+        self._received_headers.clear()
+        self._sent_headers.clear()
+
     def inputs(self, values: dict[str, Any], images: Tensor | None) -> tuple[Any, ...]:
         """The stage's arguments in order."""
         return tuple(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
+from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.executor import Executor, Loss
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
@@ -50,7 +51,6 @@ class Pipeline:
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
         shapes: Shape of each of the network's parameters and buffers.
-        parameters: The stage's trainable parameters, in the order of the gradients.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -84,9 +84,7 @@ class Pipeline:
         group = self._stage_group(timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-        used = [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
-        self.reducer = GradientReducer(used, group, bucket_bytes)
-        self.parameters = self.reducer.parameters
+        self.reducer = GradientReducer(self._trainable(), group, bucket_bytes)
         channels = {
             training: Channels(
                 self.blueprint.division(training),
@@ -98,19 +96,45 @@ class Pipeline:
             )
             for training in (True, False)
         }
+        statistics = RunningStatistics(self.module, batch_norm, group, calls)
         self.executor = Executor(
             self.module,
             self.place,
             self.last,
             channels,
             self.reducer,
-            RunningStatistics(self.module, batch_norm, group, calls),
+            statistics,
+            OtherBuffers(self.module, statistics.buffers, group),
             activation_checkpointing,
             self.transport,
             self.device,
         )
         self._samples = 0
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The stage's trainable parameters, in the order of the gradients."""
+        return self.reducer.parameters
+
+    def refresh(self) -> None:
+        """Look which parameters are trainable now, after some were frozen or unfrozen; a collective.
+
+        To be called by every rank, between two steps.
+        """
+        trainable = self._trainable()
+        changed = torch.tensor(int(not _same(trainable, self.parameters)), dtype=torch.int32)
+        if self.placement.world_size > 1:
+            with self.transport.collective("looking for parameters that were frozen or unfrozen"):
+                dist.all_reduce(changed, op=dist.ReduceOp.MAX, group=self.transport.control)
+        if int(changed):
+            self.reducer = GradientReducer(trainable, self.reducer.group, self.reducer.bucket_bytes)
+            self.executor.reducer = self.reducer
+            for channels in self.executor.channels.values():
+                channels.forget_headers()  # They tell which values want a gradient.
+
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
     def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple") -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
@@ -177,7 +201,15 @@ class Pipeline:
         Returns:
             For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, the same
             on all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
+
+        Raises:
+            ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
         """
+        if not _same(self._trainable(), self.parameters):
+            raise ConfigurationError(
+                "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
+                "the beginning of one (on_train_epoch_start); with plain torch call refresh() on every rank afterwards"
+            )
         self._samples = batch.split.samples
         return self.executor.train(self.tasks, batch, loss, scale)
 
@@ -256,6 +288,10 @@ class Pipeline:
             if len(ranks) > 1:
                 mine = new_group(ranks, timeout) or mine
         return mine
+
+
+def _same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:

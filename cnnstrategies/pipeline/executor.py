@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map
 
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import RunningStatistics
+from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import GradientReducer
 from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_recomputed
@@ -51,6 +52,7 @@ class Executor:
         channels: Its traffic in training and in evaluation.
         reducer: Sums its gradients over the replicas.
         statistics: Keeps its BatchNorm's running statistics.
+        buffers: Keeps its other buffers.
         checkpointing: When to recompute activations.
         transport: Names the ranks in errors.
         device: Where the stage runs.
@@ -70,6 +72,7 @@ class Executor:
         channels: dict[bool, Channels],
         reducer: GradientReducer,
         statistics: RunningStatistics,
+        buffers: OtherBuffers,
         checkpointing: Checkpointing,
         transport: Transport,
         device: torch.device,
@@ -80,6 +83,7 @@ class Executor:
         self.channels = channels
         self.reducer = reducer
         self.statistics = statistics
+        self.buffers = buffers
         self.checkpointing = checkpointing
         self.transport = transport
         self.device = device
@@ -112,6 +116,7 @@ class Executor:
         self._held, self._outputs = {}, {}
         self.reducer.begin()
         self.statistics.begin(batch.split.microbatches)
+        self.buffers.begin()
         try:
             for index, task in enumerate(tasks):
                 with self._timed("receive", None):
@@ -127,6 +132,7 @@ class Executor:
             with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
                 gradients = self.reducer.finish()
                 self.statistics.finish()
+                self.buffers.finish()
         except BaseException:
             self.reducer.abandon()
             self.statistics.abandon()

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from cnnstrategies.errors import ConfigurationError
+
 BUCKET_BYTES = 25 * 2**20  # as DistributedDataParallel
 
 
@@ -54,6 +56,9 @@ class GradientReducer:
         self._works: list[dist.Work] = []
         self._handles: list[RemovableHandle] = []
         self._kept: list[Tensor | None] = []
+        self._reached: set[nn.Parameter] = set()
+        self._overlapping = False
+        self._unused: set[nn.Parameter] | None = None
 
     def begin(self) -> None:
         """Set the gradients of earlier steps aside and start from none."""
@@ -62,18 +67,23 @@ class GradientReducer:
             parameter.grad = None
         if self.group is not None:
             self._buckets = [Bucket(parameters) for parameters in self._grouped()]
-
-    def overlap(self) -> None:
-        """Reduce each bucket as soon as the backward that follows has filled it."""
+        self._reached.clear()
+        self._overlapping = False
         for bucket in self._buckets:
             for parameter in bucket.parameters:
 
-                def ready(_: Tensor, bucket: Bucket = bucket) -> None:
-                    bucket.missing -= 1
-                    self._launch(all_of_them=False)
+                def ready(parameter: nn.Parameter, bucket: Bucket = bucket) -> None:
+                    self._reached.add(parameter)
+                    if self._overlapping:
+                        bucket.missing -= 1
+                        self._launch(all_of_them=False)
 
                 handle = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
+
+    def overlap(self) -> None:
+        """Reduce each bucket as soon as the backward that follows has filled it."""
+        self._overlapping = True
 
     def finish(self) -> list[Tensor | None]:
         """Wait for the sums.
@@ -81,13 +91,34 @@ class GradientReducer:
         Returns:
             The gradient of each of ``parameters``, None where there is none; ``grad`` is what it was at
             :meth:`begin`.
+
+        Raises:
+            ConfigurationError: A parameter has a gradient now that had none in the first step.
         """
         self._launch(all_of_them=True)
         for work in self._works:
             work.wait()
-        gradients = [parameter.grad for parameter in self.parameters]
+        unused = self._without_gradient()
+        gradients = [None if parameter in unused else parameter.grad for parameter in self.parameters]
         self.abandon()
         return gradients
+
+    def _without_gradient(self) -> set[nn.Parameter]:
+        """Those that no replica has a gradient for, in contrast to one that is zero; agreed on in the first step."""
+        if self.group is None or not self.parameters:
+            return set()
+        if self._unused is None:
+            reached = [parameter in self._reached for parameter in self.parameters]
+            flags = torch.tensor(reached, dtype=torch.int32, device=self.parameters[0].device)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
+            self._unused = {one for one, flag in zip(self.parameters, flags.tolist(), strict=True) if not flag}
+        late = self._reached & self._unused
+        if late:
+            raise ConfigurationError(
+                f"a parameter of shape {tuple(next(iter(late)).shape)} has a gradient, and had none in the first step: "
+                "the replicas of a stage would part; use it in every step, or give the stage one replica"
+            )
+        return self._unused
 
     def abandon(self) -> None:
         """Put ``grad`` back as it was at :meth:`begin`."""
@@ -96,6 +127,7 @@ class GradientReducer:
         for parameter, kept in zip(self.parameters, self._kept, strict=True):
             parameter.grad = kept
         self._buckets, self._works, self._handles, self._kept = [], [], [], []
+        self._overlapping = False
 
     def _launch(self, all_of_them: bool) -> None:
         while len(self._works) < len(self._buckets):

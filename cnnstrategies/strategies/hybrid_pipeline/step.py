@@ -48,6 +48,16 @@ class HandOver(torch.autograd.Function):
         return None, None, None, *(None if g is None else g.mul_(factor.to(g.dtype)) for g in gradients)
 
 
+def hand_over(
+    loss: Tensor, gradients: Sequence[Tensor | None], scale: float, parameters: Sequence[nn.Parameter]
+) -> Tensor:
+    """The loss that Lightning goes backward from: see :class:`HandOver`; a stage that is frozen has nothing to get."""
+    if not parameters:
+        return loss.detach().clone().requires_grad_()
+    result: Tensor = HandOver.apply(loss, gradients, scale, *parameters)
+    return result
+
+
 class NetworkStandIn(Traced):
     """Takes the place of a LightningModule's ``network``: this rank's part, under the network's parameter names.
 

@@ -38,7 +38,7 @@ from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModul
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, images_and_rest, stage_loader
-from cnnstrategies.strategies.hybrid_pipeline.step import HandOver, clip_by_joint_norm
+from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm, hand_over
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
 from cnnstrategies.strategies.resumable import warn_of_weights_alone
 
@@ -252,7 +252,9 @@ class HybridPipelineStrategy(DDPStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._loss_checked &= batch_idx > 0
+        if batch_idx == 0:
+            self._loss_checked = False
+            self._pipeline.refresh()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +275,7 @@ class HybridPipelineStrategy(DDPStrategy):
                 "computed already; return the loss"
             )
         self._check_loss(loss)
-        loss = HandOver.apply(loss, gradients, scale, *pipeline.parameters)
+        loss = hand_over(loss, gradients, scale, pipeline.parameters)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
 
     @override
