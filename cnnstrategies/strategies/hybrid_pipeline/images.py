@@ -50,6 +50,6 @@ class ImagesElsewhere(Tensor):
                 return result
         raise ConfigurationError(
             f"the step, or a callback, computes with the images of the batch ({name}) outside the network: with "
-            "strategy hybrid_pipeline the first stage alone has them, and takes them as they were loaded; do it in the "
-            "network's forward, in the dataset, or in on_before_batch_transfer"
+            "strategy hybrid_pipeline the first stage alone has them, and takes them as they come; do it in the "
+            "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are"
         )

@@ -92,8 +92,8 @@ class NetworkStandIn(Traced):
         if not isinstance(images, ImagesElsewhere):
             raise ConfigurationError(
                 f"the network is called with {_described(images)} that is not the images of the batch: in a pipeline "
-                "the first stage takes these as they were loaded; change them in the network's forward, in the "
-                "dataset, or in on_before_batch_transfer"
+                "the first stage takes these as they come; change them in the network's forward, in the dataset, or "
+                "in on_after_batch_transfer, which runs where they are"
             )
         if not self._outputs:
             raise RuntimeError(

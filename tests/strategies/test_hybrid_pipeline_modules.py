@@ -1,0 +1,187 @@
+"""Modules as people write them train as on one device, or are refused by name: never other weights in silence."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from ranks import run_apart, run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.strategies import HybridPipelineStrategy
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 1, 6, 6, generator=generator, dtype=torch.float64)
+    return DataLoader(TensorDataset(images, torch.randint(3, (32,), generator=generator)), 16)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+    return nn.Sequential(*layers).double()
+
+
+class Module(LightningModule):
+    """What a user writes."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, weight_decay=0.1)
+
+
+class FrozenBeginning(Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        network[0].requires_grad_(False)
+
+
+class Unfreezing(Module):
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        network[0].requires_grad_(False)
+        network[2].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.network.requires_grad_(True)
+
+
+class UnfreezingLate(Module):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.network.requires_grad_(False)
+
+
+class NormalisingStep(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.network((batch[0] - 0.5) * 3), batch[1])
+
+
+class NormalisingForward(Module):
+    def forward(self, images: Tensor) -> Any:
+        return self.network((images - 0.5) * 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self(batch[0]), batch[1])
+
+
+class OtherImages(Module):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(self.network(torch.zeros(16, 1, 6, 6)), batch[1])
+
+
+class AugmentingOnTheDevice(Module):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].flip(-1), batch[1]
+
+
+class UnequalSamples(Module):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets, ignore_index=2)
+
+
+class Reader(Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        float(batch[0].mean())
+
+
+def trained(kind: Callable[[nn.Module], Module], replicas: Any, callbacks: Any = ()) -> Any:
+    """The weights; a refusal as text."""
+    strategy: Any = "auto"
+    if replicas is not None:
+        strategy = HybridPipelineStrategy(replicas=replicas, cuts=["1"], microbatches=4, start_method="fork")
+    trainer = Trainer(
+        accelerator="cpu", devices=1 if replicas is None else sum(replicas), strategy=strategy, max_epochs=2,
+        logger=False, barebones=True, use_distributed_sampler=False, precision="64-true", callbacks=list(callbacks),
+    )  # fmt: skip
+    model = kind(network())
+    try:
+        trainer.fit(model, loader())
+    except Exception as error:
+        return str(error)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("kind", [FrozenBeginning, Unfreezing, AugmentingOnTheDevice])
+def test_trains_as_one_device_does(kind: type[Module]) -> None:
+    expected, actual = run_apart(trained, kind, None), run_apart(trained, kind, [1, 2])
+    assert isinstance(actual, dict), actual
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (NormalisingStep, r"computes with the images of the batch \(sub\) outside the network"),
+        (NormalisingForward, r"computes with the images of the batch \(sub\) outside the network"),
+        (OtherImages, r"called with a tensor of shape \(16, 1, 6, 6\) that is not the images of the batch"),
+        (UnequalSamples, "a mean over samples that count alike"),
+        (UnfreezingLate, "frozen or unfrozen in the middle of an epoch"),
+    ],
+)
+def test_what_would_train_other_weights_is_refused(kind: type[Module], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(run_apart(trained, kind, [1, 1]))
+
+
+def test_a_callback_that_reads_the_images_sees_no_zeros() -> None:
+    assert "computes with the images of the batch (mean)" in run_apart(trained, Module, [1, 1], [Reader()])
+
+
+class Odd(nn.Module):
+    """Has a head that the loss ignores, and buffers besides BatchNorm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.middle = nn.utils.parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, padding=1))
+        self.norm = nn.InstanceNorm2d(4, track_running_stats=True)
+        self.aux, self.head = nn.Linear(64, 3), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(self.middle(torch.tanh(self.conv(x)))).flatten(1)
+        return self.head(x), self.aux(x)
+
+
+def steps_of_replicas() -> tuple[list[bool], dict[str, Tensor]]:
+    """Which parameters of this rank's stage have a gradient, and its buffers."""
+    pipeline = Pipeline(Odd(), ["conv"], [1, 2], 4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        images, targets = torch.randn(8, 1, 6, 6, generator=generator), torch.randint(3, (8,), generator=generator)
+        batch = pipeline.share(images if dist.get_rank() == 0 else None, targets)
+        gradients, _ = pipeline.train(batch, lambda outputs, targets: F.cross_entropy(outputs[0], targets))
+    buffers = {name: buffer.clone() for name, buffer in pipeline.module.named_buffers()}
+    pipeline.close()
+    return [gradient is not None for gradient in gradients], buffers
+
+
+def test_a_replicated_stage_has_no_gradient_where_one_device_has_none_and_one_set_of_buffers() -> None:
+    (first, _), (used, one), (also_used, other) = run_ranks(3, steps_of_replicas)
+    assert first == [True, True]
+    # bias and weight of the middle and of the head; none of the auxiliary head.
+    assert used == also_used
+    assert used.count(False) == 2
+    assert one.keys() == other.keys()
+    assert any("running" in name for name in one)
+    assert any("parametrizations" in name for name in one)
+    for name, buffer in one.items():
+        assert torch.equal(other[name], buffer), name
