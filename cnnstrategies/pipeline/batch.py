@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
@@ -63,7 +64,8 @@ def share_batch(
         The batch; it has 0 samples when no replica has any.
 
     Raises:
-        ValueError: A tensor has another number of rows than the images, or a batch is not made of tensors.
+        ConfigurationError: A tensor has another number of rows than the images, a batch is not made of tensors, or
+            the replicas have images of different sizes.
     """
     first = placement.ranks(0)
     rank = transport.rank
@@ -72,7 +74,7 @@ def share_batch(
         for tensor in rest:
             if not isinstance(tensor, Tensor) or len(tensor) != len(images):
                 shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ValueError(
+                raise ConfigurationError(
                     f"a batch of {len(images)} images comes with {shape}: everything in a batch must be a tensor "
                     "with one row per image"
                 )
@@ -83,6 +85,12 @@ def share_batch(
     if not split.samples:
         return Batch(split, None, (), torch.float32, (), form)
     like = next(one for one in headers if one is not None)
+    sizes = {one[0][1:] for one in headers if one is not None}
+    if len(sizes) > 1:
+        raise ConfigurationError(
+            f"the replicas of the first stage have images of different sizes in one step, {sorted(sizes)}: give all "
+            "the same, which may be another in the next step"
+        )
     parts = []
     for index, (shape, dtype) in enumerate(like[2]):
         pieces = []

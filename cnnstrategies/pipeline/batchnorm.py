@@ -60,8 +60,11 @@ class RunningStatistics:
                     "microbatches: use BatchNorm2d with batch_norm: deferred (trainer.sync_batchnorm: false)"
                 )
             if isinstance(layer, BATCH_NORMS) and layer.track_running_stats:
-                self.calls[layer] = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
-                layer.register_forward_pre_hook(self._before)
+                count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
+                if count:  # Some are for evaluation alone.
+                    self.calls[layer] = count
+                    layer.register_forward_pre_hook(self._before)
+        self._names = {layer: name for name, layer in module.named_modules() if layer in self.calls}
         self._layers: dict[nn.Module, _Noted] = {}
         self._moments = torch.empty(0)
         self._row: int | None = None
@@ -135,6 +138,11 @@ class RunningStatistics:
 
     def _before(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self._row is not None and layer in self._layers:
+            if self._made[layer] == self.calls[layer]:
+                raise ConfigurationError(
+                    f"{self._names[layer]} normalises several times in one call of the layer that contains it: call "
+                    "it from a module of your own, not from a subclass of a layer of torch.nn, or use it once"
+                )
             self._layers[layer].note(self._row, self._made[layer], inputs[0])
             self._made[layer] += 1
 

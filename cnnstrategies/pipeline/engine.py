@@ -174,7 +174,8 @@ class Pipeline:
                 it and the whole; by default the one that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        own = dict((*module.named_parameters(), *module.named_buffers()))
+        # A tensor with two names has here perhaps another one first than in the network.
+        own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
         everything = dict((*network.named_parameters(), *network.named_buffers()))
         merged = {}
         for stage, names in enumerate(self.blueprint.state):

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
@@ -163,6 +164,7 @@ class Executor:
                 values, _ = channels.receive_forward(task.microbatch, size)
                 result = self.module(*channels.inputs(values, self._images(batch, task.microbatch)))
                 if self.last:
+                    check_rows(result, batch.split.sizes[task.microbatch])
                     outputs[task.microbatch] = result
                 else:
                     channels.send_forward(task.microbatch, size, self._named(channels, result), training=False)
@@ -195,6 +197,7 @@ class Executor:
                 if not again:
                     held.roots.update(roots.items())
                 return
+            check_rows(result, batch.split.sizes[microbatch])
             self._outputs[microbatch] = tree_map(_detached, result)
             if not again:
                 held.roots[None] = [self._weighted_loss(result, microbatch, batch, loss, scale)]
@@ -314,6 +317,25 @@ class Executor:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.time()  # Ranks of one machine share it.
+
+
+def check_rows(outputs: Any, samples: int) -> None:
+    """Refuse outputs that cannot be put together from those of microbatches.
+
+    Args:
+        outputs: What the network returned for a microbatch.
+        samples: Its size.
+
+    Raises:
+        ConfigurationError: A tensor has not one row per sample.
+    """
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and (leaf.ndim == 0 or len(leaf) != samples):
+            raise ConfigurationError(
+                f"the network returns a tensor of shape {tuple(leaf.shape)} for {samples} samples: cut into stages, it "
+                "runs on parts of the batch, and what it returns must have one row per sample (compute means in the "
+                "module's loss)"
+            )
 
 
 def _detached(leaf: Any) -> Any:

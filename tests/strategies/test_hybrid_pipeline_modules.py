@@ -1,6 +1,5 @@
 """Modules as people write them train as on one device, or are refused by name: never other weights in silence."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,6 +29,8 @@ def network() -> nn.Module:
 
 class Module(LightningModule):
     """What a user writes."""
+
+    cut = "1"
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -101,11 +102,76 @@ class Reader(Callback):
         float(batch[0].mean())
 
 
-def trained(kind: Callable[[nn.Module], Module], replicas: Any, callbacks: Any = ()) -> Any:
+class Tied(nn.Module):
+    """Two layers with one weight; the one that runs first was registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.b, self.stem = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(1, 4, 3)
+        self.a, self.head = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(64, 3)
+        self.a.weight = self.b.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.b(torch.tanh(self.a(torch.tanh(self.stem(x))))))
+        return self.head(x.flatten(1))
+
+
+class TiedModule(Module):
+    cut = "stem"
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(Tied().double())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Scalar(nn.Module):
+    """Returns a mean over the samples beside the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.conv(x))
+        return self.head(x.flatten(1)), x.pow(2).mean()
+
+
+class ScalarModule(Module):
+    cut = "conv"
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(Scalar().double())
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs[0], targets) + outputs[1]
+
+
+class NormalisingLayer(nn.Conv2d):
+    """A layer that stays whole, and normalises twice."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(torch.relu(self.norm(super().forward(x)))))
+
+
+class NormalisingLayerModule(Module):
+    cut = "0"
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(nn.Sequential(NormalisingLayer(), nn.Flatten(), nn.Linear(64, 3)).double())
+
+
+def trained(kind: type[Module], replicas: Any, callbacks: Any = ()) -> Any:
     """The weights; a refusal as text."""
     strategy: Any = "auto"
     if replicas is not None:
-        strategy = HybridPipelineStrategy(replicas=replicas, cuts=["1"], microbatches=4, start_method="fork")
+        strategy = HybridPipelineStrategy(replicas=replicas, cuts=[kind.cut], microbatches=4, start_method="fork")
     trainer = Trainer(
         accelerator="cpu", devices=1 if replicas is None else sum(replicas), strategy=strategy, max_epochs=2,
         logger=False, barebones=True, use_distributed_sampler=False, precision="64-true", callbacks=list(callbacks),
@@ -118,7 +184,7 @@ def trained(kind: Callable[[nn.Module], Module], replicas: Any, callbacks: Any =
     return model.state_dict()
 
 
-@pytest.mark.parametrize("kind", [FrozenBeginning, Unfreezing, AugmentingOnTheDevice])
+@pytest.mark.parametrize("kind", [FrozenBeginning, Unfreezing, AugmentingOnTheDevice, TiedModule])
 def test_trains_as_one_device_does(kind: type[Module]) -> None:
     expected, actual = run_apart(trained, kind, None), run_apart(trained, kind, [1, 2])
     assert isinstance(actual, dict), actual
@@ -133,6 +199,8 @@ def test_trains_as_one_device_does(kind: type[Module]) -> None:
         (NormalisingForward, r"computes with the images of the batch \(sub\) outside the network"),
         (OtherImages, r"called with a tensor of shape \(16, 1, 6, 6\) that is not the images of the batch"),
         (UnequalSamples, "a mean over samples that count alike"),
+        (ScalarModule, r"returns a tensor of shape \(\) for 4 samples: .* one row per sample"),
+        (NormalisingLayerModule, "0.norm normalises several times in one call of the layer that contains it"),
         (UnfreezingLate, "frozen or unfrozen in the middle of an epoch"),
     ],
 )
@@ -159,6 +227,45 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.norm(self.middle(torch.tanh(self.conv(x)))).flatten(1)
         return self.head(x), self.aux(x)
+
+
+class NormOfEvaluation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(64, 3)
+        self.train_norm, self.eval_norm = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv(x)
+        x = self.train_norm(x) if self.training else self.eval_norm(x)
+        return self.head(x.flatten(1))
+
+
+def tracked_batches() -> list[int]:
+    pipeline = Pipeline(NormOfEvaluation(), ["train_norm"], [1, 1], 2)
+    batch = pipeline.share(torch.randn(8, 1, 6, 6), torch.randint(3, (8,)))
+    pipeline.train(batch, F.cross_entropy)
+    pipeline.close()
+    return [int(value) for name, value in pipeline.module.named_buffers() if name.endswith("tracked")]
+
+
+def test_a_batch_norm_that_training_does_not_reach_is_left_alone() -> None:
+    assert sorted(run_ranks(2, tracked_batches)[0]) == [0, 1]
+
+
+def share_of_other_sizes() -> str:
+    pipeline = Pipeline(network().float(), ["1"], [2, 1], 4)
+    size = 6 + 2 * dist.get_rank()
+    try:
+        pipeline.share(torch.randn(8, 1, size, size), torch.randint(3, (8,)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_images_of_different_sizes_in_one_step_are_refused_on_every_rank() -> None:
+    for message in run_ranks(3, share_of_other_sizes):
+        assert "images of different sizes in one step, [(1, 6, 6), (1, 8, 8)]" in message
 
 
 def steps_of_replicas() -> tuple[list[bool], dict[str, Tensor]]:

@@ -84,8 +84,10 @@ class DividedModule:
 
     @property
     def own(self) -> dict[str, nn.Parameter]:
-        """This stage's parameters by name."""
-        return dict(self.pipeline.module.named_parameters())
+        """This stage's parameters by the names that the network's `named_parameters` gives them."""
+        names = set(self.pipeline.blueprint.state[self.pipeline.place.stage])
+        parameters = self.pipeline.module.named_parameters(remove_duplicate=False)
+        return {name: parameter for name, parameter in parameters if name in names}
 
     def divide_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Leave each optimizer this stage's parameters alone."""
