@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,8 @@ class Pipeline:
     """One rank's stage of a network, and the steps that all ranks run together.
 
     The default process group must exist, with as many ranks as there are replicas of all stages. Every rank builds
-    the same network with the same weights.
+    the same network with the same weights. To be used in a ``with`` statement, or closed at the end: connections that
+    are left open when a process ends may abort it.
 
     Args:
         network: The whole network; this rank's stage shares its parameters.
@@ -268,6 +269,14 @@ class Pipeline:
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
         self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close it, unless an error has come: the other ranks may not be there."""
+        if kind is None:
+            self.close()
 
     def _autocast(self) -> Hashable:
         kind = self.device.type

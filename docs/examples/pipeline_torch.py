@@ -19,22 +19,22 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # The same weights on every rank.
     network = resnet18(num_classes=10)
-    pipeline = Pipeline(network, cuts=["layer2"], replicas=[2, 1], microbatches=6)
-    optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.01, momentum=0.9)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(STEPS):
-        images = torch.randn(BATCH, 3, 32, 32, generator=generator)
-        targets = torch.randint(10, (BATCH,), generator=generator)
-        # Each replica of the first stage loads its share of the batch; the other ranks' arguments are ignored.
-        mine = slice(pipeline.place.replica, None, pipeline.placement.replicas[0])
-        loss = pipeline.step(images[mine], targets[mine], F.cross_entropy)
-        optimizer.step()
-        optimizer.zero_grad()
+    with Pipeline(network, cuts=["layer2"], replicas=[2, 1], microbatches=6) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.01, momentum=0.9)
+        generator = torch.Generator().manual_seed(1)
+        for step in range(STEPS):
+            images = torch.randn(BATCH, 3, 32, 32, generator=generator)
+            targets = torch.randint(10, (BATCH,), generator=generator)
+            # Each replica of the first stage loads its share of the batch; the other ranks' arguments are ignored.
+            mine = slice(pipeline.place.replica, None, pipeline.placement.replicas[0])
+            loss = pipeline.step(images[mine], targets[mine], F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+            if pipeline.rank == 0:
+                print(f"step {step}: loss {float(loss):.4f}")
+        weights = pipeline.merge()  # Of all stages, under the network's own names, on every rank.
         if pipeline.rank == 0:
-            print(f"step {step}: loss {float(loss):.4f}")
-    weights = pipeline.merge()  # Of all stages, under the network's own names, on every rank.
-    if pipeline.rank == 0:
-        torch.save(weights, "resnet18.pt")
+            torch.save(weights, "resnet18.pt")
     dist.destroy_process_group()
 
 
