@@ -1,7 +1,6 @@
 """The command line: LightningCLI with the package's defaults, and errors of one line."""
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from cnnstrategies.commands.errors import (
     refusal_in,
 )
 from cnnstrategies.commands.factories import Instantiator
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run import ends_together
 from cnnstrategies.commands.trainer import Trainer
@@ -52,15 +52,6 @@ from cnnstrategies.processes import told_by_starter
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-
-
-# What Lightning and torch say about themselves, not about the user's run.
-QUIET = (
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
-    r"torch.distributed.nn.functional.all_gather is deprecated",
-    r"Grad strides do not match bucket view strides",
-)
 
 
 class ArgumentParser(LightningArgumentParser):
@@ -247,8 +238,7 @@ def main(args: Sequence[str]) -> None:
     """
     # What LightningCLI reads, and what errors are explained by.
     sys.argv[1:] = args
-    for message in QUIET:
-        warnings.filterwarnings("ignore", message=message)
+    quieten()
     try:
         CLI()
     except ProcessRaisedException as error:

@@ -1,18 +1,24 @@
 """The Trainer of the command line: Lightning's, with the subcommands that are ours."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from rich.console import Console
 from rich.table import Table
 
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.quantize import quantize
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer with ``quantize``."""
+    """Lightning's Trainer with ``quantize``; a rank that is spawned with it is as quiet as the command line."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        quieten()
 
     def quantize(
         self,

@@ -38,7 +38,9 @@ RUN = [
 def start(name, *args):
     log = open(f"{name}.log", "w")  # noqa: SIM115
     command = [*RUN, f"--trainer.logger.init_args.name={name}", *args]
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    Path("temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(Path("temporary").resolve())}
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
 
 
 def wait_until(condition, name, process, seconds=90):
@@ -130,7 +132,8 @@ def scalars(name):
 
 def test_a_signal_before_training_ends_every_process():
     process = start("early")
-    wait_for("early", "GPU available", process)
+    # Made right before the other rank is started.
+    wait_until(lambda: any(Path("temporary").glob("cnnstrategies_*")), "early", process)
     os.kill(process.pid, signal.SIGTERM)
     # A rank that waits for the others in the rendezvous notices when they are there: as long as their imports take.
     assert process.wait(timeout=90) == 128 + signal.SIGTERM
@@ -139,8 +142,7 @@ def test_a_signal_before_training_ends_every_process():
 
 def test_a_killed_rank_ends_the_others():
     process = start("killed")
-    wait_for("killed", "All distributed processes registered", process)
-    time.sleep(1.5)
+    wait_for("killed", "Training", process)
     os.kill(process.pid, signal.SIGKILL)  # Rank 0, which started the other.
     assert process.wait(timeout=30) == -signal.SIGKILL
     assert_group_ends(process.pid, 30)
