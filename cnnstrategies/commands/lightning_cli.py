@@ -17,6 +17,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 from typing_extensions import override
 
 from cnnstrategies.callbacks import (
+    BestCheckpoint,
     EpochMetrics,
     GracefulStop,
     PredictionWriter,
@@ -104,12 +105,9 @@ class CLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_class_arguments(ModelCheckpoint, "checkpoint")
+        parser.add_class_arguments(BestCheckpoint, "checkpoint")
         parser.set_defaults(
             {
-                "checkpoint.monitor": "val_acc",
-                "checkpoint.mode": "max",
-                "checkpoint.filename": "best",
                 "checkpoint.enable_version_counter": False,
                 # StartPanel counts the parameters too.
                 "trainer.enable_model_summary": False,
