@@ -1,8 +1,11 @@
 """Trace a network into a torch.fx graph, and find where it can be cut."""
 
+import linecache
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from pathlib import Path
 
 from torch import Tensor, fx, nn
 
@@ -26,11 +29,6 @@ class LeafTracer(fx.Tracer):
         bases = type(m).__mro__[: type(m).__mro__.index(nn.Module)]
         return any(base.__module__.startswith(("torch.nn", "torch.ao.nn")) for base in bases)
 
-    def path_of_module(self, mod: nn.Module) -> str:
-        """The module's name; kept for the error message."""
-        self.current: str = super().path_of_module(mod)
-        return self.current
-
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
     """Trace a network.
@@ -53,13 +51,10 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
         try:
             graph = tracer.trace(network)
         except Exception as error:
-            where = getattr(tracer, "current", "")
-            name = f"{type(network).__name__}.{where}" if where else type(network).__name__
-            kind = type(network.get_submodule(where)).__name__
             raise ConfigurationError(
-                f"torch.fx cannot trace {name} ({kind}): {str(error).splitlines()[0] if str(error) else error!r}. "
-                "A network that is cut into stages must not branch on values of tensors: rewrite that module, or use "
-                "strategy ddp"
+                f"torch.fx cannot trace {_where(network, error)}: "
+                f"{str(error).splitlines()[0] if str(error) else error!r}. A network that is cut into stages must not "
+                "branch on shapes or values of tensors: rewrite that module, or use strategy ddp"
             ) from error
     _, *extra = [node for node in graph.nodes if node.op == "placeholder"]
     for argument in extra:
@@ -71,6 +66,19 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
         graph.erase_node(argument)
     graph.lint()
     return fx.GraphModule(network, graph, type(network).__name__)
+
+
+def _where(network: nn.Module, error: Exception) -> str:
+    """The module whose own code could not be traced, and the line."""
+    names = {id(module): name for name, module in network.named_modules()}
+    name, kind, place = "", type(network).__name__, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            file = frame.f_code.co_filename
+            code = linecache.getline(file, line).strip()
+            name, kind, place = names[id(module)], type(module).__name__, f", {Path(file).name}:{line}: {code!r}"
+    return f"{'.'.join(filter(None, (type(network).__name__, name)))} ({kind}{place})"
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:
