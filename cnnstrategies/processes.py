@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: a link that is there once a rank has failed.
 STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: the process that starts the ranks of this machine.
+PREFIX = "cnnstrategies_"  # Of that link.
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
@@ -75,13 +77,25 @@ def one_refusal() -> Iterator[None]:
     if told_by_starter(REFUSED):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="cnnstrategies_") as folder:
-        os.environ[REFUSED] = str(Path(folder) / "refused")
-        os.environ[STARTER] = str(os.getpid())
-        try:
-            yield
-        finally:
-            del os.environ[REFUSED], os.environ[STARTER]
+    place = Path(tempfile.gettempdir())
+    for old in place.glob(f"{PREFIX}*_*"):  # Of runs that were killed.
+        number = old.name.removeprefix(PREFIX).partition("_")[0]
+        if old.is_symlink() and number.isdigit() and not Path(f"/proc/{number}").exists():
+            with contextlib.suppress(OSError):
+                old.unlink()
+    os.environ[REFUSED] = str(place / f"{PREFIX}{os.getpid()}_{secrets.token_hex(8)}")
+    os.environ[STARTER] = str(os.getpid())
+    try:
+        yield
+    finally:
+        forget_failure()
+        del os.environ[REFUSED], os.environ[STARTER]
+
+
+def forget_failure() -> None:
+    """Remove what :func:`first_to_fail` has made, in the process that has started the ranks."""
+    if os.environ.get(STARTER) == str(os.getpid()):
+        Path(os.environ[REFUSED]).unlink(missing_ok=True)
 
 
 def first_to_fail(code: int) -> bool:

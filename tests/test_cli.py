@@ -140,7 +140,11 @@ ERRORS = {
         ["global_batch_size=64", "accumulate_grad_batches=3", "63 or 66"],
     ),
     "missing download": (
-        ["--data=CIFAR10DataModule", "--data.init_args.download=false"],
+        [
+            "--data=CIFAR10DataModule",
+            "--data.init_args.download=false",
+            "--model.init_args.network.init_args.in_channels=3",
+        ],
         ["CIFAR10", "datasets", "data.init_args.root"],
     ),
 }

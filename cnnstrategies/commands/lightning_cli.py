@@ -258,13 +258,17 @@ def main(args: Sequence[str]) -> None:
             raise
         if (refusal := refusal_in(str(error))) is not None:
             raise ConfigurationError(refusal) from error
-        print(error, file=sys.stderr)  # Where it was raised, and not where this process has waited.
+        print(_with_notes(error), file=sys.stderr)  # Where it was raised, and not where this process has waited.
         sys.exit(1)
     except OmegaConfBaseException as error:
         raise ConfigurationError(explain_build_error(error)) from error
     except (RunEnded, ProcessExitedException) as ended:
-        print(f"The run cannot go on: {ended}", file=sys.stderr)
+        print(f"The run cannot go on: {_with_notes(ended)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _with_notes(error: Exception) -> str:
+    return "; ".join((str(error), *getattr(error, "__notes__", ())))
 
 
 def _has(callbacks: list[Callback], kind: type) -> bool:

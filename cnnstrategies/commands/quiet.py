@@ -13,6 +13,7 @@ LOGGERS = (
     "lightning.fabric.utilities.rank_zero",
     "lightning.fabric.utilities.seed",
     "lightning.pytorch.accelerators.cuda",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
     "lightning.pytorch.utilities.rank_zero",
 )
 # Advertisements; what the start panel says, or the progress bar; and what every rank would repeat.
@@ -26,6 +27,7 @@ NOISE = re.compile(
             r"Initializing distributed: GLOBAL_RANK: ",
             r"-+\s+distributed_backend=",
             r"Using (16bit|bfloat16) Automatic Mixed Precision",
+            r"`weights_only` was not set",
             r"Restoring states from the checkpoint path at ",
             r"`Trainer.fit` stopped: `max_(epochs|steps)=",
         )

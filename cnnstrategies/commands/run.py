@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -12,6 +13,7 @@ from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.commands.failures import explain_run_error
+from cnnstrategies.commands.interrupt import heeds_signals
 from cnnstrategies.commands.refuse import shows_tracebacks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
@@ -19,6 +21,7 @@ from cnnstrategies.processes import (
     cannot_be_sent,
     failed_elsewhere,
     first_to_fail,
+    forget_failure,
     killed_rank,
     one_refusal,
 )
@@ -40,7 +43,11 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
     with one_refusal():
         try:
             trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
-            with own_store(getattr(trainer.strategy, "finds_hosts", False)), across_hosts(trainer, network):
+            with (
+                heeds_signals(partial(_end_others, trainer)),
+                own_store(getattr(trainer.strategy, "finds_hosts", False)),
+                across_hosts(trainer, network),
+            ):
                 yield
         except BaseException as error:
             launcher = trainer.strategy.launcher
@@ -58,6 +65,8 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
                     "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
                     f"pickled: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
+            if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None  # Lightning has made a plain failure of it.
             line = explain_run_error(error)
             if line is None or isinstance(error, ConfigurationError) or shows_tracebacks():
                 raise
@@ -71,6 +80,13 @@ class FirstToFail(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Exception):
             _speaks(exception)
+
+
+def _end_others(trainer: Trainer) -> None:
+    launcher = trainer.strategy.launcher
+    if launcher is not None:
+        launcher.kill(signal.SIGKILL)
+    forget_failure()
 
 
 def _speaks(error: Exception) -> bool:

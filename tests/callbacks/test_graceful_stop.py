@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, PlainCNN, kill_group
+from conftest import ROOT, PlainCNN, alive, kill_group
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -38,9 +38,7 @@ RUN = [
 def start(name, *args):
     log = open(f"{name}.log", "w")  # noqa: SIM115
     command = [*RUN, f"--trainer.logger.init_args.name={name}", *args]
-    Path("temporary").mkdir()
-    environment = {**os.environ, "TMPDIR": str(Path("temporary").resolve())}
-    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
+    return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def wait_until(condition, name, process, seconds=90):
@@ -132,10 +130,9 @@ def scalars(name):
 
 def test_a_signal_before_training_ends_every_process():
     process = start("early")
-    # Made right before the other rank is started.
-    wait_until(lambda: any(Path("temporary").glob("cnnstrategies_*")), "early", process)
+    # Itself and the helper that starts programs warm; then the other rank.
+    wait_until(lambda: len(alive(process.pid)) > 2, "early", process)
     os.kill(process.pid, signal.SIGTERM)
-    # A rank that waits for the others in the rendezvous notices when they are there: as long as their imports take.
     assert process.wait(timeout=90) == 128 + signal.SIGTERM
     assert_group_ends(process.pid, 20)
 
