@@ -1,12 +1,18 @@
-"""Checkpoints that are either whole or not there."""
+"""Checkpoints that are either whole or not there, and one line for those that cannot be written or read."""
 
 import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -25,21 +31,97 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             checkpoint: What to save.
             path: Where; its directory is made if need be. A URL goes to Lightning's writer.
             storage_options: Refused by Lightning's writer when not None.
+
+        Raises:
+            ConfigurationError: The disk is full, or cannot be written to.
         """
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         final = Path(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
         # One name per checkpoint, so that what a kill leaves behind is overwritten by the next save.
         partial = final.with_name(f".{final.name}.partial")
-        with open(partial, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, final)
+        try:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with open(partial, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, final)
+        except BaseException as error:
+            partial.unlink(missing_ok=True)
+            if (cause := _from_the_disk(error)) is not None:
+                raise ConfigurationError(
+                    f"cannot write the checkpoint {final}: {cause.strerror}; make room there or set "
+                    "checkpoint.dirpath to another disk, and go on with --ckpt_path=last"
+                ) from error
+            raise
         directory = os.open(final.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+    @override
+    def load_checkpoint(
+        self, path: str | Path, map_location: Callable[..., Any] | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load the checkpoint at ``path``.
+
+        Args:
+            path: Where it is; a URL goes to Lightning's reader.
+            map_location: As for ``torch.load``.
+            weights_only: As for ``torch.load``.
+
+        Raises:
+            ConfigurationError: The file is no checkpoint, or only a part of one.
+        """
+        try:
+            return super().load_checkpoint(path, map_location or _to_memory, weights_only)
+        except Exception as error:
+            if not Path(path).is_file():
+                raise
+            raise unreadable(Path(path), error) from error
+
+
+def _to_memory(storage: Any, location: str) -> Any:
+    """Lightning's default: whatever device a tensor was on, it comes into the processor's memory."""
+    return storage
+
+
+def _from_the_disk(error: BaseException) -> OSError | None:
+    """The error of the system behind one that was raised while something was written; torch raises its own."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno is not None:
+            return link
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def unreadable(path: Path, error: Exception) -> ConfigurationError:
+    """The error that says why a file could not be loaded.
+
+    Args:
+        path: The file.
+        error: What loading has raised.
+    """
+    return ConfigurationError(f"ckpt_path: {path} {_what_is_wrong(path, error)}")
+
+
+def _what_is_wrong(path: Path, error: Exception) -> str:
+    with open(path, "rb") as file:
+        start = file.read(16)
+    if not start:
+        return "is empty: the disk was full, or a copy of it did not end; give another checkpoint"
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
+        return f"is cut short after {path.stat().st_size:,} bytes: a copy of it did not end; copy it again"
+    if not zipfile.is_zipfile(path) and not start.startswith(pickle.PROTO):
+        return f"is no checkpoint: it begins with {start!r}"
+    if isinstance(error, pickle.UnpicklingError):
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        return (
+            f"holds more than weights and plain values ({found[1] if found else 'objects'}): if you trust its origin, "
+            "add --weights_only=false"
+        )
+    return f"cannot be read: {type(error).__name__}: {error}"

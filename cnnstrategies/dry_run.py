@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
 from cnnstrategies.classifier import ImageClassifier
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import check_logits, main_logits
 
 SAMPLES = 2  # Batch normalisation refuses to train on one.
@@ -28,7 +30,7 @@ def check_network(model: ImageClassifier, datamodule: LightningDataModule | None
         training: Whether the network is to be trained.
 
     Raises:
-        ConfigurationError: The numbers differ.
+        ConfigurationError: The numbers differ, or the network is for images of another number of channels.
     """
     shape = getattr(datamodule, "image_shape", None)
     if type(model) is not ImageClassifier or shape is None:
@@ -51,15 +53,44 @@ def outputs_without_data(network: nn.Module, image_shape: Sequence[int], trainin
 
     Returns:
         Its outputs for ``SAMPLES`` images; None where they depend on more than shapes, or the network cannot be copied.
+
+    Raises:
+        ConfigurationError: The network is for images of another number of channels.
     """
+    shape = (SAMPLES, *image_shape)
     try:
-        without_contents: dict[int, Any] = {
-            **{id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in network.parameters()},
-            **{id(buffer): torch.empty_like(buffer, device="meta") for buffer in network.buffers()},
-        }
         with torch.no_grad(), isolate_rng(include_cuda=False), warnings.catch_warnings(action="ignore"):
-            # The memo has deepcopy take these for the copies of the tensors.
-            shadow = copy.deepcopy(network, without_contents).train(training)
-            return shadow(torch.empty(SAMPLES, *image_shape, device="meta"))
+            shadow = copy_without_contents(network).train(training)
+            for module in shadow.modules():
+                if isinstance(module, nn.Conv2d):
+                    module.register_forward_pre_hook(partial(_check_channels, shape))
+            return shadow(torch.empty(shape, device="meta"))
+    except ConfigurationError:
+        raise
     except Exception:
         return None
+
+
+def copy_without_contents(module: nn.Module) -> nn.Module:
+    """A copy of a module whose tensors have shapes and no contents, and so take no memory.
+
+    Args:
+        module: Any whose tensors are copied by ``copy.deepcopy``.
+    """
+    # The memo has deepcopy take these for the copies of the tensors.
+    without_contents: dict[int, Any] = {
+        **{id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in module.parameters()},
+        **{id(buffer): torch.empty_like(buffer, device="meta") for buffer in module.buffers()},
+    }
+    return copy.deepcopy(module, without_contents)
+
+
+def _check_channels(shape: tuple[int, ...], convolution: nn.Conv2d, inputs: tuple[Any, ...]) -> None:
+    """Refuse images that the convolution which sees them first does not take; torch does not say so in these terms."""
+    wanted = convolution.in_channels
+    if inputs and isinstance(inputs[0], Tensor) and tuple(inputs[0].shape) == shape and shape[1] != wanted:
+        raise ConfigurationError(
+            f"the network takes images with {wanted} channel{'s'[: wanted > 1]}, and those of the data have the shape "
+            f"{shape[1:]}: set model.init_args.network.init_args.in_channels={shape[1]} (in_chans for timm; those of "
+            "torchvision take 3), or take data that fit"
+        )

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
-REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: a file that is there once a rank has refused to go on.
+REFUSED = "CNNSTRATEGIES_REFUSED"  # Environment variable: a link that is there once a rank has failed.
 STARTER = "CNNSTRATEGIES_STARTER"  # Environment variable: the process that starts the ranks of this machine.
+PREFIX = "cnnstrategies_"  # Of that link.
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
@@ -42,23 +44,23 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
-def refused_elsewhere(launcher: Any, seconds: float = 2.0) -> bool:
-    """Whether a rank that a launcher started as a program ended with exit code 2, that of a configuration error.
+def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
+    """Which of the ranks that a launcher has started as programs was killed, in words; None if none was.
 
     Args:
         launcher: Its ``procs`` are looked at, if it has some.
-        seconds: How long to wait for one to end: the others lose their connection to it a moment before.
+        seconds: How long to wait: the others can lose their connection to it a moment before it has ended.
     """
-    processes = [p for p in getattr(launcher, "procs", []) if isinstance(p, subprocess.Popen)]
+    processes = [process for process in getattr(launcher, "procs", []) if isinstance(process, subprocess.Popen)]
     deadline = time.monotonic() + seconds
-    while processes and time.monotonic() < deadline:
-        codes = [process.poll() for process in processes]
-        if 2 in codes:
-            return True
-        if any(codes):  # It failed otherwise; Lightning is about to kill all ranks, and this one has something to say.
-            return False
+    while True:
+        for rank, process in enumerate(processes, start=1):
+            if (code := process.poll()) is not None and code < 0:
+                name = signal.Signals(-code).name
+                return f"rank {rank} was ended by {name}{', as the system does when memory is short' * (code == -9)}"
+        if time.monotonic() > deadline or all(process.poll() is not None for process in processes):
+            return None
         time.sleep(0.05)
-    return False
 
 
 def told_by_starter(name: str) -> str | None:
@@ -68,35 +70,71 @@ def told_by_starter(name: str) -> str | None:
 
 @contextlib.contextmanager
 def one_refusal() -> Iterator[None]:
-    """Give the ranks that this process starts as programs a place where the first to refuse makes itself known.
+    """Give the ranks that this process starts as programs a place where the first to fail makes itself known.
 
     And the number of this process, with which they end.
     """
     if told_by_starter(REFUSED):
         yield
         return
-    with tempfile.TemporaryDirectory(prefix="cnnstrategies_") as folder:
-        os.environ[REFUSED] = str(Path(folder) / "refused")
-        os.environ[STARTER] = str(os.getpid())
-        try:
-            yield
-        finally:
-            del os.environ[REFUSED], os.environ[STARTER]
-
-
-def first_to_refuse() -> bool:
-    """Whether this rank is the first on its machine to refuse to go on, so that it is the one to say why."""
+    place = Path(tempfile.gettempdir())
+    for old in place.glob(f"{PREFIX}*_*"):  # Of runs that were killed.
+        number = old.name.removeprefix(PREFIX).partition("_")[0]
+        if old.is_symlink() and number.isdigit() and not Path(f"/proc/{number}").exists():
+            with contextlib.suppress(OSError):
+                old.unlink()
+    os.environ[REFUSED] = str(place / f"{PREFIX}{os.getpid()}_{secrets.token_hex(8)}")
+    os.environ[STARTER] = str(os.getpid())
     try:
-        if REFUSED in os.environ:
-            Path(os.environ[REFUSED]).touch(exist_ok=False)
+        yield
+    finally:
+        forget_failure()
+        del os.environ[REFUSED], os.environ[STARTER]
+
+
+def forget_failure() -> None:
+    """Remove what :func:`first_to_fail` has made, in the process that has started the ranks."""
+    if os.environ.get(STARTER) == str(os.getpid()):
+        Path(os.environ[REFUSED]).unlink(missing_ok=True)
+
+
+def first_to_fail(code: int) -> bool:
+    """Whether this rank is the first on its machine that cannot go on, so that it is the one to say why.
+
+    Args:
+        code: The exit code with which it will end.
+    """
+    if (path := os.environ.get(REFUSED)) is None:
+        return True
+    try:
+        os.symlink(f"{os.getpid()} {code}", path)  # Made with what it says at once.
     except FileExistsError:
-        return False
+        return os.readlink(path).split()[0] == str(os.getpid())
     return True
 
 
-def has_refused() -> bool:
-    """Whether a rank of this run on this machine has refused to go on: the others then lose their connection to it."""
-    return REFUSED in os.environ and Path(os.environ[REFUSED]).exists()
+def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
+    """Wait for the rank that was the first to fail to end by itself, having spoken.
+
+    Args:
+        launcher: Its ``procs`` are waited for, if it has some; other ranks are not this process's to wait for.
+        seconds: How long.
+
+    Returns:
+        That rank's exit code.
+    """
+    process, code = map(int, os.readlink(os.environ[REFUSED]).split())
+    for started in getattr(launcher, "procs", []):
+        if isinstance(started, subprocess.Popen) and started.pid == process:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(seconds)
+    return code
+
+
+def failed_before() -> bool:
+    """Whether another rank of this machine was the first to fail: the rest then lose their connection to it."""
+    path = os.environ.get(REFUSED, "")
+    return os.path.islink(path) and os.readlink(path).split()[0] != str(os.getpid())
 
 
 def cannot_be_sent(error: BaseException) -> bool:

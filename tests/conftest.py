@@ -164,7 +164,7 @@ def kill_group(group: int, seconds: float = 5.0) -> str:
     """Waits a moment for a process group to end; what is left of it is killed, and listed."""
     deadline = time.monotonic() + seconds
     pause = 0.001
-    while left := _alive(group):
+    while left := alive(group):
         if time.monotonic() > deadline:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
@@ -174,7 +174,7 @@ def kill_group(group: int, seconds: float = 5.0) -> str:
     return ""
 
 
-def _alive(group: int) -> list[str]:
+def alive(group: int) -> list[str]:
     """The processes of a group, but not those that have ended and wait for their parent to ask."""
     try:
         os.killpg(group, 0)

@@ -1,12 +1,16 @@
 """A checkpoint is the old one or the new one, never half of one."""
 
+import errno
 import os
 import signal
 import time
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
 
+from cnnstrategies import ConfigurationError
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
 
 
@@ -22,9 +26,71 @@ def test_a_failing_save_leaves_the_old_checkpoint(tmp_path):
     with pytest.raises(RuntimeError, match="cannot be stored"):
         io.save_checkpoint({"step": 2, "bad": Unpicklable()}, path)
     assert io.load_checkpoint(path, weights_only=True) == {"step": 1}
+    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"], "the leftover is gone"
     io.save_checkpoint({"step": 3}, path)
     assert io.load_checkpoint(path, weights_only=True) == {"step": 3}
-    assert [file.name for file in path.parent.iterdir()] == ["last.ckpt"], "the leftover was overwritten and renamed"
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"step": 1}, path)
+    large = {"step": 2, "weights": torch.zeros(500_000)}
+    line = f"cannot write the checkpoint {path}: No space left on device; make room there"
+    (tmp_path / ".last.ckpt.partial").symlink_to("/dev/full")  # While it is written...
+    with pytest.raises(ConfigurationError, match=line):
+        io.save_checkpoint(large, path)
+
+    def no_space(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", no_space)  # ... and when it has been.
+    with pytest.raises(ConfigurationError, match=line):
+        io.save_checkpoint(large, path)
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    assert io.load_checkpoint(path, weights_only=True) == {"step": 1}
+    tmp_path.chmod(0o500)
+    if os.geteuid():  # Who is root may write everywhere.
+        with pytest.raises(ConfigurationError, match="Permission denied"):
+            io.save_checkpoint(large, tmp_path / "new" / "last.ckpt")
+    tmp_path.chmod(0o700)
+
+
+class Object:
+    pass
+
+
+def _text(path):
+    path.write_text("a page that says: not found\n")
+
+
+def _cut(path):
+    torch.save({"weights": torch.zeros(5000)}, path)
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+def _other_archive(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("readme.txt", "nothing")
+
+
+NO_CHECKPOINTS = {
+    "text": (_text, "is no checkpoint: it begins with b'a page that says'"),
+    "cut": (_cut, "is cut short after 9,000 bytes: a copy of it did not end; copy it again"),
+    "other archive": (_other_archive, "cannot be read: RuntimeError: "),
+    "empty": (Path.touch, "is empty"),
+    "objects": (lambda path: torch.save({"a": Object()}, path), r"Object\): if you trust .* add --weights_only=false"),
+}
+
+
+@pytest.mark.parametrize(("write", "message"), NO_CHECKPOINTS.values(), ids=NO_CHECKPOINTS.keys())
+def test_what_is_no_checkpoint_is_named_and_why(tmp_path, write, message):
+    path = tmp_path / "some.ckpt"
+    write(path)
+    with pytest.raises(ConfigurationError, match=f"ckpt_path: {path} .*{message}"):
+        AtomicCheckpointIO().load_checkpoint(path)
+    with pytest.raises(FileNotFoundError):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "nowhere.ckpt")
 
 
 def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path):

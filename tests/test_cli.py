@@ -25,6 +25,10 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     code, output = run_cli("fit", *quick, "--trainer.max_epochs=4")
     assert code == 0, output
     assert panels.rows(output) == panels.rows((ROOT / "docs/get-started.md").read_text())
+    other = [
+        line for line in output.splitlines() if line.strip() and not re.match(r"[│┌└]|Training|.*Warning|.*srun", line)
+    ]
+    assert other == [], "only what is about the run"
     log_dir = CHECKPOINTS.parent
     assert (log_dir / "config.yaml").exists()
     assert "Training summary" in output
@@ -136,7 +140,11 @@ ERRORS = {
         ["global_batch_size=64", "accumulate_grad_batches=3", "63 or 66"],
     ),
     "missing download": (
-        ["--data=CIFAR10DataModule", "--data.init_args.download=false"],
+        [
+            "--data=CIFAR10DataModule",
+            "--data.init_args.download=false",
+            "--model.init_args.network.init_args.in_channels=3",
+        ],
         ["CIFAR10", "datasets", "data.init_args.root"],
     ),
 }

@@ -130,7 +130,7 @@ UNCERTAIN = {
     "reads its images": (ImageClassifier(Reads(12), 10), DigitsDataModule()),
     "cannot be copied": (ImageClassifier(Holds(), 10), DigitsDataModule()),
     "lazy": (ImageClassifier(nn.Sequential(nn.Flatten(), nn.LazyLinear(12)), 10), DigitsDataModule()),
-    "another shape": (ImageClassifier(PlainCNN(12), 10), SyntheticDataModule(num_classes=10)),
+    "another shape": (ImageClassifier(PlainCNN(12), 10), SyntheticDataModule(num_classes=10, channels=1)),
     "not logits": (ImageClassifier(nn.Identity(), 10), DigitsDataModule()),
     "a loss of its own": (Own(PlainCNN(12), 10), DigitsDataModule()),
     "no data": (ImageClassifier(PlainCNN(12), 10), None),

@@ -23,6 +23,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -210,6 +211,7 @@ def _forget_the_tests() -> None:
     atexit._clear()
     multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
     random.seed()
+    tempfile.tempdir = None  # It remembers TMPDIR.
 
 
 def _run(words: list[str], path: str) -> None:

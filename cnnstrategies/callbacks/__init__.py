@@ -1,5 +1,6 @@
 """Lightning callbacks that the command line adds by default, and others that a configuration can name."""
 
+from cnnstrategies.callbacks.best_checkpoint import BestCheckpoint
 from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
@@ -12,6 +13,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.traffic import ServerTraffic
 
 __all__ = [
+    "BestCheckpoint",
     "EpochMetrics",
     "GracefulStop",
     "PipelineTimeline",

@@ -7,7 +7,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from cnnstrategies.callbacks.curves import draw_curves
+from cnnstrategies.callbacks.curves import choose_panels, draw_curves
+from cnnstrategies.callbacks.metric_names import less_is_better, worth_showing
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 
@@ -35,7 +36,7 @@ class TrainingSummary(Callback):
         if not trainer.is_global_zero or debugging or not self.history:
             return
         rows = self._rows(trainer)
-        if log_dir is not None:
+        if log_dir is not None and choose_panels(self.history):
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)
             rows.append(("curves", relative(str(path))))
@@ -43,12 +44,12 @@ class TrainingSummary(Callback):
 
     def _rows(self, trainer: Trainer) -> list[tuple[str, str]]:
         rows = []
-        for name, best in (("val_acc", max), ("val_loss", min)):
+        for name in worth_showing(dict.fromkeys(name for metrics in self.history.values() for name in metrics)):
             values = {epoch: metrics[name] for epoch, metrics in self.history.items() if name in metrics}
-            if values:
-                epoch = best(values, key=lambda epoch: values[epoch])
-                last = values[max(values)]
-                rows.append((name, f"{last:.4f} at the end, best {values[epoch]:.4f} in epoch {epoch}"))
+            best = min if less_is_better(name) else max
+            epoch = best(values, key=lambda epoch: values[epoch])
+            last = values[max(values)]
+            rows.append((name, f"{last:.4f} at the end, best {values[epoch]:.4f} in epoch {epoch}"))
         for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
             if isinstance(callback, SamplesPerSecond) and callback.mean is not None:
                 processes = "1 process" if trainer.world_size == 1 else f"{trainer.world_size} processes"

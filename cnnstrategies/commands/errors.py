@@ -51,37 +51,6 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
     raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}")
 
 
-def explain_build_error(error: BaseException) -> str:
-    """The line that says why an object could not be built.
-
-    Args:
-        error: What was raised while the classes were instantiated, perhaps wrapped by jsonargparse.
-    """
-    chain = [error]
-    while (inner := chain[-1].__cause__ or chain[-1].__context__) is not None:
-        chain.append(inner)
-    for link in chain:
-        if isinstance(link, ConfigurationError):
-            return in_one_line(str(link))
-    # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
-    for link in chain:
-        reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+)$", str(link), re.MULTILINE)
-        if reasons:
-            return in_one_line(reasons[0])
-    return f"{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
-
-
-def refusal_in(traceback: str) -> str | None:
-    """The message of the ConfigurationError that ends a traceback, in one line; None if another error does.
-
-    Args:
-        traceback: The text in which torch reports what a spawned or forked process raised.
-    """
-    name = f"{ConfigurationError.__module__}.{ConfigurationError.__qualname__}: "
-    lines = [line for line in traceback.splitlines() if line.startswith(name)]
-    return in_one_line(lines[-1].removeprefix(name)) if lines else None
-
-
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
     """The line that says why a configuration could not be parsed.
 

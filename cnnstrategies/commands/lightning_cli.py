@@ -1,7 +1,6 @@
 """The command line: LightningCLI with the package's defaults, and errors of one line."""
 
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_info
 from omegaconf.errors import OmegaConfBaseException
-from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
 from cnnstrategies.callbacks import (
+    BestCheckpoint,
     EpochMetrics,
     GracefulStop,
     PredictionWriter,
@@ -26,6 +26,7 @@ from cnnstrategies.callbacks import (
     StartPanel,
     TrainingSummary,
 )
+from cnnstrategies.checkpoint_check import SameOptimizer, check_weights
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
 from cnnstrategies.checkpoint_words import FOUND, WORDS, SameCheckpoint, find_once
 from cnnstrategies.classifier import ImageClassifier
@@ -36,11 +37,11 @@ from cnnstrategies.cluster.run_name import keep_version, last_checkpoint, run_na
 from cnnstrategies.commands.errors import (
     check_checkpoint,
     check_trainer_names,
-    explain_build_error,
     explain_parse_error,
-    refusal_in,
 )
 from cnnstrategies.commands.factories import Instantiator
+from cnnstrategies.commands.failures import explain_build_error, refusal_in
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run import ends_together
 from cnnstrategies.commands.trainer import Trainer
@@ -54,15 +55,6 @@ from cnnstrategies.processes import told_by_starter
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 
 
-# What Lightning and torch say about themselves, not about the user's run.
-QUIET = (
-    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-    r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
-    r"torch.distributed.nn.functional.all_gather is deprecated",
-    r"Grad strides do not match bucket view strides",
-)
-
-
 class ArgumentParser(LightningArgumentParser):
     """Says what is wrong with a configuration in one line and exits with code 2."""
 
@@ -71,6 +63,13 @@ class ArgumentParser(LightningArgumentParser):
         if shows_tracebacks() and ex is not None:
             raise ex
         fail(explain_parse_error(message, sys.argv[1:]))
+
+    @override
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        # For what a class in a class takes, jsonargparse writes the value it has read into an argument again.
+        if args is not None and len(args) == 1 and args[0].startswith("--") and args[0].endswith("=None"):
+            args = [f"{args[0].removesuffix('None')}null"]
+        return super().parse_args(args, *rest, **kwargs)
 
     @override
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -113,12 +112,9 @@ class CLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        parser.add_class_arguments(ModelCheckpoint, "checkpoint")
+        parser.add_class_arguments(BestCheckpoint, "checkpoint")
         parser.set_defaults(
             {
-                "checkpoint.monitor": "val_acc",
-                "checkpoint.mode": "max",
-                "checkpoint.filename": "best",
                 "checkpoint.enable_version_counter": False,
                 # StartPanel counts the parameters too.
                 "trainer.enable_model_summary": False,
@@ -227,7 +223,13 @@ class CLI(LightningCLI):
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
         """Run a trainer's function; when it fails here, end the processes that it started."""
-        kwargs["ckpt_path"] = self._checkpoint(kwargs["ckpt_path"])
+        kwargs["ckpt_path"] = path = self._checkpoint(kwargs["ckpt_path"])
+        if path is not None:
+            training = self.subcommand == "fit"
+            if local_rank() == 0:
+                check_weights(self.model, path, kwargs.get("weights_only"), training)
+            if training:
+                self.trainer.callbacks.append(SameOptimizer(path))  # type: ignore[attr-defined]
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
@@ -247,20 +249,26 @@ def main(args: Sequence[str]) -> None:
     """
     # What LightningCLI reads, and what errors are explained by.
     sys.argv[1:] = args
-    for message in QUIET:
-        warnings.filterwarnings("ignore", message=message)
+    quieten()
     try:
         CLI()
     except ProcessRaisedException as error:
         # From a spawned or forked rank, whose exception arrives as text.
-        if shows_tracebacks() or (refusal := refusal_in(str(error))) is None:
+        if shows_tracebacks():
             raise
-        raise ConfigurationError(refusal) from error
+        if (refusal := refusal_in(str(error))) is not None:
+            raise ConfigurationError(refusal) from error
+        print(_with_notes(error), file=sys.stderr)  # Where it was raised, and not where this process has waited.
+        sys.exit(1)
     except OmegaConfBaseException as error:
         raise ConfigurationError(explain_build_error(error)) from error
-    except RunEnded as ended:
-        print(f"The run cannot go on: {ended}", file=sys.stderr)
+    except (RunEnded, ProcessExitedException) as ended:
+        print(f"The run cannot go on: {_with_notes(ended)}", file=sys.stderr)
         sys.exit(1)
+
+
+def _with_notes(error: Exception) -> str:
+    return "; ".join((str(error), *getattr(error, "__notes__", ())))
 
 
 def _has(callbacks: list[Callback], kind: type) -> bool:

@@ -4,15 +4,27 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
 
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.torchrun import own_store
+from cnnstrategies.commands.failures import explain_run_error
+from cnnstrategies.commands.interrupt import heeds_signals
+from cnnstrategies.commands.refuse import shows_tracebacks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.processes import cannot_be_sent, first_to_refuse, has_refused, one_refusal, refused_elsewhere
+from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.processes import (
+    cannot_be_sent,
+    failed_elsewhere,
+    first_to_fail,
+    forget_failure,
+    killed_rank,
+    one_refusal,
+)
 
 
 @contextlib.contextmanager
@@ -24,31 +36,59 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
         network: How the hosts of the run find each other.
 
     Raises:
-        ConfigurationError: What this rank is the first to refuse.
-        SystemExit: Another rank has said what is wrong; the exit code is 2.
+        ConfigurationError: What this rank is the first to refuse, or to find wrong in a way that a line can say.
+        RunEnded: A rank was killed, and this one has lost its connection to it.
+        SystemExit: Another rank has said what is wrong; the exit code is that rank's.
     """
     with one_refusal():
         try:
-            with own_store(getattr(trainer.strategy, "finds_hosts", False)), across_hosts(trainer, network):
+            trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
+            with (
+                heeds_signals(partial(_end_others, trainer)),
+                own_store(getattr(trainer.strategy, "finds_hosts", False)),
+                across_hosts(trainer, network),
+            ):
                 yield
         except BaseException as error:
             launcher = trainer.strategy.launcher
-            said = isinstance(error, Exception) and _said_elsewhere(error, launcher)
+            killed = killed_rank(launcher) if isinstance(error, Exception) else None
+            said = isinstance(error, Exception) and not _speaks(error)
+            code = failed_elsewhere(launcher) if said else 0
             if launcher is not None:
                 launcher.kill(signal.SIGKILL)
             if said:
-                sys.exit(2)
+                sys.exit(code)
+            if killed is not None:
+                raise RunEnded(killed) from error
             if ranks_are_children(launcher) and cannot_be_sent(error):
                 raise ConfigurationError(
                     "trainer.strategy spawns its ranks and sends them model, data and callbacks, which cannot all be "
                     f"pickled: {error}; use a strategy that starts programs, such as ddp, or forks, such as ddp_fork"
                 ) from error
-            raise
+            if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from None  # Lightning has made a plain failure of it.
+            line = explain_run_error(error)
+            if line is None or isinstance(error, ConfigurationError) or shows_tracebacks():
+                raise
+            raise ConfigurationError(line) from error
 
 
-def _said_elsewhere(error: Exception, launcher: Any) -> bool:
-    """Whether another rank says what is wrong; this one has found the same, or only lost its connection to it."""
-    if isinstance(error, ConfigurationError) and first_to_refuse():
-        return False
-    # The process that started the others waits for the one that refuses to end by itself, having spoken.
-    return refused_elsewhere(launcher) or has_refused()
+class FirstToFail(Callback):
+    """Says which rank has failed first before the others can notice: they have nothing to say then."""
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, Exception):
+            _speaks(exception)
+
+
+def _end_others(trainer: Trainer) -> None:
+    launcher = trainer.strategy.launcher
+    if launcher is not None:
+        launcher.kill(signal.SIGKILL)
+    forget_failure()
+
+
+def _speaks(error: Exception) -> bool:
+    """Whether this rank is to say what is wrong; else another one does, or has."""
+    return first_to_fail(1 if explain_run_error(error) is None else 2)

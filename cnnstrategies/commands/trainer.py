@@ -1,18 +1,24 @@
 """The Trainer of the command line: Lightning's, with the subcommands that are ours."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from rich.console import Console
 from rich.table import Table
 
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.checkpoint_check import check_weights
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.quantize import quantize
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer with ``quantize``."""
+    """Lightning's Trainer with ``quantize``; a rank that is spawned with it is as quiet as the command line."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        quieten()
 
     def quantize(
         self,
@@ -34,14 +40,9 @@ class Trainer(LightningTrainer):
         Raises:
             ConfigurationError: The checkpoint is of another network.
         """
+        check_weights(model, ckpt_path, weights_only=True)
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
-        try:
-            model.load_state_dict(checkpoint["state_dict"])
-        except RuntimeError as error:
-            first = str(error).strip().splitlines()[1].strip()
-            raise ConfigurationError(
-                f"ckpt_path: {ckpt_path} is of another network than `model` describes: {first}"
-            ) from error
+        model.load_state_dict(checkpoint["state_dict"])
         report = quantize(model, datamodule, output, calibration_batches)
         table = Table("", "float32", "int8", "ratio", title=f"Quantisation, batches of {report.batch_size} on the CPU")
         before, after = report.before, report.after

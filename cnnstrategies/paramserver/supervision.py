@@ -25,6 +25,7 @@ POLL = 0.02  # seconds
 ASK_EVERY = 1.0  # seconds
 GRACE = 5.0  # seconds
 PREFIX = "cnnstrategies-"
+LONGEST = 50  # Bytes of a temporary directory: with what follows, Linux takes 107.
 
 
 @dataclass
@@ -259,11 +260,14 @@ class Supervision:
 def make_run_directory() -> Path:
     """A new directory for a run's sockets and keys that only its owner can read.
 
-    Its name holds the number of this process; those of processes that are gone are removed.
+    Its name holds the number of this process; those of processes that are gone are removed. A socket's path cannot be
+    long, as those of the temporary directories of clusters are; then it lies in ``/tmp``.
     """
     place = Path(tempfile.gettempdir())
+    if len(os.fsencode(place)) > LONGEST:
+        place = Path("/tmp")
     for old in place.glob(f"{PREFIX}*-*"):
         number = old.name.removeprefix(PREFIX).partition("-")[0]
         if number.isdigit() and not Path(f"/proc/{number}").exists() and old.stat().st_uid == os.getuid():
             shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))

@@ -1,8 +1,11 @@
 """Trace a network into a torch.fx graph, and find where it can be cut."""
 
+import linecache
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -24,11 +27,11 @@ class LeafTracer(fx.Tracer):
     def __init__(self) -> None:
         super().__init__()
         self._contexts = Contexts()
-        self.current = ""
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node of the graph, which runs in the context of a whole step."""
-        self._contexts.check(self.current or "the network's forward")
+        inside = [path for path, _ in self.module_stack.values()]
+        self._contexts.check(inside[-1] if inside else "the network's forward")
         return super().create_node(*args, **kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -37,11 +40,6 @@ class LeafTracer(fx.Tracer):
             return False
         bases = type(m).__mro__[: type(m).__mro__.index(nn.Module)]
         return any(base.__module__.startswith(("torch.nn", "torch.ao.nn")) for base in bases)
-
-    def path_of_module(self, mod: nn.Module) -> str:
-        """The module's name; kept for the error message."""
-        self.current = super().path_of_module(mod)
-        return self.current
 
 
 def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
@@ -67,13 +65,10 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
         except ConfigurationError:
             raise
         except Exception as error:
-            where = tracer.current
-            name = f"{type(network).__name__}.{where}" if where else type(network).__name__
-            kind = type(network.get_submodule(where)).__name__
             raise ConfigurationError(
-                f"torch.fx cannot trace {name} ({kind}): {str(error).splitlines()[0] if str(error) else error!r}. "
-                "A network that is cut into stages must not branch on values of tensors: rewrite that module, or use "
-                "strategy ddp"
+                f"torch.fx cannot trace {_where(network, error)}: "
+                f"{str(error).splitlines()[0] if str(error) else error!r}. A network that is cut into stages must not "
+                "branch on shapes or values of tensors: rewrite that module, or use strategy ddp"
             ) from error
     _, *extra = [node for node in graph.nodes if node.op == "placeholder"]
     for argument in extra:
@@ -85,6 +80,19 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
         graph.erase_node(argument)
     graph.lint()
     return fx.GraphModule(network, graph, type(network).__name__)
+
+
+def _where(network: nn.Module, error: Exception) -> str:
+    """The module whose own code could not be traced, and the line."""
+    names = {id(module): name for name, module in network.named_modules()}
+    name, kind, place = "", type(network).__name__, ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            file = frame.f_code.co_filename
+            code = linecache.getline(file, line).strip()
+            name, kind, place = names[id(module)], type(module).__name__, f", {Path(file).name}:{line}: {code!r}"
+    return f"{'.'.join(filter(None, (type(network).__name__, name)))} ({kind}{place})"
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:

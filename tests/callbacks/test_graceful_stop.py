@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, PlainCNN, kill_group
+from conftest import ROOT, PlainCNN, alive, kill_group
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -130,17 +130,16 @@ def scalars(name):
 
 def test_a_signal_before_training_ends_every_process():
     process = start("early")
-    wait_for("early", "GPU available", process)
+    # Itself and the helper that starts programs warm; then the other rank.
+    wait_until(lambda: len(alive(process.pid)) > 2, "early", process)
     os.kill(process.pid, signal.SIGTERM)
-    # A rank that waits for the others in the rendezvous notices when they are there: as long as their imports take.
     assert process.wait(timeout=90) == 128 + signal.SIGTERM
     assert_group_ends(process.pid, 20)
 
 
 def test_a_killed_rank_ends_the_others():
     process = start("killed")
-    wait_for("killed", "All distributed processes registered", process)
-    time.sleep(1.5)
+    wait_for("killed", "Training", process)
     os.kill(process.pid, signal.SIGKILL)  # Rank 0, which started the other.
     assert process.wait(timeout=30) == -signal.SIGKILL
     assert_group_ends(process.pid, 30)

@@ -176,6 +176,16 @@ class Gate(nn.Module):
         return x if x.sum() > 0 else -x
 
 
+class ByShape(Branching):
+    """It branches after its last module has run."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.conv(images)
+        if x.shape[1] > 3:
+            x = 2 * x
+        return x
+
+
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -187,8 +197,13 @@ class Shared(nn.Module):
 
 
 def test_a_network_that_cannot_be_traced_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"cannot trace Branching.gate \(Gate\).*use strategy ddp"):
+    where = r"cannot trace Branching.gate \(Gate, test_stage.py:\d+: 'return x if x.sum\(\) > 0 .*use strategy ddp"
+    with pytest.raises(ConfigurationError, match=where):
         trace(Branching())
+    with pytest.raises(
+        ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if x.shape\[1\]"
+    ):
+        trace(ByShape())
 
 
 def test_there_is_no_cut_between_two_uses_of_the_same_parameters() -> None:

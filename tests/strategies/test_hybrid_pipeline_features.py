@@ -260,8 +260,16 @@ class OwnModule(LightningModule):
     def __init__(self, broken: str = "") -> None:
         super().__init__()
         self.broken = broken
-        if broken != "network":
+        if broken not in ("network", "other name", "several"):
             self.network = network()
+        if broken in ("other name", "several"):
+            self.criterion = nn.CrossEntropyLoss()  # Has no parameters.
+        if broken == "other name":
+            self.net = network()
+        if broken == "twice named":
+            self.net = self.network
+        if broken == "several":
+            self.features, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 2)
         if broken == "loss":
             self.loss = None
         if broken == "parameters":
@@ -286,7 +294,10 @@ class OwnModule(LightningModule):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("network", "OwnModule.network is NoneType.*set self.network in __init__"),
+        ("network", r"OwnModule has none: set it in __init__"),
+        ("other name", r"OwnModule has none: rename self.net to self.network, and call"),
+        ("several", r"OwnModule has none: make one nn.Module self.network of self.features, self.head,"),
+        ("twice named", r"OwnModule.net shares parameters with OwnModule.network: .* leave out self.net"),
         ("loss", r"no method loss\(outputs, targets\)"),
         ("parameters", "trainable parameters outside network"),
         ("manual", "automatic_optimization=False"),

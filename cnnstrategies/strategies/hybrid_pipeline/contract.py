@@ -23,8 +23,9 @@ def check_module(module: LightningModule) -> nn.Module:
     network: Any = getattr(module, "network", None)
     if not isinstance(network, nn.Module):
         raise ConfigurationError(
-            f"{name}.network is {type(network).__name__}: strategy hybrid_pipeline divides the nn.Module of that name; "
-            "set self.network in __init__ (not in configure_model) and call self.network(images) once per step"
+            f"strategy hybrid_pipeline divides the nn.Module self.network, and {name} has "
+            f"{'none' if network is None else type(network).__name__}: {_remedy(module)}, and call "
+            "self.network(images) once per step"
         )
     if any(not parameter.numel() for parameter in network.parameters()):
         raise ConfigurationError(
@@ -42,6 +43,15 @@ def check_module(module: LightningModule) -> nn.Module:
             "leave it on, or use strategy ddp"
         )
     inside = set(network.parameters())
+    children = [(path, child) for path, child in module.named_modules(remove_duplicate=False) if "." not in path]
+    shared = [
+        path for path, child in children if path not in ("", "network") and not inside.isdisjoint(child.parameters())
+    ]
+    if shared:
+        raise ConfigurationError(
+            f"{name}.{shared[0]} shares parameters with {name}.network: strategy hybrid_pipeline puts a stage in the "
+            f"place of network alone; call self.network in the steps and leave out self.{shared[0]}"
+        )
     outside = [name for name, p in module.named_parameters() if p.requires_grad and p not in inside]
     if outside:
         raise ConfigurationError(
@@ -49,6 +59,16 @@ def check_module(module: LightningModule) -> nn.Module:
             "since each stage trains its own part of that only"
         )
     return network
+
+
+def _remedy(module: LightningModule) -> str:
+    """What to do in a module without a network."""
+    candidates = [f"self.{name}" for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if not candidates:
+        return "set it in __init__ (not in configure_model)"
+    if len(candidates) == 1:
+        return f"rename {candidates[0]} to self.network"
+    return f"make one nn.Module self.network of {', '.join(candidates)}, or rename one of them if it is all"
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:

@@ -26,7 +26,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
-from cnnstrategies.processes import has_refused
+from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, check_module, check_optimizers
 from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
@@ -428,7 +428,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        if isinstance(exception, PeerError) and not has_refused():
+        if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
         if isinstance(

@@ -320,9 +320,7 @@ def _run_rank(
     except Exception as error:
         # Lightning does this in the process that has called `fit`, which here is not the one that has failed.
         launcher._strategy.on_exception(error)
-        text = traceback.format_exc()
-        pipe.send(("failed", local_rank, text))
-        print(text, file=sys.stderr, flush=True)
+        pipe.send(("failed", local_rank, traceback.format_exc()))  # Raised by the process that has called `fit`.
         sys.exit(1)
     finally:
         strategy: Any = launcher._strategy

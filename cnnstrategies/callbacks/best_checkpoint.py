@@ -1,0 +1,108 @@
+"""`best.ckpt`: the best epoch by what the module logs."""
+
+import difflib
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from typing_extensions import override
+
+from cnnstrategies.callbacks.metric_names import USUAL, less_is_better
+from cnnstrategies.errors import ConfigurationError
+
+AUTO = "auto"
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """Lightning's ModelCheckpoint, which need not be told what the module logs.
+
+    Args:
+        dirpath: Where; by default ``checkpoints`` in the log directory.
+        filename: The file's name, which may hold metrics, as in ``{epoch}-{val_loss:.2f}``.
+        monitor: The metric; ``auto`` is ``val_acc`` where the module logs it, else ``val_loss``, else the last epoch
+            is the best; null is the last epoch.
+        mode: Whether the least or the greatest value is best; ``auto`` is the least where the metric's name speaks of
+            a loss or an error.
+        **kwargs: Those of :class:`~lightning.pytorch.callbacks.ModelCheckpoint`.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | None = None,
+        filename: str | None = "best",
+        monitor: str | None = AUTO,
+        mode: Literal["auto", "min", "max"] = "auto",
+        **kwargs: Any,
+    ) -> None:
+        self._asked = monitor
+        self._asked_mode = mode
+        # Without a name, ModelCheckpoint would refuse to keep the best few.
+        name = USUAL[0] if monitor == AUTO else monitor
+        super().__init__(dirpath, filename, name, mode=self._mode_of(name), **kwargs)
+        if monitor == AUTO:
+            self.monitor = None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        # Lightning's names what is monitored, which is not known yet when a run is resumed.
+        return f"{type(self).__qualname__}{{'monitor': {self._asked!r}, 'filename': {self.filename!r}}}"
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._asked == AUTO and state_dict.get("monitor") is not None:
+            self._follow(state_dict["monitor"])
+        super().load_state_dict(state_dict)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._decide(trainer)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._decide(trainer)
+        if self.monitor not in (None, *trainer.callback_metrics) and not trainer.enable_validation:
+            raise self._unknown(trainer)
+        try:
+            super().on_train_epoch_end(trainer, pl_module)
+        except MisconfigurationException as error:
+            raise self._unknown(trainer) from error
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._decide(trainer)
+        try:
+            super().on_validation_end(trainer, pl_module)
+        except MisconfigurationException as error:
+            raise self._unknown(trainer) from error
+
+    def _decide(self, trainer: Trainer) -> None:
+        if self._asked == AUTO and self.monitor is None:
+            logged = trainer.callback_metrics
+            if (name := next((name for name in USUAL if name in logged), None)) is not None:
+                self._follow(name)
+
+    def _follow(self, name: str) -> None:
+        self.monitor = name
+        self.mode = self._mode_of(name)
+        self.kth_value = torch.tensor(torch.inf if self.mode == "min" else -torch.inf)
+
+    def _mode_of(self, name: str | None) -> str:
+        if self._asked_mode != "auto":
+            return self._asked_mode
+        return "min" if name is None or less_is_better(name) else "max"
+
+    def _unknown(self, trainer: Trainer) -> ConfigurationError:
+        logged = sorted(trainer.callback_metrics)
+        close = difflib.get_close_matches(str(self.monitor), logged, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        return ConfigurationError(
+            f"checkpoint.monitor: the module does not log {self.monitor!r}; {hint}logged: {', '.join(logged)}; or leave"
+            " it out"
+        )

@@ -1,0 +1,21 @@
+"""What a metric's name says about it."""
+
+from collections.abc import Iterable
+
+USUAL = ("val_acc", "val_loss")  # Of ImageClassifier, and of most modules.
+
+
+def less_is_better(name: str) -> bool:
+    """Whether a metric is one of which less is better."""
+    return any(word in name.lower() for word in ("loss", "error"))
+
+
+def worth_showing(names: Iterable[str]) -> list[str]:
+    """Which of the logged metrics a summary shows: the usual ones, else those of the validation, else all.
+
+    Args:
+        names: What was logged, in that order.
+    """
+    epochs = [name for name in names if not name.endswith("_step") and name != "samples_per_s"]
+    usual = [name for name in USUAL if name in epochs]
+    return usual or [name for name in epochs if name.lower().startswith("val")] or epochs

@@ -1,0 +1,118 @@
+"""Whether a run can go on from a checkpoint: what its shapes say before the start, and its optimizers' after it."""
+
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from typing_extensions import override
+
+from cnnstrategies.checkpoint_io import unreadable
+from cnnstrategies.dry_run import copy_without_contents
+from cnnstrategies.errors import ConfigurationError
+
+ALWAYS = ("state_dict", "pytorch-lightning_version")  # In every checkpoint that Lightning saves.
+CHANGES_IT = ("on_load_checkpoint", "configure_model", "configure_sharded_model")  # Hooks of a module.
+
+
+def check_weights(
+    model: LightningModule, path: Path | str, weights_only: bool | None = None, training: bool = False
+) -> None:
+    """Refuse a file that is no checkpoint, or that of another network; its weights are not read.
+
+    What cannot be known without the hooks of a user's module is left to them.
+
+    Args:
+        model: Whose network it is to be.
+        path: The file; anything else, such as a URL, a word or a directory of shards, is not looked at.
+        weights_only: As for ``torch.load``.
+        training: Whether training is to go on from it, which needs more than weights.
+
+    Raises:
+        ConfigurationError: The file is no checkpoint, or that of another network, or holds weights alone.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return
+    try:
+        # Legacy files cannot be mapped.
+        whole = torch.load(path, map_location="meta", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+    except Exception as error:
+        raise unreadable(path, error) from error
+    held = sorted(map(str, whole)) if isinstance(whole, Mapping) else [type(whole).__name__]
+    if not isinstance(whole, Mapping) or not all(key in whole for key in ALWAYS):
+        raise ConfigurationError(
+            f"ckpt_path: {path} is not a checkpoint of a run but holds {', '.join(held[:3])}"
+            f"{', ...' if len(held) > 3 else ''}: weights alone are loaded by the model's own code"
+        )
+    if training and "optimizer_states" not in whole:
+        raise ConfigurationError(
+            f"ckpt_path: {path} holds weights alone, and fit goes on with the optimizers' states: take one that was "
+            "saved without save_weights_only"
+        )
+    if not model.strict_loading or any(is_overridden(hook, model) for hook in CHANGES_IT):
+        return
+    try:
+        shadow = copy_without_contents(model)
+    except Exception:
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # That nothing is copied.
+            shadow.load_state_dict(whole["state_dict"])
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"ckpt_path: {path} is of another network than `model` describes: "
+            f"{_difference(whole['state_dict'], shadow.state_dict()) or str(error).splitlines()[-1].strip()}; "
+            f"{_remedy(path)}"
+        ) from error
+
+
+def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
+    for name, value in own.items():
+        if name not in saved:
+            return f"it has no {name}"
+        if hasattr(value, "shape") and value.shape != saved[name].shape:
+            return f"{name} has the shape {tuple(saved[name].shape)} there and {tuple(value.shape)} here"
+    return next((f"it has {name}, which `model` has not" for name in saved if name not in own), None)
+
+
+def _remedy(path: Path) -> str:
+    """Where the configuration of a checkpoint's run is."""
+    configuration = path.parent.parent / "config.yaml"
+    where = f"{configuration}" if configuration.is_file() else "the config.yaml of its run"
+    return f"take `model` as it is in {where}"
+
+
+class SameOptimizer(Callback):
+    """Ends a fit whose optimizers are others than those of the checkpoint, before their states are loaded.
+
+    Args:
+        path: The checkpoint.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = str(path)
+        self._groups: list[Mapping[str, Any]] = []
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        states: list[Mapping[str, Any]] = checkpoint["optimizer_states"]
+        self._groups = [group for state in states for group in state.get("param_groups", [])]
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # The optimizers are there now; their states are loaded next.
+        groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        for (optimizer, group), saved in zip(groups, self._groups, strict=False):
+            ours, theirs = set(optimizer.defaults) - set(saved), set(saved) - set(group) - {"initial_lr", "param_names"}
+            # One alone could be another version of the same one.
+            if ours and theirs:
+                raise ConfigurationError(
+                    f"ckpt_path: {self.path} was saved with another optimizer than {type(optimizer).__name__}: it has "
+                    f"{', '.join(sorted(theirs)[:3])} and no {', '.join(sorted(ours)[:3])}; {_remedy(Path(self.path))}"
+                )
+        self._groups = []

@@ -1,0 +1,98 @@
+"""One line for what goes wrong while a run is built or runs, where a line says it all."""
+
+import errno
+import re
+from collections.abc import Iterator
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from cnnstrategies.commands.refuse import in_one_line
+from cnnstrategies.errors import ConfigurationError
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels")  # Of images.
+OTHER_NETWORK = re.compile(r"Error\(s\) in loading state_dict for \w+:\s*(.+)")
+
+
+def explain_build_error(error: BaseException) -> str:
+    """The line that says why an object could not be built.
+
+    Args:
+        error: What was raised while the classes were instantiated, perhaps wrapped by jsonargparse.
+    """
+    chain = list(_chain(error))
+    for link in chain:
+        if isinstance(link, ConfigurationError):
+            return in_one_line(str(link))
+    named = next((found[1] for link in chain if (found := _CLASS.search(str(link)))), None)
+    where = f"{named}: " if named else ""
+    for link in chain:
+        if isinstance(link, ModuleNotFoundError):
+            return f"{where}{in_one_line(_of_package(link))}"
+    # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
+    for link in chain:
+        reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
+        if reasons:
+            return in_one_line(reasons[0])
+    return f"{where}{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
+
+
+def explain_run_error(error: BaseException) -> str | None:
+    """The line that says why a run has failed, where that is the user's to mend; None where a traceback says more.
+
+    Args:
+        error: What a trainer's function has raised.
+    """
+    if isinstance(error, ConfigurationError | MisconfigurationException):
+        return in_one_line(str(error))
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno in FULL:
+            where = f": {link.filename}" if link.filename else ""
+            return f"{link.strerror}{where}; make room, and go on with --ckpt_path=last"
+    if isinstance(error, ModuleNotFoundError) and "Requirement" in str(error):
+        return in_one_line(_of_package(error))
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{in_one_line(str(error)).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
+    message = str(error)
+    if found := CHANNELS.search(message):
+        return (
+            f"the network takes images with {found[1]} channels, and those of the data have {found[2]}: take a network "
+            "or data that fit"
+        )
+    if found := OTHER_NETWORK.match(message):
+        return f"ckpt_path: the checkpoint is of another network than `model` describes: {in_one_line(found[1])}"
+    return None
+
+
+def refusal_in(traceback: str) -> str | None:
+    """What :func:`explain_run_error` says of the error that ends a traceback.
+
+    Args:
+        traceback: The text in which torch reports what a spawned or forked process raised.
+    """
+    raised = list(re.finditer(r"^([A-Za-z_][\w.]*): ", traceback, re.MULTILINE))
+    errors = [one for one in raised if one[1].endswith(("Error", "Exception"))]
+    if not errors:
+        return None
+    message = traceback[errors[-1].end() :]
+    refused = errors[-1][1].endswith((ConfigurationError.__name__, MisconfigurationException.__name__))
+    return in_one_line(message) if refused else explain_run_error(RuntimeError(message))
+
+
+_CLASS = re.compile(r"Problem with given class_path '([^']+)'")
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+def _of_package(error: ModuleNotFoundError) -> str:
+    """What to install."""
+    asked = re.search(r"pip install (?:-U )?'?([^'`]+)", str(error))
+    name = asked[1] if asked else (error.name or "").partition(".")[0]
+    remedy = f"pip install '{name}'" if name else str(error)
+    return f"a package is missing: {remedy}"

@@ -1,0 +1,121 @@
+"""`best.ckpt`, the summary and the curves follow what a module logs."""
+
+from pathlib import Path
+
+import panels
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import PlainCNN
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.callbacks import BestCheckpoint, TrainingSummary
+from cnnstrategies.callbacks.curves import choose_panels, draw_curves
+from cnnstrategies.callbacks.metric_names import worth_showing
+from cnnstrategies.data import DigitsDataModule
+
+
+class Lit(LightningModule):
+    """Someone's own module, which logs a made-up value after each epoch."""
+
+    def __init__(self, logs: dict[str, list[float]], train_loss: bool = True):
+        super().__init__()
+        self.net = PlainCNN()
+        self.logs = logs
+        self.train_loss = train_loss
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if self.train_loss:
+            self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        for name, values in self.logs.items():
+            self.log(name, values[self.current_epoch])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def fit(logs, *callbacks, epochs=3, ckpt_path=None, **options):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        max_epochs=epochs,
+        limit_train_batches=1,
+        limit_val_batches=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        **options,
+    )
+    trainer.fit(Lit(logs), DigitsDataModule(), ckpt_path=ckpt_path, weights_only=True)
+
+
+LOGGED = {
+    "accuracy": ({"val_acc": [0.1, 0.9, 0.5], "val_loss": [3.0, 2.0, 1.0]}, 1),
+    "loss": ({"val_loss": [2.0, 1.0, 3.0]}, 1),
+    "others": ({"val/f1": [0.1, 0.9, 0.5]}, 2),
+    "nothing": ({}, 2),
+}
+
+
+@pytest.mark.parametrize(("logs", "epoch"), LOGGED.values(), ids=LOGGED.keys())
+def test_the_best_is_by_accuracy_else_loss_else_the_last(logs, epoch, recwarn):
+    fit(logs, best := BestCheckpoint("saved"))
+    assert [path.name for path in Path("saved").iterdir()] == ["best.ckpt"], best
+    assert torch.load("saved/best.ckpt", weights_only=True)["epoch"] == epoch
+    assert not [w for w in recwarn if "monitor" in str(w.message)]
+
+
+def test_the_best_of_a_run_is_known_when_it_is_resumed():
+    fit({"val_loss": [1.0, 2.0]}, BestCheckpoint("saved"), BestCheckpoint("saved", "each", None), epochs=2)
+    assert torch.load("saved/each.ckpt", weights_only=True)["epoch"] == 1
+    fit({"val_loss": [1.0, 2.0, 1.5]}, BestCheckpoint("saved"), ckpt_path="saved/each.ckpt")
+    assert torch.load("saved/best.ckpt", weights_only=True)["epoch"] == 0, "1.5 is no better than 1.0"
+
+
+def test_a_monitor_that_is_not_logged_is_named_with_what_is():
+    fit({"val_loss": [2.0, 3.0, 1.0]}, best := BestCheckpoint("saved", monitor="val_loss"))
+    assert best.mode == "min"
+    assert torch.load("saved/best.ckpt", weights_only=True)["epoch"] == 2
+    with pytest.raises(
+        ConfigurationError, match=r"does not log 'val_accuracy'; did you mean 'val_acc'.* train_loss, val_acc"
+    ):
+        fit({"val_acc": [0.0]}, BestCheckpoint("saved", monitor="val_accuracy"), epochs=1)
+    with pytest.raises(ConfigurationError, match="does not log 'val_acc'; logged: train_loss"):
+        fit({}, BestCheckpoint("saved", monitor="val_acc"), epochs=1, num_sanity_val_steps=0)
+
+
+def test_summary_and_curves_take_whatever_was_logged(capsys):
+    assert worth_showing(["samples_per_s", "train_loss_step", "train_loss"]) == ["train_loss"]
+    assert worth_showing(["train_loss", "val_f1", "valid/error"]) == ["val_f1", "valid/error"]
+    usual = {"train_loss": 2.0, "val_loss": 1.0, "val_acc": 0.5, "val_acc_top5": 0.9, "train_loss_step": 2.0}
+    assert choose_panels({0: usual}) == {"Loss": ["train_loss", "val_loss"], "Accuracy": ["val_acc"]}
+    own = {"train/loss": 2.0, "valid/accuracy": 40.0}
+    assert choose_panels({0: own}) == {"Loss": ["train/loss"], "Accuracy": ["valid/accuracy"]}
+    assert choose_panels({0: {}, 1: {"f1": 0.5, "samples_per_s": 3.0}}) == {"Metrics": ["f1"]}
+    assert choose_panels({0: {"samples_per_s": 3.0}}) == {}
+    draw_curves({0: own, 1: own}, Path("own.png"))
+    assert Path("own.png").stat().st_size > 5000
+
+
+def test_the_summary_of_a_module_with_names_of_its_own(capsys):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=CSVLogger("logs"),
+        max_epochs=2,
+        limit_train_batches=1,
+        limit_val_batches=1,
+        enable_progress_bar=False,
+        callbacks=[TrainingSummary(), BestCheckpoint()],
+    )
+    trainer.fit(Lit({"val/error": [0.25, 0.5]}, train_loss=False), DigitsDataModule())
+    rows = panels.rows(capsys.readouterr().out, "Training summary")
+    assert rows["val/error"] == "0.5000 at the end, best 0.2500 in epoch 0"
+    assert Path(rows["curves"]).is_file()

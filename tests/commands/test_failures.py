@@ -1,0 +1,159 @@
+"""What goes wrong while a run is built or runs is said once, in a line where that says it all."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.commands.failures import explain_build_error, explain_run_error, refusal_in
+
+
+def raised(function) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        function()
+    return caught.value
+
+
+def wrapped() -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device", "events.out")
+    except OSError as error:
+        raise RuntimeError("unexpected pos 64 vs 0") from error
+
+
+LINES = {
+    "ours": (ConfigurationError("num_classes=1:\n a classifier"), "num_classes=1: a classifier"),
+    "Lightning's": (MisconfigurationException("No `training_step`"), "No `training_step`"),
+    "disk": (raised(wrapped), "No space left on device: events.out; make room, and go on with --ckpt_path=last"),
+    "channels": (
+        raised(lambda: nn.Conv2d(3, 4, 3)(torch.zeros(2, 1, 8, 8))),
+        "the network takes images with 3 channels, and those of the data have 1",
+    ),
+    "another network": (
+        raised(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(3, 3).state_dict())),
+        "ckpt_path: the checkpoint is of another network than `model` describes: size mismatch for weight",
+    ),
+    "package": (ModuleNotFoundError("Requirement 'mlflow>=1.0.0' not met."), "a package is missing: "),
+    "user's": (ValueError("boom"), None),
+    "inner channels": (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
+}
+
+
+@pytest.mark.parametrize(("error", "line"), LINES.values(), ids=LINES.keys())
+def test_a_line_where_it_says_it_all_and_a_traceback_where_not(error, line):
+    said = explain_run_error(error)
+    assert (said is None) if line is None else said.startswith(line)
+
+
+def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
+    text = "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n  File x\n{}\n"
+    ours = "cnnstrategies.errors.ConfigurationError: broken image a.png:\n cut"
+    channels = "RuntimeError: Given groups=1, expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead"
+    assert refusal_in(text.format(ours)) == "broken image a.png: cut"
+    assert refusal_in(text.format(channels)).startswith("the network takes images with 3 channels")
+    assert refusal_in(text.format("ValueError: boom")) is None
+    assert refusal_in(text.format("KeyboardInterrupt")) is None
+
+
+def test_a_class_whose_package_is_missing_is_named(run_cli, quick):
+    code, output = run_cli("fit", *quick, "--trainer.logger=WandbLogger")
+    assert code == 2
+    line = "lightning.pytorch.loggers.WandbLogger: a package is missing: pip install 'wandb>=0.12.10'"
+    assert output.splitlines()[-1] == f"cnnstrategies: error: {line}"
+    assert explain_build_error(ModuleNotFoundError("No module named 'a.b'", name="a.b")).endswith("pip install 'a'")
+
+
+def test_null_is_null_for_what_a_class_in_a_class_takes(run_cli, quick):
+    """A builder of torchvision takes no weights, and a text is not the text None."""
+    resnet = ["--model.init_args.network=torchvision.models.resnet18", "--model.init_args.network.init_args.weights"]
+    timm = ["--model.init_args.compile_backend=null", "--trainer.logger.init_args.version=null"]
+    code, output = run_cli("fit", *quick, *resnet, "null", *timm, "--print_config")
+    assert code == 0, output
+    assert "weights: null" in output
+    assert "None" not in output
+
+
+def test_images_with_other_channels_are_refused_before_the_start(run_cli, quick):
+    code, output = run_cli("fit", *quick, "--model.init_args.network.init_args.in_channels=3")
+    assert code == 2
+    line = output.splitlines()[-1]
+    assert "takes images with 3 channels, and those of the data have the shape (1, 8, 8)" in line
+    assert "in_channels=1" in line
+
+
+def test_a_checkpoint_that_cannot_serve_is_refused_before_the_start(run_cli, quick):
+    Path("page.ckpt").write_text("not found")
+    for command in ("fit", "validate", "test", "predict"):
+        code, output = run_cli(command, *quick, "--ckpt_path=page.ckpt")
+        assert code == 2
+        assert output.splitlines()[-1].endswith("page.ckpt is no checkpoint: it begins with b'not found'")
+        assert "Training" not in output
+
+
+MINE = """
+import os
+import torch
+from lightning.pytorch import Callback
+
+
+class Fails(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == 1 and trainer.global_rank in {ranks}:
+            {what}
+"""
+BOOM = "raise ValueError('boom')"
+CHANNELS = "torch.nn.Conv2d(3, 4, 3)(batch[0])"
+
+
+def fit(ranks, what, strategy="ddp", **variables):
+    Path("mine.py").write_text(MINE.format(ranks=ranks, what=what))
+    command = [sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"]
+    options = [
+        "--trainer.callbacks+=mine.Fails",
+        f"--trainer.strategy={strategy}",
+        "--trainer.enable_progress_bar=false",
+    ]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:.", **variables}
+    return subprocess.run([*command, *options], capture_output=True, text=True, timeout=100, env=environment)
+
+
+@pytest.mark.warm
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all ranks", "rank 1"])
+def test_an_error_of_the_user_appears_once_with_its_traceback(ranks):
+    ended = fit(ranks, BOOM)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count("ValueError: boom") == 1
+    assert ended.stderr.count("Traceback") == 1
+    assert "mine.py" in ended.stderr
+
+
+@pytest.mark.warm
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "parameter_server"])
+def test_what_a_line_can_say_appears_once_without_a_traceback(strategy):
+    ended = fit((0, 1), CHANNELS, strategy)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("cnnstrategies: error: the network takes images with 3 channels") == 1
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.warm
+def test_who_debugs_sees_where_it_comes_from():
+    ended = fit((1,), CHANNELS, CNNSTRATEGIES_DEBUG="1")
+    assert ended.returncode != 0
+    assert "mine.py" in ended.stderr
+
+
+@pytest.mark.warm
+def test_a_killed_rank_is_named_in_one_line():
+    ended = fit((1,), "os.kill(os.getpid(), 9)")
+    assert ended.returncode == 1, ended.stderr
+    assert "The run cannot go on: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
+    assert "Traceback" not in ended.stderr

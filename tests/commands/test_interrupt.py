@@ -1,0 +1,68 @@
+"""A signal ends a run in seconds whatever its main thread is doing."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from conftest import run_forked
+
+from cnnstrategies.commands.interrupt import heeds_signals
+
+both = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+
+
+def tell(signum: int) -> None:
+    """Send a signal to this process a moment later."""
+    subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -{int(signum)} {os.getpid()}"])
+
+
+def end() -> None:
+    print("the others end", flush=True)
+
+
+@both
+def test_a_main_thread_that_does_not_notice_is_ended(signum):
+    def run() -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with heeds_signals(end, seconds=0.2):
+            tell(signum)
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signum})  # The system hands it to the other thread.
+            ctypes.CDLL(None).sleep(20)
+
+    began = time.monotonic()
+    assert run_forked(run) == (128 + signum, "the others end\n")
+    assert time.monotonic() - began < 5
+
+
+@both
+def test_one_that_does_is_left_to_end_by_itself(signum):
+    def run() -> None:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            with heeds_signals(end, seconds=0.1):
+                tell(signum)
+                time.sleep(20)
+        except KeyboardInterrupt:
+            time.sleep(0.3)
+            print("noticed", signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
+
+    assert run_forked(run) == (0, "noticed True\n")
+
+
+def test_a_forked_ranks_signals_are_its_own_and_another_handler_has_its_own_grace():
+    def run() -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        with heeds_signals(end, seconds=0.1):
+            if (child := os.fork()) == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+                os._exit(0)
+            os.waitpid(child, 0)
+            time.sleep(0.3)
+            signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True))
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.3)
+
+    assert run_forked(run) == (0, "told\n")

@@ -1,0 +1,78 @@
+"""What the command line leaves out of Lightning's messages, and what it does not."""
+
+import logging
+import pickle
+import warnings
+
+import pytest
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import seed_everything
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+from cnnstrategies.commands.quiet import LOGGERS, quieten
+from cnnstrategies.commands.trainer import Trainer
+
+
+class Seen(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What reaches the terminal; the filters that the fixture has found are gone in the test's own process."""
+    seen = Seen()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [seen])
+    for name in LOGGERS:
+        monkeypatch.setattr(logging.getLogger(name), "filters", [])
+    return seen.said
+
+
+def build():
+    Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, precision="bf16-mixed")
+
+
+def test_lightnings_talk_about_itself_is_left_out_and_a_library_user_hears_it(said):
+    seed_everything(1)
+    build()
+    assert [text.split(":")[0] for text in said][:4] == [
+        "Seed set to 1",
+        "Using bfloat16 Automatic Mixed Precision (AMP)",
+        "GPU available",
+        "TPU available",
+    ], "Lightning says something else: change NOISE"
+    said.clear()
+    quieten()
+    seed_everything(1)
+    build()
+    rank_zero_info("\n----\ndistributed_backend=gloo\nAll distributed processes registered.\n----\n")
+    rank_zero_info("`Trainer.fit` stopped: `max_epochs=20` reached.")
+    assert said == []
+
+
+def test_news_warnings_and_errors_stay(said):
+    quieten()
+    rank_zero_info("Going on from last.ckpt")
+    rank_zero_info("`Trainer.fit` stopped: No training batches.")
+    logging.getLogger(LOGGERS[0]).warning("GPU available: but broken")
+    with warnings.catch_warnings(record=True) as warned:
+        rank_zero_warn("there are few workers")
+    assert said == [
+        "Going on from last.ckpt",
+        "`Trainer.fit` stopped: No training batches.",
+        "GPU available: but broken",
+    ]
+    assert len(warned) == 1
+
+
+def test_a_spawned_rank_is_quiet_too(said):
+    trainer = pickle.dumps(Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
+    said.clear()
+    pickle.loads(trainer)
+    seed_everything(1)
+    assert said == []

@@ -1,0 +1,110 @@
+"""A checkpoint of another network or optimizer is refused with a line, and one of the same is not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PlainCNN, in_fork
+from lightning.pytorch import Trainer
+from torch import nn
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.checkpoint_check import SameOptimizer, check_weights
+from cnnstrategies.data import DigitsDataModule
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters),
+    "Adam": lambda parameters: torch.optim.Adam(parameters),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters),
+}
+
+
+def train(optimizer, ckpt_path=None, steps=1, callbacks=()):
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        barebones=True,
+        max_steps=steps,
+        limit_train_batches=4,
+        limit_val_batches=0,
+        callbacks=list(callbacks),
+    )
+    model = ImageClassifier(PlainCNN(), 10, OPTIMIZERS[optimizer])
+    trainer.fit(model, DigitsDataModule(), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """That of a run with SGD."""
+    path = tmp_path_factory.mktemp("run") / "checkpoints" / "best.ckpt"
+    in_fork(lambda: train("SGD").save_checkpoint(path))
+    (path.parent.parent / "config.yaml").touch()
+    return path
+
+
+def test_the_same_network_is_accepted_and_its_weights_stay_as_they_are(saved):
+    model = ImageClassifier(PlainCNN(), 10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check_weights(model, saved)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    check_weights(model, "last")
+    check_weights(model, "https://host/some.ckpt")
+
+
+class Wider(PlainCNN):
+    def __init__(self):
+        super().__init__()
+        self[2] = nn.Conv2d(8, 16, 5, stride=2, padding=2)
+
+
+OTHERS = {
+    "shape": (Wider, r"network.2.weight has the shape \(16, 8, 3, 3\) there and \(16, 8, 5, 5\) here"),
+    "more": (lambda: nn.Sequential(*PlainCNN(), nn.Linear(10, 10)), "it has no network.6.weight"),
+    "fewer": (lambda: nn.Sequential(*list(PlainCNN())[:-1]), "it has network.5.weight, which `model` has not"),
+}
+
+
+@pytest.mark.parametrize(("network", "message"), OTHERS.values(), ids=OTHERS.keys())
+def test_another_network_is_refused_and_the_configuration_of_its_run_named(saved, network, message):
+    whole = rf"best.ckpt is of another network .*: {message}; take `model` as it is in \S+/run0/config.yaml"
+    with pytest.raises(ConfigurationError, match=whole):
+        check_weights(ImageClassifier(network(), 10), saved)
+
+
+def test_what_only_the_module_knows_is_left_to_it(saved):
+    class Renames(ImageClassifier):
+        def on_load_checkpoint(self, checkpoint):
+            pass
+
+    check_weights(Renames(Wider(), 10), saved)
+    lenient = ImageClassifier(Wider(), 10)
+    lenient.strict_loading = False
+    check_weights(lenient, saved)
+
+
+def test_a_file_of_weights_alone_is_no_checkpoint_of_a_run(tmp_path):
+    torch.save(PlainCNN().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(
+        ConfigurationError, match=r"weights.pt is not a checkpoint of a run but holds 0.bias, 0.weight,"
+    ):
+        check_weights(ImageClassifier(PlainCNN(), 10), tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_another_optimizer_is_refused_and_the_same_one_goes_on(saved, optimizer):
+    if optimizer == "SGD":
+        assert train("SGD", saved, 3, [SameOptimizer(saved)]).global_step == 3
+        return
+    with pytest.raises(ConfigurationError, match=rf"saved with another optimizer than {optimizer}: it has dampening, "):
+        train(optimizer, saved, 3, [SameOptimizer(saved)])
+
+
+def test_weights_alone_are_nothing_to_go_on_from(tmp_path):
+    train("SGD").save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    model = ImageClassifier(PlainCNN(), 10)
+    check_weights(model, tmp_path / "weights.ckpt")
+    with pytest.raises(ConfigurationError, match="holds weights alone"):
+        check_weights(model, tmp_path / "weights.ckpt", training=True)

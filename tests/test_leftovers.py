@@ -1,0 +1,78 @@
+"""However a run ends, nothing of it is left: no process, no socket, no temporary file, no half a checkpoint."""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster.processes_of import PYTHON, Program, fit
+from conftest import alive
+
+from cnnstrategies.paramserver.supervision import make_run_directory
+
+# What a callback does on the ranks named; the run itself is far too long to end by itself.
+MINE = """
+import os
+from lightning.pytorch import Callback
+
+
+class Ends(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 20:
+            {what}
+"""
+STRATEGIES = ("ddp", "hybrid_pipeline", "parameter_server")
+ENDS = {
+    "done": ("trainer.should_stop = True", None, (0,)),
+    "ctrl-c": ("pass", signal.SIGINT, (130,)),
+    "SIGTERM": ("pass", signal.SIGTERM, (143,)),
+    "exception": ("raise ValueError('boom')", None, (1,)),
+    # The parameter server goes on without a worker.
+    "killed rank": ("os.kill(os.getpid(), 9) if trainer.global_rank == 1 else None", None, (0, 1)),
+}
+CHEAP = {("ddp", "exception"), ("parameter_server", "ctrl-c")}
+CASES = [
+    pytest.param(strategy, end, marks=[] if (strategy, end) in CHEAP else [pytest.mark.cluster])
+    for strategy in STRATEGIES
+    for end in ENDS
+]
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """With a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="left") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.warm
+@pytest.mark.parametrize(("strategy", "end"), CASES)
+def test_nothing_is_left(tmp_path, temporary, strategy, end):
+    what, signum, codes = ENDS[end]
+    Path("mine.py").write_text(MINE.format(what=what))
+    endless = 3 if end == "killed rank" else 2000
+    options = [f"--trainer.strategy={strategy}", "--trainer.callbacks+=mine.Ends", f"--trainer.max_epochs={endless}"]
+    program = Program([PYTHON, *fit(*options)], tmp_path / "log", TMPDIR=str(temporary))
+    if signum is not None:
+        program.wait_until(lambda: "Training" in program.output())
+        time.sleep(0.3)
+        # As a terminal does, and as `kill` and schedulers do.
+        os.killpg(program.process.pid, signum) if signum == signal.SIGINT else os.kill(program.process.pid, signum)
+    assert program.wait() in codes, program.output()
+    deadline = time.monotonic() + 5
+    while (left := alive(program.process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == [], program.output()
+    assert [str(path) for path in temporary.rglob("*")] == []
+    assert [str(path) for path in Path("runs").rglob("*.partial")] == []
+
+
+def test_sockets_find_a_place_where_the_temporary_directory_has_a_long_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 10)))
+    folder = make_run_directory()
+    assert len(str(folder / "server-10-1000-1000")) < 107
+    folder.rmdir()
+    assert folder.parent == Path("/tmp")
