@@ -8,6 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from cnnstrategies.callbacks.metric_names import is_of_epochs
+
 History = Mapping[int, Mapping[str, float]]
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -37,8 +39,7 @@ def draw_curves(history: History, path: Path) -> None:
 
 def choose_panels(history: History) -> dict[str, list[str]]:
     """The titles of the panels, and the metrics that each shows; none where nothing was logged."""
-    logged = list(dict.fromkeys(name for metrics in history.values() for name in metrics))
-    logged = [name for name in logged if not name.endswith("_step") and name != "samples_per_s"]
+    logged = list(dict.fromkeys(name for metrics in history.values() for name in metrics if is_of_epochs(name)))
     panels = {}
     for word, title in PANELS.items():
         usual = [f"{stage}_{word}" for stage in STYLES]

@@ -5,6 +5,11 @@ from collections.abc import Iterable
 USUAL = ("val_acc", "val_loss")  # Of ImageClassifier, and of most modules.
 
 
+def is_of_epochs(name: str) -> bool:
+    """Whether a logged value is a metric of the module's epochs, and no rate or speed."""
+    return not name.endswith("_step") and not name.startswith("lr-") and name != "samples_per_s"
+
+
 def less_is_better(name: str) -> bool:
     """Whether a metric is one of which less is better."""
     return any(word in name.lower() for word in ("loss", "error"))
@@ -16,6 +21,6 @@ def worth_showing(names: Iterable[str]) -> list[str]:
     Args:
         names: What was logged, in that order.
     """
-    epochs = [name for name in names if not name.endswith("_step") and name != "samples_per_s"]
+    epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]
     return usual or [name for name in epochs if name.lower().startswith("val")] or epochs

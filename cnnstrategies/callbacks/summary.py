@@ -35,6 +35,8 @@ class TrainingSummary(Callback):
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         if not trainer.is_global_zero or debugging or not self.history:
             return
+        if (bar := trainer.progress_bar_callback) is not None:
+            bar.teardown(trainer, pl_module, "fit")  # Else the terminal shows its last state once more, below.
         rows = self._rows(trainer)
         if log_dir is not None and choose_panels(self.history):
             path = Path(log_dir) / "curves.png"

@@ -75,6 +75,9 @@ def test_the_best_is_by_accuracy_else_loss_else_the_last(logs, epoch, recwarn):
 def test_the_best_of_a_run_is_known_when_it_is_resumed():
     fit({"val_loss": [1.0, 2.0]}, BestCheckpoint("saved"), BestCheckpoint("saved", "each", None), epochs=2)
     assert torch.load("saved/each.ckpt", weights_only=True)["epoch"] == 1
+    states = torch.load("saved/each.ckpt", weights_only=True)["callbacks"]
+    (resumed := BestCheckpoint("saved")).load_state_dict(states[resumed.state_key])
+    assert (resumed.monitor, resumed.mode) == ("val_loss", "min"), "before the first validation"
     fit({"val_loss": [1.0, 2.0, 1.5]}, BestCheckpoint("saved"), ckpt_path="saved/each.ckpt")
     assert torch.load("saved/best.ckpt", weights_only=True)["epoch"] == 0, "1.5 is no better than 1.0"
 
@@ -92,7 +95,7 @@ def test_a_monitor_that_is_not_logged_is_named_with_what_is():
 
 
 def test_summary_and_curves_take_whatever_was_logged(capsys):
-    assert worth_showing(["samples_per_s", "train_loss_step", "train_loss"]) == ["train_loss"]
+    assert worth_showing(["lr-SGD", "samples_per_s", "train_loss_step", "train_loss"]) == ["train_loss"]
     assert worth_showing(["train_loss", "val_f1", "valid/error"]) == ["val_f1", "valid/error"]
     usual = {"train_loss": 2.0, "val_loss": 1.0, "val_acc": 0.5, "val_acc_top5": 0.9, "train_loss_step": 2.0}
     assert choose_panels({0: usual}) == {"Loss": ["train_loss", "val_loss"], "Accuracy": ["val_acc"]}

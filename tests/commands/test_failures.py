@@ -126,7 +126,7 @@ def fit(ranks, what, strategy="ddp", **variables):
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all ranks", "rank 1"])
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all_ranks", "rank_1"])
 def test_an_error_of_the_user_appears_once_with_its_traceback(ranks):
     ended = fit(ranks, BOOM)
     assert ended.returncode == 1, ended.stderr

@@ -262,6 +262,8 @@ class OwnModule(LightningModule):
         self.broken = broken
         if broken not in ("network", "other name", "several"):
             self.network = network()
+        if broken == "bare stage":
+            self.network = nn.Sequential(nn.Identity(), nn.Flatten(), nn.ReLU(), nn.Linear(36, 3))
         if broken in ("other name", "several"):
             self.criterion = nn.CrossEntropyLoss()  # Has no parameters.
         if broken == "other name":
@@ -348,6 +350,7 @@ def own_module(broken: str) -> Any:
 
 def test_a_module_of_ones_own_trains_and_the_parent_has_all_weights() -> None:
     assert run_apart(own_module, "") is True
+    assert run_apart(own_module, "bare stage") is True, "a stage without parameters has a backward, too"
 
 
 @pytest.mark.parametrize(
