@@ -42,8 +42,6 @@ class TrainingSummary(Callback):
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)
             rows.append(("curves", relative(str(path))))
-        if trainer.progress_bar_callback is not None:
-            trainer.progress_bar_callback.teardown(trainer, pl_module, "fit")  # Else it draws itself below once more.
         print_table("Training summary", rows)
 
     def _rows(self, trainer: Trainer) -> list[tuple[str, str]]:

@@ -110,3 +110,8 @@ def test_a_shell_takes_the_script(shell, capsys):
     python = f'cnnstrategies() {{ {sys.executable} {ROOT / "cli.py"} "$@"; }}'
     run = subprocess.run(["bash", "-c", f"{python}\n{script}\n{ask}"], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == "--trainer.max_epochs", run.stderr
+
+
+def test_the_reference_has_every_command():
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs/reference/cli.md").read_text(), re.MULTILINE)
+    assert set(COMMANDS) <= {name for heading in headings for name in heading.split(", ")}

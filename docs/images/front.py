@@ -1,0 +1,213 @@
+"""Draws the front page's pictures: `python docs/images/front.py`, in the root.
+
+``strategies.svg``: two steps of the same configuration under four strategies, on paper. ``results.svg``: what the
+benchmarks measured, read from their pages. ``choose.svg``: which strategy for whom.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from matplotlib import rcParams
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from cnnstrategies.pipeline.costs import Link
+from cnnstrategies.pipeline.layout import Message, StageCost
+from cnnstrategies.pipeline.simulate import simulate
+from cnnstrategies.pipeline.timetable import timetable
+
+ROOT = Path(__file__).parents[2]
+TEXT = "#808a96"  # Legible on white and on black.
+COLOURS = {"forward": "#4C8BF5", "backward": "#F2994A", "gradients sent": "#27AE60", "activations sent": "#8E6CC9"}
+
+# The network on paper, like AlexNet: for the whole batch on one device, in ms. Nearly all of the time is the
+# convolutions', nearly all of the parameters are the classifier's.
+DEVICES, MICROBATCHES = 4, 12
+CONVOLUTIONS, CLASSIFIER = 90.0, 10.0  # forward; backward takes twice as long
+SEND_CONVOLUTIONS, SEND_CLASSIFIER = 6.0, 114.0  # all-reduce, or push and pull, of the gradients
+SLOW = 2.0  # of the parameter server's panel: how much longer the last worker takes
+
+Bar = tuple[int, str, float, float]  # row, kind, start, end
+
+
+def one_device() -> Iterator[Bar]:
+    """Forward and backward, one after the other."""
+    forward = CONVOLUTIONS + CLASSIFIER
+    for start in (0.0, 3 * forward):
+        yield 0, "forward", start, start + forward
+        yield 0, "backward", start + forward, start + 3 * forward
+
+
+def ddp() -> Iterator[Bar]:
+    """Each device has a part of the batch; gradients are summed while backward still runs, and all wait for them."""
+    start = 0.0
+    for _ in range(2):
+        turn = start + (CONVOLUTIONS + CLASSIFIER) / DEVICES
+        computed = turn + 2 * (CONVOLUTIONS + CLASSIFIER) / DEVICES
+        sent = turn + 2 * CLASSIFIER / DEVICES
+        end = max(sent + SEND_CLASSIFIER, computed) + SEND_CONVOLUTIONS
+        for row in range(DEVICES):
+            yield row, "forward", start, turn
+            yield row, "backward", turn, computed
+            yield row, "gradients sent", sent, end
+        start = end
+
+
+def hybrid_pipeline() -> Iterator[Bar]:
+    """Three replicas of the convolutions, one of the classifier: simulated by the package's planner."""
+    seconds = 1e-3 / MICROBATCHES
+    link = Link(bandwidth=1e9, latency=0.0)
+    gradients = int(SEND_CONVOLUTIONS * 1e-3 * 1e9 * 3 / 4)  # Three devices send 4/3 of them in a ring.
+    stages = [
+        StageCost(1, CONVOLUTIONS * seconds, 2 * CONVOLUTIONS * seconds, gradients, 0, 0),
+        StageCost(1, CLASSIFIER * seconds, 2 * CLASSIFIER * seconds, 0, 0, 0),
+    ]
+    activations = int(0.3e-3 * 1e9)
+    spans = simulate(timetable((3, 1), MICROBATCHES, "1f1b"), stages, {(0, 1): Message(activations, activations)}, link)
+    kinds = {"reduce": "gradients sent", "send": "activations sent", "receive": "activations sent"}
+    end = 1e3 * max(span.end for span in spans.spans)
+    for start in (0.0, end):
+        for span in spans.spans:
+            yield span.rank, kinds.get(span.kind, span.kind), start + 1e3 * span.start, start + 1e3 * span.end
+
+
+def parameter_server() -> Iterator[Bar]:
+    """Each worker sends its gradients and gets parameters when it is done, and waits for nobody else."""
+    for row in range(DEVICES):
+        start = 0.0
+        slower = SLOW if row == DEVICES - 1 else 1.0
+        for _ in range(2):
+            turn = start + slower * (CONVOLUTIONS + CLASSIFIER) / DEVICES
+            computed = turn + slower * 2 * (CONVOLUTIONS + CLASSIFIER) / DEVICES
+            sent = turn + slower * 2 * CLASSIFIER / DEVICES
+            end = max(sent + SEND_CLASSIFIER, computed) + SEND_CONVOLUTIONS
+            yield row, "forward", start, turn
+            yield row, "backward", turn, computed
+            yield row, "gradients sent", sent, end
+            start = end
+
+
+PANELS = {
+    "strategy: auto  (one device)": one_device,
+    "strategy: ddp": ddp,
+    "strategy: hybrid_pipeline  (replicas: [3, 1])": hybrid_pipeline,
+    "strategy: parameter_server_async  (the last worker at half speed)": parameter_server,
+}
+
+
+def strategies() -> Figure:
+    """Four timelines."""
+    figure = Figure(figsize=(9, 6.6), facecolor="none", layout="constrained")
+    heights = [1 if title.endswith("(one device)") else 2.4 for title in PANELS]
+    axes = figure.subplots(len(PANELS), 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    for axis, (title, bars) in zip(axes, PANELS.items(), strict=True):
+        rows = 0
+        for row, kind, start, end in bars():
+            below = kind.endswith("sent")
+            axis.broken_barh([(start, end - start)], (row + (0.62 if below else 0.1), 0.25 if below else 0.5),
+                             facecolors=COLOURS[kind])  # fmt: skip
+            rows = max(rows, row + 1)
+        axis.set(ylim=(rows, 0), xlim=(0, 620), yticks=[row + 0.45 for row in range(rows)])
+        axis.set_yticklabels([f"device {row}" for row in range(rows)], fontsize=8)
+        axis.set_title(title, loc="left", fontsize=10, family="monospace", color=TEXT)
+        _style(axis)
+    axes[-1].set_xlabel("ms: two steps of the same global batch", color=TEXT, fontsize=9)
+    figure.legend(
+        [Patch(color=colour) for colour in COLOURS.values()], list(COLOURS), loc="outside lower center", ncols=4,
+        frameon=False, labelcolor=TEXT, fontsize=9,
+    )  # fmt: skip
+    return figure
+
+
+def cell(page: str, column: str, *row: str) -> float:
+    """A number from a page's table: in a column, and the row whose first cells are these."""
+    lines = (ROOT / "benchmarks" / page).read_text().splitlines()
+    table = [[part.strip() for part in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    header = next(cells for cells in table if column in cells)
+    found = next(cells for cells in table if cells[: len(row)] == list(row))
+    return float(found[header.index(column)])
+
+
+def measured() -> Iterator[tuple[str, float]]:
+    """What was measured, and how often DDP's speed it was."""
+    for network, mbits, link in (("AlexNet", "100", "100 Mbit/s"), ("VGG-16", "100", "100 Mbit/s"),
+                                 ("AlexNet", "1000", "1 Gbit/s"), ("VGG-16", "1000", "1 Gbit/s")):  # fmt: skip
+        page = "pipeline/slow_link.md"
+        yield f"hybrid_pipeline [2, 1], {network}, {link}", cell(page, "DDP / hybrid", network, mbits)
+    page, column = "parameter_server/slow_link.md", "times DDP's"
+    yield "parameter_server local, every 8 steps, 100 Mbit/s", cell(page, column, "local, every 8 steps")
+    yield "parameter_server sync, topk 5 %, 100 Mbit/s", cell(page, column, "sync, topk 5 %, pulls fp16")
+    slow = cell("parameter_server/straggler.md", column, "parameter_server, async, dynamic")
+    yield "parameter_server async, a worker at a quarter of its speed", slow
+    for name in ("VGG-11, 9.5 million parameters", "ResNet-20, 0.27 million parameters"):
+        ratio = cell("parameter_server/step_time.md", "ratio of medians", name)
+        yield f"parameter_server sync, {name.partition(',')[0]}, one machine", 1 / ratio
+
+
+def results() -> Figure:
+    """A bar for each measurement."""
+    rows = sorted(measured(), key=lambda row: row[1])
+    figure = Figure(figsize=(9, 3.6), facecolor="none", layout="constrained")
+    axis = figure.subplots()
+    values = [value for _, value in rows]
+    axis.barh(range(len(rows)), values, color=["#27AE60" if value >= 1 else "#F2994A" for value in values], height=0.6)
+    axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
+    for place, value in enumerate(values):
+        axis.text(value + 0.08, place, f"{value:.3g}", va="center", fontsize=8, color=TEXT)
+    axis.axvline(1.0, color=TEXT, linewidth=1, linestyle="--")
+    axis.set_xlabel("times the speed of DDP, measured in the same run", color=TEXT, fontsize=9)
+    axis.set_xlim(0, max(values) * 1.08)
+    _style(axis)
+    return figure
+
+
+QUESTIONS = (
+    ("Does the network fit on one device?", "no", "hybrid_pipeline, or fsdp on GPUs"),
+    ("Are all workers equally fast, and do they stay?", "no", "parameter_server_async"),
+    ("Is `communication` small in a StepProfile?", "yes", "ddp"),
+    ("Are most parameters in the last layers (AlexNet, VGG)?", "yes", "hybrid_pipeline, replicas: [N - 1, 1]"),
+)
+OTHERWISE = "ddp_bf16, ddp_powersgd,\nparameter_server with compression"
+
+
+def choose() -> Figure:
+    """Questions from top to bottom, answers to the right."""
+    figure = Figure(figsize=(9, 3.6), facecolor="none", layout="constrained")
+    axis = figure.subplots()
+    axis.set(xlim=(0, 10), ylim=(len(QUESTIONS) + 0.75, -0.5))
+    axis.axis("off")
+    box = {"boxstyle": "round,pad=0.45", "facecolor": "none", "edgecolor": TEXT}
+    answer = {**box, "edgecolor": COLOURS["gradients sent"]}
+    arrow = {"arrowstyle": "->", "color": TEXT}
+    for row, (question, leaves, strategy) in enumerate(QUESTIONS):
+        axis.annotate("", (6.35, row), (4.85, row), arrowprops=arrow)
+        axis.annotate("", (2.4, row + 0.72), (2.4, row + 0.28), arrowprops=arrow)
+        axis.text(2.4, row, question, ha="center", va="center", fontsize=9, color=TEXT, bbox=box)
+        axis.text(5.6, row - 0.12, leaves, ha="center", va="bottom", fontsize=9, color=TEXT)
+        axis.text(2.5, row + 0.5, {"no": "yes", "yes": "no"}[leaves], va="center", fontsize=9, color=TEXT)
+        axis.text(6.5, row, strategy, va="center", fontsize=9, family="monospace", color=TEXT, bbox=answer)
+    end = len(QUESTIONS) + 0.2
+    axis.text(2.4, end, OTHERWISE, ha="center", va="center", fontsize=9, family="monospace", color=TEXT, bbox=answer)
+    return figure
+
+
+def _style(axis: object) -> None:
+    axis.set_facecolor("none")  # type: ignore[attr-defined]
+    axis.tick_params(colors=TEXT, labelsize=8)  # type: ignore[attr-defined]
+    for side, spine in axis.spines.items():  # type: ignore[attr-defined]
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(TEXT)
+
+
+def main(figures: Sequence[str] = ("strategies", "results", "choose")) -> None:
+    """Write the pictures beside this file; the same bytes each time."""
+    rcParams.update({"svg.hashsalt": "cnnstrategies", "svg.fonttype": "none", "font.family": "sans-serif"})
+    for name in figures:
+        figure = {"strategies": strategies, "results": results, "choose": choose}[name]()
+        FigureCanvasSVG(figure)
+        figure.savefig(Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None}, transparent=True)
+
+
+if __name__ == "__main__":
+    main()
