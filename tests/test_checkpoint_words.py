@@ -32,6 +32,7 @@ def trainer(*callbacks, logger=False, **options):
     return Trainer(accelerator="cpu", devices=1, logger=logger, callbacks=list(callbacks), **options)
 
 
+@pytest.mark.cluster
 @pytest.mark.warm
 def test_ranks_started_as_programs_go_on_from_the_newest_version(run_cli, quick, tmp_path):
     """Not from the one with the highest number, and with what each rank's optimizer had."""

@@ -33,7 +33,7 @@ ENDS = {
     # The parameter server goes on without a worker.
     "killed rank": ("os.kill(os.getpid(), 9) if trainer.global_rank == 1 else None", None, (0, 1)),
 }
-CHEAP = {("ddp", "exception"), ("parameter_server", "ctrl-c")}
+CHEAP = {("ddp", "exception")}
 CASES = [
     pytest.param(strategy, end, marks=[] if (strategy, end) in CHEAP else [pytest.mark.cluster])
     for strategy in STRATEGIES

@@ -126,7 +126,9 @@ def fit(ranks, what, strategy="ddp", **variables):
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all_ranks", "rank_1"])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param((0, 1), id="all_ranks"), pytest.param((1,), id="rank_1", marks=pytest.mark.cluster)]
+)
 def test_an_error_of_the_user_appears_once_with_its_traceback(ranks):
     ended = fit(ranks, BOOM)
     assert ended.returncode == 1, ended.stderr
@@ -136,7 +138,14 @@ def test_an_error_of_the_user_appears_once_with_its_traceback(ranks):
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "parameter_server"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp",
+        pytest.param("ddp_fork", marks=pytest.mark.cluster),
+        pytest.param("parameter_server", marks=pytest.mark.cluster),
+    ],
+)
 def test_what_a_line_can_say_appears_once_without_a_traceback(strategy):
     ended = fit((0, 1), CHANNELS, strategy)
     assert ended.returncode == 2, ended.stderr
@@ -144,6 +153,7 @@ def test_what_a_line_can_say_appears_once_without_a_traceback(strategy):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.cluster
 @pytest.mark.warm
 def test_who_debugs_sees_where_it_comes_from():
     ended = fit((1,), CHANNELS, CNNSTRATEGIES_DEBUG="1")
