@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"(\]\()([^)#\s:]+)(?=[)#])")
-ROLE = re.compile(r":(?:class|meth|mod|func|attr|exc):<code>(?:~[\w.]*?\.)?([\w.]+)</code>")
+ROLE = re.compile(r":(?:class|meth|mod|func|attr|exc):<code>(?:~[\w.]*\.)?([\w.]+)</code>")
 SHOWN_AS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".txt": "text", "": "make"}
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
