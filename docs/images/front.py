@@ -1,10 +1,12 @@
 """Draws the front page's pictures: `python docs/images/front.py`, in the root.
 
-``strategies.svg``: two steps of the same configuration under four strategies, on paper. ``results.svg``: what the
+``strategies.svg``: the same configuration under four strategies, on paper. ``results.svg``: what the
 benchmarks measured, read from their pages. ``choose.svg``: which strategy for whom.
 """
 
+import re
 from collections.abc import Iterator, Sequence
+from io import StringIO
 from pathlib import Path
 
 from matplotlib import rcParams
@@ -18,101 +20,114 @@ from cnnstrategies.pipeline.simulate import simulate
 from cnnstrategies.pipeline.timetable import timetable
 
 ROOT = Path(__file__).parents[2]
-TEXT = "#808a96"  # Legible on white and on black.
+TEXT = "#808a96"  # Taken by `THEMES`, where they are understood.
+# Of the page that shows the picture, not of the system alone: browsers hand its `color-scheme` on.
+THEMES = """<style>
+:root {--ink: #3f4a57}
+@media (prefers-color-scheme: dark) {:root {--ink: #c3ccd6}}
+</style>"""
 COLOURS = {"forward": "#4C8BF5", "backward": "#F2994A", "gradients sent": "#27AE60", "activations sent": "#8E6CC9"}
 
-# The network on paper, like AlexNet: for the whole batch on one device, in ms. Nearly all of the time is the
-# convolutions', nearly all of the parameters are the classifier's.
-DEVICES, MICROBATCHES = 4, 12
-CONVOLUTIONS, CLASSIFIER = 90.0, 10.0  # forward; backward takes twice as long
-SEND_CONVOLUTIONS, SEND_CLASSIFIER = 6.0, 114.0  # all-reduce, or push and pull, of the gradients
-SLOW = 2.0  # of the parameter server's panel: how much longer the last worker takes
+# On paper, like AlexNet: nearly all of the time is the convolutions', nearly all of the parameters are the
+# classifier's. In ms; forward is that of the whole batch on one quick device, and backward takes twice as long.
+DEVICES, MICROBATCHES, UNTIL = 4, 12, 620.0
+SPEEDS = (1.0, 1.0, 1.0, 0.5)  # The last device is half as quick.
+CONVOLUTIONS, CLASSIFIER = 92.0, 8.0
+# An all-reduce, or push and pull, of all devices, whatever else their links carry.
+SEND_CONVOLUTIONS, SEND_CLASSIFIER = 4.0, 76.0
 
 Bar = tuple[int, str, float, float]  # row, kind, start, end
 
 
 def one_device() -> Iterator[Bar]:
-    """Forward and backward, one after the other."""
+    """Forward and backward, one after the other, on a quick device."""
     forward = CONVOLUTIONS + CLASSIFIER
-    for start in (0.0, 3 * forward):
+    start = 0.0
+    while start < UNTIL:
         yield 0, "forward", start, start + forward
         yield 0, "backward", start + forward, start + 3 * forward
+        start += 3 * forward
+
+
+def data_parallel(rows: Sequence[int], start: float) -> Iterator[Bar]:
+    """A step of devices that wait for each other; a layer's gradients are sent while backward goes on."""
+    whole = (CONVOLUTIONS + CLASSIFIER) / DEVICES
+    times = {row: whole / SPEEDS[row] for row in rows}
+    sent = start + max(times.values()) * (1 + 2 * CLASSIFIER / (CONVOLUTIONS + CLASSIFIER))
+    end = max(sent + SEND_CLASSIFIER, start + 3 * max(times.values())) + SEND_CONVOLUTIONS
+    for row, forward in times.items():
+        yield row, "forward", start, start + forward
+        yield row, "backward", start + forward, start + 3 * forward
+        yield row, "gradients sent", sent, end
 
 
 def ddp() -> Iterator[Bar]:
-    """Each device has a part of the batch; gradients are summed while backward still runs, and all wait for them."""
-    start = 0.0
-    for _ in range(2):
-        turn = start + (CONVOLUTIONS + CLASSIFIER) / DEVICES
-        computed = turn + 2 * (CONVOLUTIONS + CLASSIFIER) / DEVICES
-        sent = turn + 2 * CLASSIFIER / DEVICES
-        end = max(sent + SEND_CLASSIFIER, computed) + SEND_CONVOLUTIONS
-        for row in range(DEVICES):
-            yield row, "forward", start, turn
-            yield row, "backward", turn, computed
-            yield row, "gradients sent", sent, end
-        start = end
-
-
-def hybrid_pipeline() -> Iterator[Bar]:
-    """Three replicas of the convolutions, one of the classifier: simulated by the package's planner."""
-    seconds = 1e-3 / MICROBATCHES
-    link = Link(bandwidth=1e9, latency=0.0)
-    gradients = int(SEND_CONVOLUTIONS * 1e-3 * 1e9 * 3 / 4)  # Three devices send 4/3 of them in a ring.
-    stages = [
-        StageCost(1, CONVOLUTIONS * seconds, 2 * CONVOLUTIONS * seconds, gradients, 0, 0),
-        StageCost(1, CLASSIFIER * seconds, 2 * CLASSIFIER * seconds, 0, 0, 0),
-    ]
-    activations = int(0.3e-3 * 1e9)
-    spans = simulate(timetable((3, 1), MICROBATCHES, "1f1b"), stages, {(0, 1): Message(activations, activations)}, link)
-    kinds = {"reduce": "gradients sent", "send": "activations sent", "receive": "activations sent"}
-    end = 1e3 * max(span.end for span in spans.spans)
-    for start in (0.0, end):
-        for span in spans.spans:
-            yield span.rank, kinds.get(span.kind, span.kind), start + 1e3 * span.start, start + 1e3 * span.end
+    """All wait for the slowest and for the classifier's gradients."""
+    end = 0.0
+    while end < UNTIL:
+        bars = list(data_parallel(range(DEVICES), end))
+        yield from bars
+        end = max(bar[3] for bar in bars)
 
 
 def parameter_server() -> Iterator[Bar]:
-    """Each worker sends its gradients and gets parameters when it is done, and waits for nobody else."""
+    """Each worker sends its gradients and gets parameters, and waits for nobody else."""
     for row in range(DEVICES):
-        start = 0.0
-        slower = SLOW if row == DEVICES - 1 else 1.0
-        for _ in range(2):
-            turn = start + slower * (CONVOLUTIONS + CLASSIFIER) / DEVICES
-            computed = turn + slower * 2 * (CONVOLUTIONS + CLASSIFIER) / DEVICES
-            sent = turn + slower * 2 * CLASSIFIER / DEVICES
-            end = max(sent + SEND_CLASSIFIER, computed) + SEND_CONVOLUTIONS
-            yield row, "forward", start, turn
-            yield row, "backward", turn, computed
-            yield row, "gradients sent", sent, end
-            start = end
+        end = 0.0
+        while end < UNTIL:
+            bars = list(data_parallel([row], end))
+            yield from bars
+            end = max(bar[3] for bar in bars)
+
+
+def hybrid_pipeline() -> Iterator[Bar]:
+    """Three replicas of the convolutions, the classifier on the slow device: by the package's simulator."""
+    link = Link(bandwidth=1e9, latency=0.0)
+    gradients = int(SEND_CONVOLUTIONS * 1e-3 * link.bandwidth * 3 / 4)  # Three devices send 4/3 of them in a ring.
+    stages = [
+        StageCost(1, forward * 1e-3 / MICROBATCHES, 2 * forward * 1e-3 / MICROBATCHES, parameters, 0, 0)
+        for forward, parameters in ((CONVOLUTIONS, gradients), (CLASSIFIER / SPEEDS[-1], 0))
+    ]
+    activations = int(0.3e-3 * link.bandwidth)
+    step = simulate(timetable((3, 1), MICROBATCHES, "1f1b"), stages, {(0, 1): Message(activations, activations)}, link)
+    kinds = {"reduce": "gradients sent", "send": "activations sent"}
+    start = 0.0
+    while start < UNTIL:
+        for span in step.spans:
+            yield span.rank, kinds.get(span.kind, span.kind), start + 1e3 * span.start, start + 1e3 * span.end
+        start += 1e3 * step.step_time
 
 
 PANELS = {
-    "strategy: auto  (one device)": one_device,
+    "strategy: auto": one_device,
     "strategy: ddp": ddp,
-    "strategy: hybrid_pipeline  (replicas: [3, 1])": hybrid_pipeline,
-    "strategy: parameter_server_async  (the last worker at half speed)": parameter_server,
+    "strategy: hybrid_pipeline": hybrid_pipeline,
+    "strategy: parameter_server_async": parameter_server,
 }
 
 
 def strategies() -> Figure:
     """Four timelines."""
-    figure = Figure(figsize=(9, 6.6), facecolor="none", layout="constrained")
-    heights = [1 if title.endswith("(one device)") else 2.4 for title in PANELS]
+    figure = Figure(figsize=(9, 5.6), facecolor="none", layout="constrained")
+    heights = [1.0, 3.0, 3.0, 3.0]
     axes = figure.subplots(len(PANELS), 1, sharex=True, gridspec_kw={"height_ratios": heights})
     for axis, (title, bars) in zip(axes, PANELS.items(), strict=True):
-        rows = 0
+        spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for row, kind, start, end in bars():
-            below = kind.endswith("sent")
-            axis.broken_barh([(start, end - start)], (row + (0.62 if below else 0.1), 0.25 if below else 0.5),
-                             facecolors=COLOURS[kind])  # fmt: skip
-            rows = max(rows, row + 1)
-        axis.set(ylim=(rows, 0), xlim=(0, 620), yticks=[row + 0.45 for row in range(rows)])
-        axis.set_yticklabels([f"device {row}" for row in range(rows)], fontsize=8)
-        axis.set_title(title, loc="left", fontsize=10, family="monospace", color=TEXT)
+            if start < UNTIL:
+                spans.setdefault((row, kind), []).append((start, end - start))
+        rows = 1 + max(row for row, _ in spans)
+        for (row, kind), lengths in spans.items():
+            place, edge = ((row + 0.64, 0.26), "none") if kind.endswith("sent") else ((row + 0.08, 0.5), TEXT)
+            axis.broken_barh(lengths, place, facecolors=COLOURS[kind], edgecolor=edge, linewidth=0.4)
+        axis.set(ylim=(rows, 0), xlim=(0, UNTIL), yticks=[row + 0.45 for row in range(rows)])
+        names = [f"device {row}" + ("" if SPEEDS[row] == 1 else ", slow") for row in range(rows)]
+        axis.set_yticklabels(names, fontsize=9)
+        axis.set_title(title, loc="left", fontsize=11, family="monospace", color=TEXT)
         _style(axis)
-    axes[-1].set_xlabel("ms: two steps of the same global batch", color=TEXT, fontsize=9)
+        if axis is not axes[-1]:
+            axis.tick_params(bottom=False)
+    axes[-1].set_xlabel("ms, simulated", color=TEXT, fontsize=9)
     figure.legend(
         [Patch(color=colour) for colour in COLOURS.values()], list(COLOURS), loc="outside lower center", ncols=4,
         frameon=False, labelcolor=TEXT, fontsize=9,
@@ -165,7 +180,7 @@ def results() -> Figure:
 QUESTIONS = (
     ("Does the network fit on one device?", "no", "hybrid_pipeline, or fsdp on GPUs"),
     ("Are all workers equally fast, and do they stay?", "no", "parameter_server_async"),
-    ("Is `communication` small in a StepProfile?", "yes", "ddp"),
+    ("Is “communication” small in a StepProfile?", "yes", "ddp"),
     ("Are most parameters in the last layers (AlexNet, VGG)?", "yes", "hybrid_pipeline, replicas: [N - 1, 1]"),
 )
 OTHERWISE = "ddp_bf16, ddp_powersgd,\nparameter_server with compression"
@@ -206,7 +221,10 @@ def main(figures: Sequence[str] = ("strategies", "results", "choose")) -> None:
     for name in figures:
         figure = {"strategies": strategies, "results": results, "choose": choose}[name]()
         FigureCanvasSVG(figure)
-        figure.savefig(Path(__file__).with_name(f"{name}.svg"), metadata={"Date": None}, transparent=True)
+        drawn = StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None}, transparent=True)
+        text = re.sub(f"(?<=[: ]){TEXT}", f"var(--ink, {TEXT})", drawn.getvalue())
+        Path(__file__).with_name(f"{name}.svg").write_text(text.replace("<defs>", f"{THEMES}\n <defs>", 1))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""What mkdocs does not do by itself, for mkdocs.yml: links to files of the repository, and marks of Sphinx.
+
+A link to a benchmark's page, a script or a test works where the repository is browsed, as `../benchmarks/x.md` in
+`docs/`. In the site the file that it names becomes a page, beside those of `docs/` and with its path in the repository.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+LINK = re.compile(r"(\]\()([^)#\s:]+)(?=[)#])")
+ROLE = re.compile(r":(?:class|meth|mod|func|attr|exc):<code>(?:~[\w.]*\.)?([\w.]+)</code>")
+SHOWN_AS = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".txt": "text", "": "make"}
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+# Of the pages that are made here: the file in the repository.
+made: dict[str, Path] = {}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the files that links name."""
+    made.clear()
+    waiting = [DOCS / file.src_uri for file in files.documentation_pages()]
+    while waiting:
+        path = waiting.pop()
+        for _, target in LINK.findall(path.read_text(encoding="utf-8")):
+            named = (path.parent / target).resolve()
+            if not named.is_file() or not named.is_relative_to(ROOT) or files.get_file_from_path(_uri(named)):
+                continue
+            if named.suffix == ".md" or named.suffix in SHOWN_AS:
+                files.append(File.generated(config, _uri(named), content=_page(named)))
+                made[_uri(named)] = named
+            else:
+                files.append(File.generated(config, _uri(named), abs_src_path=str(named)))
+            if named.suffix == ".md":
+                waiting.append(named)
+                script = named.with_suffix(".py")
+                if script.is_file():
+                    files.append(File.generated(config, _uri(script), content=_page(script)))
+                    made[_uri(script)] = script
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Have links lead to the pages that were made."""
+    here = made.get(page.file.src_uri, DOCS / page.file.src_uri)
+    if here.suffix != ".md":
+        return markdown
+
+    def lead(link: re.Match[str]) -> str:
+        named = (here.parent / link[2]).resolve()
+        if not named.is_file() or files.get_file_from_path(_uri(named)) is None:
+            return link[0]
+        return link[1] + posixpath.relpath(_uri(named), posixpath.dirname(page.file.src_uri))
+
+    return LINK.sub(lead, markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Take Sphinx's roles out of docstrings."""
+    return ROLE.sub(r"<code>\1</code>", html)
+
+
+def _uri(path: Path) -> str:
+    """Where the site has a file of the repository."""
+    relative = path.relative_to(DOCS if path.suffix not in SHOWN_AS and path.is_relative_to(DOCS) else ROOT)
+    return relative.as_posix() + (".md" if path.suffix in SHOWN_AS else "")
+
+
+def _page(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        script = path.with_suffix(".py").name
+        return text + (f"\nThe script: [{script}]({script})\n" if path.with_suffix(".py").is_file() else "")
+    name = path.relative_to(ROOT).as_posix()
+    return f"---\nsearch: {{exclude: true}}\n---\n# {name}\n\n~~~~~~{SHOWN_AS[path.suffix]}\n{text}\n~~~~~~\n"
