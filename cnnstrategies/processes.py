@@ -116,8 +116,11 @@ def first_to_fail(code: int) -> bool:
 def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
     """Wait for the rank that was the first to fail to end by itself, having spoken.
 
+    Lightning kills the one that has started the others as soon as it sees one of them end, which may be before it has
+    spoken itself.
+
     Args:
-        launcher: Its ``procs`` are waited for, if it has some; other ranks are not this process's to wait for.
+        launcher: May have started that rank.
         seconds: How long.
 
     Returns:
@@ -128,6 +131,10 @@ def failed_elsewhere(launcher: Any, seconds: float = 10.0) -> int:
         if isinstance(started, subprocess.Popen) and started.pid == process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 started.wait(seconds)
+            return code
+    deadline = time.monotonic() + seconds
+    while Path(f"/proc/{process}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
     return code
 
 

@@ -68,7 +68,7 @@ def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path)
         ]
         mpirun = hosts.start(0, lambda: os.execvpe("mpirun", words, environment()))
         assert mpirun.wait() == 0, mpirun.output()
-        assert "Starting with 2 processes" in mpirun.output()
+        assert "2 CPU processes on 2 nodes" in mpirun.output()
         assert (tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt").exists()
 
 
