@@ -142,7 +142,8 @@ def _uninterrupted(run_cli, *args):
 def test_a_job_that_is_warned_while_it_starts_is_requeued(slurm, run_cli):
     """The processes are still importing, so the signal ends them; there is nothing to save."""
     job = Job(slurm, run_cli, QUICKSTART)
-    job.wait_for(lambda: slurm.run("squeue", "-h", "--steps").count(f"{job.number}.0"), "a running step")
+    # SLURM calls a step running before its programs are there, and a signal at that moment reaches none.
+    job.wait_for(lambda: all(_ranks(job.number, number) for number in (0, 1)), "the programs")
     job.warn()
     job.wait_until_requeued()
     assert not job.last.exists()
@@ -165,12 +166,20 @@ def test_dedicated_servers_run_on_nodes_of_their_own_and_a_dead_worker_is_left_o
 
 def _rank(job, number):
     """The process of a rank."""
+    ranks = _ranks(job, number)
+    assert ranks, f"no rank {number} of job {job}"
+    return ranks[0]
+
+
+def _ranks(job, number):
+    """The processes of a rank."""
+    found = []
     wanted = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={number}".encode()}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if wanted <= set(path.read_bytes().split(b"\0")):
-                return int(path.parent.name)
-    raise AssertionError(f"no rank {number} of job {job}")
+                found.append(int(path.parent.name))
+    return found
 
 
 def test_the_doctor_examines_the_nodes(slurm, tmp_path):
