@@ -9,7 +9,7 @@ from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.plugins import CheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_info
 from omegaconf.errors import OmegaConfBaseException
@@ -82,9 +82,12 @@ class CLI(LightningCLI):
     Adds to Lightning's: atomic checkpoints, a stop at a step boundary on Ctrl-C and SIGTERM, a panel at the start in
     place of ModelSummary, samples/s, a summary with curves, and predictions as CSV. A callback in ``trainer.callbacks``
     replaces the default of its class.
+
+    Args:
+        run: Run the subcommand; else, for commands that build model and data but no trainer, there are none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, run: bool = True) -> None:
         super().__init__(
             LightningModule,
             LightningDataModule,
@@ -92,9 +95,11 @@ class CLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
+            save_config_callback=SaveConfigCallback if run else None,
             save_config_kwargs={"overwrite": True},
             trainer_class=Trainer,
             seed_everything_default=1,
+            run=run,
         )
 
     @staticmethod

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cnnstrategies.commands.lightning_cli import CLI, ArgumentParser
+from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.plan_options import PlanOptions
-from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
@@ -43,19 +42,7 @@ class PlanCLI(CLI):
     """Parses what ``fit`` parses, and builds model and data but no trainer."""
 
     def __init__(self) -> None:
-        LightningCLI.__init__(
-            self,
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            parser_class=ArgumentParser,
-            save_config_callback=None,
-            trainer_class=Trainer,
-            seed_everything_default=1,
-            run=False,
-        )
+        super().__init__(run=False)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

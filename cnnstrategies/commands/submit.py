@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
@@ -22,8 +21,7 @@ from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_name import keep_version
 from cnnstrategies.cluster.submit import submit
 from cnnstrategies.commands.errors import check_checkpoint, check_trainer_names
-from cnnstrategies.commands.lightning_cli import CLI, ArgumentParser
-from cnnstrategies.commands.trainer import Trainer
+from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
@@ -36,19 +34,7 @@ class SubmitCLI(CLI):
     """Parses what ``fit`` parses, and builds model, data and strategy but no trainer: the devices are elsewhere."""
 
     def __init__(self) -> None:
-        LightningCLI.__init__(
-            self,
-            LightningModule,
-            LightningDataModule,
-            subclass_mode_model=True,
-            subclass_mode_data=True,
-            auto_configure_optimizers=False,
-            parser_class=ArgumentParser,
-            save_config_callback=None,
-            trainer_class=Trainer,
-            seed_everything_default=1,
-            run=False,
-        )
+        super().__init__(run=False)
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
