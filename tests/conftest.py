@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -188,6 +188,16 @@ def alive(group: int) -> list[str]:
             if int(its_group) == group and state not in "ZX":
                 found.append(f"{name}) {state}")
     return found
+
+
+@contextlib.contextmanager
+def leaves_no_sockets() -> Iterator[None]:
+    """Gives what runs inside a temporary folder of its own, since others run beside it, in which no sockets stay."""
+    with tempfile.TemporaryDirectory(prefix="t") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        yield
+        assert not list(Path(folder).glob("cnnstrategies*")), "a directory of sockets was left behind"
+        tempfile.tempdir = None
 
 
 @pytest.fixture(autouse=True)

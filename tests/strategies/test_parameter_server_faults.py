@@ -6,12 +6,12 @@ Every test also checks that nothing is left behind: `run_cli` fails for processe
 import os
 import re
 import signal
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import leaves_no_sockets
 from lightning.pytorch import Callback
 from test_hybrid_pipeline import COMMON, checkpoint, logged
 from test_parameter_server import served
@@ -54,12 +54,8 @@ class Kill(Callback):
 
 
 def train(run_cli, quick, kill, *args, workers=2, epochs=4, **options):
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder  # Of this test alone: others run beside it.
-        code, output = train_in(run_cli, quick, kill, *args, workers=workers, epochs=epochs, **options)
-        assert not list(Path(folder).glob("cnnstrategies*")), "a directory of sockets was left behind"
-        tempfile.tempdir = None
-    return code, output
+    with leaves_no_sockets():
+        return train_in(run_cli, quick, kill, *args, workers=workers, epochs=epochs, **options)
 
 
 def train_in(run_cli, quick, kill, *args, workers, epochs, **options):

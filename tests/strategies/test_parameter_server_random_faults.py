@@ -6,13 +6,13 @@ More runs, about 5 s each: ``CNNSTRATEGIES_FAULTS=200``; the seed of the first: 
 import os
 import random
 import signal
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import leaves_no_sockets
 from test_hybrid_pipeline import COMMON
 from test_parameter_server import served
 
@@ -90,15 +90,12 @@ def test_a_run_survives_or_ends_and_says_who_died(run_cli, quick, seed):
     options, victim, how, after = draw(random.Random(seed))
     print(f"{signal.Signals(how).name} to {victim} after {after:.2f} s of {options}")
     fault = Fault(victim, options["servers"], how, after)
-    with tempfile.TemporaryDirectory(prefix="t") as folder:
-        os.environ["TMPDIR"] = tempfile.tempdir = folder  # Of this test alone: others run beside it.
+    with leaves_no_sockets():
         fault.start()
         code, output = run_cli("fit", *quick, *COMMON, *served(**options), f"--trainer.max_epochs={EPOCHS}")
         fault.over = True
         fault.join()
         print(output)
-        assert not list(Path(folder).glob("cnnstrategies*")), "a directory of sockets was left behind"
-        tempfile.tempdir = None
     if code == 0:
         last = max(Path("runs").glob("*/version_*/checkpoints/last.ckpt"), key=os.path.getmtime)
         assert torch.load(last, weights_only=True)["epoch"] == EPOCHS - 1
