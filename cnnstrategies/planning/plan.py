@@ -71,7 +71,7 @@ class Plan:
     request: Request
     stages: tuple[StagePlan, ...]
     step_time: float
-    samples: int
+    samples: float
     sent_bytes: int
     spans: tuple[Span, ...]
     data_parallel: DataParallel
