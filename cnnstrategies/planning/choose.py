@@ -40,10 +40,10 @@ def find_layout(predictor: Predictor) -> Layout:
         ConfigurationError: No layout fits into memory.
     """
     request = predictor.request
-    layout = predictor.fixed_layout() or predictor.search(predictor.time, request.memory_limit)
+    layout = predictor.fixed_layout() or predictor.search()
     if layout is not None and predictor.time(layout) < float("inf"):
         return layout
-    smallest = predictor.fixed_layout() or predictor.search(predictor.memory, None)
+    smallest = predictor.fixed_layout() or predictor.lightest()
     assert smallest is not None, "without a limit some layout exists, since there are enough places to cut"
     raise ConfigurationError(
         f"memory_limit={request.memory_limit}: on {request.devices} devices with {request.microbatches} "

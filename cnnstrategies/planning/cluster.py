@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from cnnstrategies.planning.costs import Link
 
@@ -67,7 +67,7 @@ class Cluster:
     jitter: float = 0.0
     all_reduce: AllReduce = "flat"
     server_rate: float = SERVER_RATE
-    _links: dict[tuple[int, int], Link] = field(default_factory=dict, compare=False, repr=False)
+    _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def flat(devices: int, link: Link) -> "Cluster":
@@ -96,30 +96,46 @@ class Cluster:
 
     def link(self, one: int, other: int) -> Link:
         """The connection between two devices."""
-        pair = self.host_of[one], self.host_of[other]
-        if pair not in self._links:
-            hosts = self.hosts[pair[0]], self.hosts[pair[1]]
-            self._links[pair] = hosts[0].inside if pair[0] == pair[1] else slower([host.network for host in hosts])
-        return self._links[pair]
+        return self._between(self.host_of[one], self.host_of[other])
 
-    def ring(self, members: Sequence[int]) -> Link:
-        """The slowest connection of a ring through devices that are numbered one after another."""
-        return slower([self.link(*pair) for pair in itertools.pairwise(members)])
+    def ring(self, first: int, count: int) -> Link:
+        """The slowest connection of a ring through devices that are numbered one after another, at least two."""
+        key = ("ring", first, count)
+        if key not in self._memo:
+            hosts = self.host_of[first : first + count]
+            pairs = {(one, other) for one, other in itertools.pairwise(hosts)}
+            self._memo[key] = slower([self._between(*pair) for pair in sorted(pairs)])
+        link: Link = self._memo[key]
+        return link
+
+    def _between(self, one: int, other: int) -> Link:
+        key = ("link", one, other)
+        if key not in self._memo:
+            hosts = self.hosts[one], self.hosts[other]
+            self._memo[key] = hosts[0].inside if one == other else slower([host.network for host in hosts])
+        link: Link = self._memo[key]
+        return link
 
     def taken(self, devices: int) -> "Cluster":
         """Only its last devices, which is where a search that begins with the last stage begins."""
-        hosts: list[Host] = []
-        for host in reversed(self.hosts):
-            count = min(host.devices, devices)
-            devices -= count
-            if count:
-                hosts.insert(0, replace(host, devices=count))
-        return replace(self, hosts=tuple(hosts), _links={})
+        if devices == self.devices:
+            return self
+        key = ("taken", devices)
+        if key not in self._memo:
+            hosts: list[Host] = []
+            for host in reversed(self.hosts):
+                count = min(host.devices, devices)
+                devices -= count
+                if count:
+                    hosts.insert(0, replace(host, devices=count))
+            self._memo[key] = replace(self, hosts=tuple(hosts), _memo={})
+        cluster: Cluster = self._memo[key]
+        return cluster
 
     def with_network(self, factor: float) -> "Cluster":
         """The same with another rate between the machines."""
         hosts = tuple(replace(host, network=host.network.scaled(factor)) for host in self.hosts)
-        return replace(self, hosts=hosts, _links={})
+        return replace(self, hosts=hosts, _memo={})
 
 
 def slower(links: Sequence[Link]) -> Link:

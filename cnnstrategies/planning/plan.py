@@ -7,6 +7,7 @@ from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
 from cnnstrategies.planning.choose import find_layout
+from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.request import Request, check_request
@@ -133,11 +134,11 @@ def _describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
         samples=costs.microbatch_size * request.microbatches,
         sent_bytes=per_microbatch * request.microbatches + reduced,
         spans=tuple(simulation.spans),
-        data_parallel=_data_parallel(whole, predictor.link, request),
+        data_parallel=_data_parallel(whole, predictor.cluster, request),
     )
 
 
-def _data_parallel(whole: StageCost, link: Link, request: Request) -> DataParallel:
+def _data_parallel(whole: StageCost, link: Link | Cluster, request: Request) -> DataParallel:
     devices = request.devices
     tasks = [[Task("forward", 0, rank), Task("backward", 0, rank)] for rank in range(devices)]
     return DataParallel(
