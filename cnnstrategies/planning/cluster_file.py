@@ -12,11 +12,12 @@ GBIT = 1e9 / 8  # bytes per second
 DEFAULT_US = {"inside": 10.0, "network": 50.0}
 
 
-def read_cluster(file: Path) -> Cluster:
+def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     """The cluster that a file describes.
 
     Args:
         file: With ``nodes``, a list; and, if wished, ``failures``, ``jitter``, ``all_reduce``, ``server``.
+        devices: How many it must have, where a configuration says so too.
 
     Raises:
         ConfigurationError: A key is unknown, a number impossible, or something needed is missing; the message has the
@@ -37,7 +38,14 @@ def read_cluster(file: Path) -> Cluster:
     options: dict[str, Any] = {name: found[name] for name in ("failures", "jitter", "all_reduce") if name in found}
     if found.get("server"):
         options["server_rate"] = found["server"]["gbyte_per_s"] * 1e9
-    return Cluster(tuple(found["nodes"]), **options)
+    cluster = Cluster(tuple(found["nodes"]), **options)
+    if devices is not None and cluster.devices != devices:
+        value = next(value for key, value in root.pairs() if key.text == "nodes")
+        value.refuse(
+            f"they have {cluster.devices} devices, but trainer.devices x trainer.num_nodes are {devices}: "
+            "give both the same"
+        )
+    return cluster
 
 
 def _hosts(item: Value) -> list[Host]:

@@ -83,12 +83,12 @@ class Plan:
         return self.samples / self.step_time
 
 
-def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost) -> Plan:
+def make_plan(costs: GraphCosts, link: Link | Cluster, request: Request, whole: StageCost) -> Plan:
     """Find the best layout that the request permits and predict its step.
 
     Args:
         costs: Costs of the nodes for one microbatch.
-        link: The connection between any two devices.
+        link: The devices, or the connection between any two of them.
         request: Devices, schedule and what the user has fixed.
         whole: Costs of the whole network for one device's share of the batch, for the comparison.
 
@@ -98,10 +98,17 @@ def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost)
     """
     check_request(costs, request)
     predictor = Predictor(costs, link, request)
-    return _describe(predictor, find_layout(predictor), whole)
+    return describe(predictor, find_layout(predictor), whole)
 
 
-def _describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
+def describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
+    """What a layout's stages cost, and its step.
+
+    Args:
+        predictor: Of the network's costs on the devices.
+        layout: The layout.
+        whole: As for :func:`make_plan`.
+    """
     costs, request = predictor.costs, predictor.request
     simulation = predictor.simulate(layout)
     stages = stage_costs(costs, layout.cuts)

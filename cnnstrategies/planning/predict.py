@@ -150,5 +150,5 @@ def one_of_equal(cluster: Cluster, replicas: tuple[int, ...], beside: int) -> Cl
     for number in dict.fromkeys(cluster.host_of[member] for member in members):
         host = cluster.hosts[number]
         count = sum(cluster.host_of[member] == number for member in members)
-        hosts.append(replace(host, devices=count, network=host.network.scaled(count / host.devices)))
+        hosts.append(replace(host, devices=count, shared=host.devices / count))
     return replace(cluster, hosts=tuple(hosts), _memo={})

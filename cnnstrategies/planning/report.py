@@ -1,11 +1,59 @@
 """Show a plan as a table and in plain words."""
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from cnnstrategies.planning.plan import Plan
+from cnnstrategies.planning.rank import Ranking, Row
+from cnnstrategies.planning.sizes import format_bytes
+
+COLUMNS = ("ms/step", "samples/s", "bottleneck", "memory", "sent", "goodput", "cost")
+
+
+def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
+    """The strategies as a table, then what is to be said of them.
+
+    Args:
+        ranking: The strategies, best first.
+        samples_per_epoch: Of the data; costs are those of a million samples where it is not known.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("strategy", no_wrap=True)
+    priced = any(host.price for host in ranking.job.cluster.hosts)
+    failing = ranking.job.cluster.failures is not None
+    columns = [name for name in COLUMNS if (priced or name != "cost") and (failing or name != "goodput")]
+    for name in columns:
+        table.add_column(name, justify="left" if name == "bottleneck" else "right", no_wrap=True)
+    scale = 1.0 if samples_per_epoch is None else samples_per_epoch / 1e6
+
+    def add(rows: Sequence[Row]) -> None:
+        for row in rows:
+            made = row.prediction
+            shown = {
+                "ms/step": f"{made.step * 1e3:.4g}",
+                "samples/s": f"{made.rate:.0f}",
+                "bottleneck": made.bottleneck,
+                "memory": format_bytes(made.memory),
+                "sent": format_bytes(made.sent_bytes),
+                "goodput": f"{made.goodput:.1%}",
+                "cost": f"{row.price * scale:.2f}",
+            }
+            table.add_row(str(row.candidate), *(shown[name] for name in columns))
+
+    add(ranking.same)
+    if ranking.changing:
+        table.add_section()
+        table.add_row("changes what is learned:")
+        add(ranking.changing)
+    lines = [f"- {note}" for note in ranking.notes]
+    if priced:
+        of = "a million samples" if samples_per_epoch is None else f"an epoch of {samples_per_epoch} samples"
+        lines.insert(0, f"- cost: of {of}, with what failures lose")
+    return Group(table, Text("\n".join(lines)))
 
 
 def plan_table(plan: Plan) -> Group:
@@ -62,12 +110,3 @@ def verdict(plan: Plan) -> str:
     if ratio < 1:
         return f"Data parallel would be faster: {1 / ratio:.2f} times as fast ({cost}). Use strategy ddp."
     return f"Data parallel would be slower: {ratio:.2f} times the step time ({cost})."
-
-
-def format_bytes(size: float) -> str:
-    """A size with a unit, in 8 characters at most up to a terabyte: 1.5 MiB, 224 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB" if size < 10 else f"{size:.0f} GiB"

@@ -112,7 +112,7 @@ class _Run:
             [(stage.backward if backward else stage.forward) / speed for stage in stages for backward in (False, True)]
             for speed in cluster.speeds[: len(tasks)]
         ]
-        self.routes: dict[tuple[int, int], tuple[int, int, Link]] = {}
+        self.routes: dict[tuple[int, int], tuple[int, int, Link, float]] = {}
         self.records: list[Record] = []
 
     def run(self) -> None:
@@ -153,9 +153,10 @@ class _Run:
                 target = rank_of[receiver]
                 arrival = now
                 if target != rank:
-                    outgoing, incoming, link = self.routes.get((rank, target)) or self._route(rank, target)
+                    route = self.routes.get((rank, target)) or self._route(rank, target)
+                    outgoing, incoming, link, shared = route
                     leaves = max(now, ports[outgoing], ports[incoming])
-                    ports[outgoing] = ports[incoming] = leaves + size / link.rate(size)
+                    ports[outgoing] = ports[incoming] = leaves + shared * size / link.rate(size)
                     arrival = leaves + link.time(size)
                     records.append((rank, "send", line // 2, microbatch, leaves, arrival))
                 heapq.heappush(queue, (arrival, sequence, receiver, False))
@@ -184,11 +185,12 @@ class _Run:
             if len(members) > 1 or end > start + backward:
                 self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
 
-    def _route(self, source: int, target: int) -> tuple[int, int, Link]:
+    def _route(self, source: int, target: int) -> tuple[int, int, Link, float]:
         hosts = self.cluster.host_of
-        ends = (source, target)
+        ends, shared = (source, target), 1.0
         if hosts[source] != hosts[target]:
             ends = (len(self.order) + hosts[source], len(self.order) + hosts[target])
-        route = (2 * ends[0], 2 * ends[1] + 1, self.cluster.link(source, target))
+            shared = max(self.cluster.hosts[hosts[end]].shared for end in (source, target))
+        route = (2 * ends[0], 2 * ends[1] + 1, self.cluster.link(source, target), shared)
         self.routes[source, target] = route
         return route

@@ -121,7 +121,7 @@ def test_no_time_is_below_its_bound() -> None:
 
 def test_a_long_step_is_predicted_from_a_part_of_it() -> None:
     """Of six pipelines beside each other one, and of many periods two."""
-    costs = chain([1.0, 2.0, 1.0, 3.0], sent=10**7, parameters=[10**6] * 4)
+    costs = chain([1.0, 2.0, 1.0, 3.0], sent=10**9, parameters=[10**6] * 4)
     cluster = Cluster((Host(6, Link(1e9, 1e-5), Link(1e10, 1e-5)),) * 4)
     for replicas, microbatches in (((12, 12), 1200), ((18, 6), 1200), ((4, 1), 1000)):
         predictor = Predictor(costs, cluster, Request(24, microbatches))

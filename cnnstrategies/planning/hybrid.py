@@ -1,0 +1,139 @@
+"""The hybrid pipeline: stages with replicas, and the microbatches to run them with."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.stage_costs import messages, stage_costs
+
+PER_DEVICE = (1, 2, 4)  # microbatches that are tried, and as many for each replica of the first stage
+SMALLEST_SHARE = 8  # of the measured batch that a microbatch is at least, where only one batch size was measured
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A layout with what it was chosen by."""
+
+    layout: Layout
+    predictor: Predictor
+
+
+class Hybrid:
+    """Layouts that the search finds, for several numbers of microbatches.
+
+    Args:
+        job: What is planned for.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.chosen: dict[int, Chosen] = {}
+
+    def candidates(self) -> Iterator[Candidate]:
+        """The best layout for each number of microbatches; likelier numbers first, those that cannot win left out."""
+        best = float("inf")
+        for microbatches in self.microbatches:
+            if self.least(microbatches) > 1.03 * best:
+                continue
+            predictor = self._predictor(microbatches)
+            layout = predictor.fixed_layout() or predictor.search()
+            if layout is None or len(layout.replicas) < 2:
+                continue
+            best = min(best, predictor.time(layout) / self._samples(layout) * self.job.samples)
+            candidate = self._candidate(layout, microbatches)
+            if candidate.samples and candidate.samples >= 0.98 * self.job.samples:
+                self.chosen[microbatches] = Chosen(layout, predictor)
+                yield candidate
+
+    def of(self, candidate: Candidate) -> Chosen:
+        """What a candidate was chosen by."""
+        return self.chosen[candidate.options["microbatches"]]
+
+    def bound(self, candidate: Candidate) -> float:
+        """One stage's work after a pass through those before it."""
+        chosen = self.of(candidate)
+        return chosen.predictor.problem(None).bound(chosen.layout)
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """By the simulator."""
+        chosen = self.of(candidate)
+        layout, predictor = chosen.layout, chosen.predictor
+        microbatches = predictor.request.microbatches
+        stages = stage_costs(predictor.costs, layout.cuts)
+        passing = sum(one.bytes + one.gradient_bytes for one in messages(predictor.costs, layout.cuts).values())
+        reduced = sum(2 * (count - 1) * one.parameter_bytes for count, one in zip(layout.replicas, stages, strict=True))
+        step = predictor.time(layout)
+        return finished(
+            self.job,
+            candidate,
+            Prediction(
+                step=step,
+                samples=candidate.samples,
+                sent_bytes=passing * microbatches + reduced,
+                memory=round(predictor.memory(layout)),
+                bottleneck=self._bottleneck(chosen, step),
+            ),
+        )
+
+    @cached_property
+    def microbatches(self) -> list[int]:
+        """The numbers of microbatches to try, the middle ones first."""
+        if self.job.microbatches is not None:
+            return [self.job.microbatches]
+        devices, profile = self.job.cluster.devices, self.job.profile
+        most = self.job.samples
+        if not profile.fixed:
+            # Nothing is known of how much slower small batches are for each sample.
+            most = min(most, max(devices, round(SMALLEST_SHARE * most / profile.costs.microbatch_size)))
+        # With R replicas of the first stage and one device behind, R divides them.
+        wanted = [count * base for count in PER_DEVICE for base in (devices, devices - 1)]
+        return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, self.job.samples)]
+
+    def least(self, microbatches: int) -> float:
+        """Seconds that no layout falls below with so many microbatches: all devices computing all the time."""
+        costs = self.job.profile.at(self.job.samples / microbatches)
+        return microbatches * (costs.forward_time + costs.backward_time) / sum(self.job.cluster.speeds)
+
+    def _predictor(self, microbatches: int) -> Predictor:
+        job = self.job
+        request = Request(
+            devices=job.cluster.devices,
+            microbatches=microbatches,
+            schedule=job.schedule,
+            replicas=job.replicas,
+            cuts=job.cuts,
+            memory_limit=job.memory,
+            activation_checkpointing=job.activation_checkpointing,
+            state_copies=job.state_copies,
+        )
+        return Predictor(job.profile.at(job.samples / microbatches), job.cluster, request)
+
+    def _samples(self, layout: Layout) -> int:
+        """Of a step: the replicas of the first stage load as many each."""
+        return self.job.share(layout.replicas[0]) or 1
+
+    def _candidate(self, layout: Layout, microbatches: int) -> Candidate:
+        options = {"replicas": list(layout.replicas), "microbatches": microbatches}
+        effect = Effect.LEARNING if self.job.profile.batch_norm else Effect.ROUNDING
+        return Candidate("hybrid", options, effect, layout.devices, self._samples(layout))
+
+    def _bottleneck(self, chosen: Chosen, step: float) -> Bottleneck:
+        """What the step mostly consists of: the slowest stage's work, what it waits for, or filling and draining."""
+        problem = chosen.predictor.problem(None)
+        layout = chosen.layout
+        bounds = (0, *layout.cuts, len(problem.costs.nodes))
+        speed = min(problem.cluster.speeds)
+        work = max(
+            -(-problem.microbatches // count) * float(problem.time_before[end] - problem.time_before[start]) / speed
+            for count, start, end in zip(layout.replicas, bounds[:-1], bounds[1:], strict=True)
+        )
+        if step < 1.5 * work:
+            return "compute"
+        fill = problem.compute_time
+        if step - work < 1.5 * fill:
+            return "fill"
+        return "nic" if len(problem.cluster.hosts) > 1 else "link"
