@@ -7,6 +7,7 @@ from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 
+PART = 2**22  # bytes of a layer at once
 STALENESS = 2  # of ssp, as its recipe has it
 
 
@@ -101,10 +102,14 @@ class ParameterServer:
                 now += node.backward / speed
                 if not node.parameter_bytes:
                     continue
-                moving = self._moving(node.parameter_bytes)
-                out = max(out, now) + moving
-                server = max(server, out + self.link.latency) + self._applying(node.parameter_bytes)
-                back = max(back, server) + moving
+                # A large layer is sent in parts, which are applied and sent back while others still come.
+                parts = -(-node.parameter_bytes // PART)
+                moving = self._moving(node.parameter_bytes) / parts
+                applying = self._applying(node.parameter_bytes) / parts
+                for _ in range(parts):
+                    out = max(out, now) + moving
+                    server = max(server, out + self.link.latency) + applying
+                    back = max(back, server) + moving
                 arrived[index] = back + self.link.latency
             ends.append(now)
         step = ends[-1] - ends[-2]

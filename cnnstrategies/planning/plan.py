@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
-from cnnstrategies.planning.choose import find_layout
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link
-from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.predict import Predictor, find_layout
 from cnnstrategies.planning.request import Request, check_request
 from cnnstrategies.planning.simulate import simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 from math import gcd, lcm
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout, even_replicas
 from cnnstrategies.pipeline.timetable import timetable
 from cnnstrategies.planning.cluster import Cluster, Host
@@ -135,6 +136,25 @@ class Predictor:
         problem = self._problem
         shorter = replace(problem, microbatches=most * beside)
         return time(most) * problem.model(layout) / shorter.model(layout)
+
+
+def find_layout(predictor: Predictor) -> Layout:
+    """The layout with the least predicted step time, or the one that the request names.
+
+    Raises:
+        ConfigurationError: No layout fits into memory.
+    """
+    request = predictor.request
+    layout = predictor.fixed_layout() or predictor.search()
+    if layout is not None and predictor.time(layout) < float("inf"):
+        return layout
+    smallest = predictor.fixed_layout() or predictor.lightest()
+    assert smallest is not None, "without a limit some layout exists, since there are enough places to cut"
+    raise ConfigurationError(
+        f"memory_limit={request.memory_limit}: on {request.devices} devices with {request.microbatches} "
+        f"microbatches a device needs {predictor.memory(smallest):.0f} bytes; raise the limit, use more stages "
+        "or microbatches, or set activation_checkpointing='always'"
+    )
 
 
 def one_of_equal(cluster: Cluster, replicas: tuple[int, ...], beside: int) -> Cluster:

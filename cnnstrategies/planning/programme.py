@@ -18,7 +18,7 @@ from cnnstrategies.planning.slices import Floats, Slices
 
 Integers = NDArray[np.int64]
 
-SMALL = 16  # devices up to which nothing is left out of the programme
+SMALL = 8  # devices up to which nothing is left out of the programme
 BOUNDS = 24  # on the slowest stage, for a cluster larger than that
 BOUND_STEP = 0.01  # between two bounds at least, as a share of the step time
 SLACK = 1.2  # a proposal may take so many times the best proposal's time, since the model is not the simulator

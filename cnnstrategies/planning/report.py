@@ -11,7 +11,7 @@ from cnnstrategies.planning.plan import Plan
 from cnnstrategies.planning.rank import Ranking, Row
 from cnnstrategies.planning.sizes import format_bytes
 
-COLUMNS = ("ms/step", "samples/s", "bottleneck", "memory", "sent", "goodput", "cost")
+COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "goodput", "cost")
 
 
 def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
@@ -21,13 +21,13 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
         ranking: The strategies, best first.
         samples_per_epoch: Of the data; costs are those of a million samples where it is not known.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("strategy", no_wrap=True)
     priced = any(host.price for host in ranking.job.cluster.hosts)
     failing = ranking.job.cluster.failures is not None
     columns = [name for name in COLUMNS if (priced or name != "cost") and (failing or name != "goodput")]
     for name in columns:
-        table.add_column(name, justify="left" if name == "bottleneck" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
     scale = 1.0 if samples_per_epoch is None else samples_per_epoch / 1e6
 
     def add(rows: Sequence[Row]) -> None:
@@ -36,9 +36,9 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
             shown = {
                 "ms/step": f"{made.step * 1e3:.4g}",
                 "samples/s": f"{made.rate:.0f}",
-                "bottleneck": made.bottleneck,
-                "memory": format_bytes(made.memory),
-                "sent": format_bytes(made.sent_bytes),
+                "limit": made.bottleneck,
+                "memory": _short(made.memory),
+                "sent": _short(made.sent_bytes),
                 "goodput": f"{made.goodput:.1%}",
                 "cost": f"{row.price * scale:.2f}",
             }
@@ -47,7 +47,7 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
     add(ranking.same)
     if ranking.changing:
         table.add_section()
-        table.add_row("changes what is learned:")
+        table.add_row("changes learning:")
         add(ranking.changing)
     lines = [f"- {note}" for note in ranking.notes]
     if priced:
@@ -56,8 +56,25 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
     return Group(table, Text("\n".join(lines)))
 
 
+def _short(size: float) -> str:
+    """With a letter for the unit, for a narrow column."""
+    return format_bytes(size).replace(" ", "").replace("iB", "")
+
+
 def plan_table(plan: Plan) -> Group:
     """The stages as a table, then the predicted step and how it compares with data parallel.
+
+    Args:
+        plan: The plan to show.
+
+    Returns:
+        Something that a rich console prints.
+    """
+    return Group(stages_table(plan), Text(verdict(plan)))
+
+
+def stages_table(plan: Plan) -> Group:
+    """The stages as a table, then the predicted step.
 
     Args:
         plan: The plan to show.
@@ -81,14 +98,14 @@ def plan_table(plan: Plan) -> Group:
             f"{stage.busy:.0%}",
         )
     names = "\n".join(f"stage {index}: {stage.first} to {stage.last}" for index, stage in enumerate(plan.stages))
-    return Group(table, Text(f"{names}\n\n{summary(plan)}\n{verdict(plan)}"))
+    return Group(table, Text(f"{names}\n\n{summary(plan)}"))
 
 
 def summary(plan: Plan) -> str:
     """One sentence on the predicted step."""
     request = plan.request
     return (
-        f"Predicted step: {plan.step_time * 1e3:.1f} ms for {plan.samples} samples ({plan.samples_per_second:.0f} "
+        f"Predicted step: {plan.step_time * 1e3:.1f} ms for {plan.samples:.0f} samples ({plan.samples_per_second:.0f} "
         f"samples/s) on {plan.layout.devices} devices, {request.schedule} with {request.microbatches} microbatches; "
         f"{format_bytes(plan.sent_bytes)} sent per step. In the table times and sends are those of one "
         "microbatch; memory and busy are those of one device."

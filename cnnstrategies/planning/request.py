@@ -1,10 +1,13 @@
 """What a plan is asked for, and what cannot be asked for."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.planning.costs import GraphCosts
+
+if TYPE_CHECKING:  # It imports torch, which a plan from a file does without.
+    from cnnstrategies.pipeline.recompute import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Request:
     replicas: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
     memory_limit: int | None = None
-    activation_checkpointing: Checkpointing = "never"
+    activation_checkpointing: "Checkpointing" = "never"
     state_copies: int = 3
 
 
