@@ -13,7 +13,7 @@ from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.rank import Ranking, rank
 
 RATES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)  # of the network's
-MOST = 128  # devices, or twice as many as there are
+MOST = 64  # devices, or twice as many as there are
 COLOURS = {
     "ddp": "#4C8BF5",
     "hybrid": "#F2994A",

@@ -11,6 +11,7 @@ from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.stage_costs import messages, stage_costs
 
 PER_DEVICE = (1, 2, 4)  # microbatches that are tried, and as many for each replica of the first stage
+SHOWN = 64  # devices up to which a pipeline is shown although data parallel is quicker than any
 SMALLEST_SHARE = 8  # of the measured batch that a microbatch is at least, where only one batch size was measured
 
 
@@ -41,7 +42,11 @@ class Hybrid:
                 continue
             predictor = self._predictor(microbatches)
             layout = predictor.fixed_layout() or predictor.search()
-            if layout is None or len(layout.replicas) < 2:
+            if layout is not None and len(layout.replicas) == 1 and self.job.cluster.devices <= SHOWN:
+                # No stages are best. For comparison the best of two, if there is one.
+                predictor = self._predictor(microbatches, stages=2)
+                layout = predictor.search()
+            if layout is None or len(layout.replicas) == 1:
                 continue
             best = min(best, predictor.time(layout) / self._samples(layout) * self.job.samples)
             candidate = self._candidate(layout, microbatches)
@@ -98,12 +103,13 @@ class Hybrid:
         costs = self.job.profile.at(self.job.samples / microbatches)
         return microbatches * (costs.forward_time + costs.backward_time) / sum(self.job.cluster.speeds)
 
-    def _predictor(self, microbatches: int) -> Predictor:
+    def _predictor(self, microbatches: int, stages: int | None = None) -> Predictor:
         job = self.job
         request = Request(
             devices=job.cluster.devices,
             microbatches=microbatches,
             schedule=job.schedule,
+            stages=stages,
             replicas=job.replicas,
             cuts=job.cuts,
             memory_limit=job.memory,

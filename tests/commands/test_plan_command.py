@@ -12,7 +12,8 @@ import yaml
 from cnnstrategies.commands.plan import main
 from cnnstrategies.errors import ConfigurationError
 
-QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 CLUSTER = "nodes: [{count: 2, devices: 2, price: 1, inside: {gbit: 80}, network: {gbit: 1}}]\njitter: 0.02\n"
 PROFILE = """node,operation,forward_ms,backward_ms,activation_bytes,parameter_bytes,inputs
 data,Input,5,0,100000,0,
@@ -35,16 +36,15 @@ def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], t
     written, drawn = tmp_path / "strategy.yaml", tmp_path / "crossover.png"
     words = [*files, "--batch_per_device", "16", "--write", str(written), "--plot", str(drawn)]
     code = "import sys; from cnnstrategies.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=ROOT)
     lines = result.stdout.splitlines()
     assert lines[-1] == "False"
     assert "…" not in result.stdout, "80 columns are enough"
-    assert re.search(r"^ hybrid \[3, 1\], M=\d+ +[\d.]+ +\d+ +compute", result.stdout, re.MULTILINE)
-    assert re.search(r"^ ddp +\d+ +\d+ +nic +\S+G +\S+M +[\d.]+", result.stdout, re.MULTILINE)
+    assert re.search(r"^ hybrid \[2, 2\], M=\d+ +[\d.]+ +\d+ +compute", result.stdout, re.MULTILINE)
+    assert re.search(r"^ ddp +\d+ +\d+ +nic +\S+ +\S+ +[\d.]+", result.stdout, re.MULTILINE)
     assert "cost: of a million samples" in result.stdout
-    assert "63 of 64 samples, since 3 replicas load equal shares" in " ".join(result.stdout.split())
     strategy = yaml.safe_load(written.read_text())["trainer"]["strategy"]
-    assert strategy["init_args"]["replicas"] == [3, 1]
+    assert strategy["init_args"]["replicas"] == [2, 2]
     assert "cuts" not in strategy["init_args"], "the names of a profile that fit does not know"
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
