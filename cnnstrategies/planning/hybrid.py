@@ -110,6 +110,7 @@ class Hybrid:
             microbatches=microbatches,
             schedule=job.schedule,
             stages=stages,
+            spares=False,
             replicas=job.replicas,
             cuts=job.cuts,
             memory_limit=job.memory,

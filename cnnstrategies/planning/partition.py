@@ -28,23 +28,24 @@ def best_layout(
     bound: Callable[[Layout], float],
     stages: int | None = None,
     replicas: Sequence[int] | None = None,
+    spares: bool = True,
 ) -> Layout | None:
     """The layout with the least predicted step time that was found.
 
     Args:
-        problem: Costs, limits and devices. All of them are used, but when neither stages nor replicas are given, as
-            many as pay.
+        problem: Costs, limits and devices.
         predict: Step time of a layout in seconds, infinite where it does not fit into memory.
         bound: What it is not below; a layout whose bound is above the best time is not predicted.
         stages: Number of stages; chosen when left out.
         replicas: Replicas of each stage; chosen when left out.
+        spares: Use only as many devices as pay, where neither stages nor replicas are given.
 
     Returns:
         The layout, or None where none fits into memory or the network has too few places to cut.
     """
-    search = _Search(problem, predict, bound, free=stages is None and replicas is None)
+    search = _Search(problem, predict, bound, free=spares and stages is None and replicas is None)
     proposals = sorted(propose(problem, stages, replicas).items(), key=lambda item: item[1])
-    if search.free and problem.microbatches >= problem.cluster.devices:
+    if stages is None and replicas is None and problem.microbatches >= problem.cluster.devices:
         search.look_at([Layout((), (problem.cluster.devices,))])
     for first in range(0, PROPOSALS, LIKELY):
         search.look_at(layout for layout, _ in proposals[first : first + LIKELY])
@@ -92,7 +93,8 @@ class _Search:
 
     def look_at(self, layouts: Iterable[Layout]) -> None:
         """Predict the layouts, the likeliest first, but those that cannot be better than the best."""
-        new = {layout for layout in layouts if layout not in self.times}
+        every = self.problem.cluster.devices
+        new = {layout for layout in layouts if layout not in self.times and (self.free or layout.devices == every)}
         if self.is_large:
             # Each prediction takes long: only those that the model likes.
             liked = heapq.nsmallest(LIKELY, ((self.problem.model(one), one.cuts, one.replicas, one) for one in new))

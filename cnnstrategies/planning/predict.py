@@ -43,7 +43,8 @@ class Predictor:
     def search(self) -> Layout | None:
         """The layout with the least predicted time that was found and fits into memory."""
         problem = self.problem(self.request.memory_limit)
-        return best_layout(problem, self.time, problem.bound, self.request.stages, self.request.replicas)
+        request = self.request
+        return best_layout(problem, self.time, problem.bound, request.stages, request.replicas, request.spares)
 
     def lightest(self) -> Layout | None:
         """The layout with the least memory that was found."""

@@ -122,11 +122,6 @@ def _changes(job: Job, rows: Sequence[Row]) -> list[str]:
             notes.append(
                 f"{candidate}: {candidate.samples} of {job.samples} samples, since {parts} replicas load equal shares"
             )
-        if candidate.devices != job.cluster.devices:
-            notes.append(
-                f"{candidate}: {candidate.devices} of {job.cluster.devices} devices, since the others would gain less "
-                "than 2 %"
-            )
     return notes
 
 

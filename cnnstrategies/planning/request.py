@@ -15,7 +15,7 @@ class Request:
     """What a plan is made for.
 
     Attributes:
-        devices: Devices to use, all of them.
+        devices: Devices to use.
         microbatches: Microbatches of a step.
         schedule: Name of the schedule.
         stages: Number of stages; chosen when None.
@@ -25,6 +25,7 @@ class Request:
         activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
             backward: for no microbatch, for all but the last, or for all.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
+        spares: Whether devices may be left out that gain little, where neither stages nor replicas are given.
     """
 
     devices: int
@@ -36,6 +37,7 @@ class Request:
     memory_limit: int | None = None
     activation_checkpointing: "Checkpointing" = "never"
     state_copies: int = 3
+    spares: bool = True
 
 
 def check_request(costs: GraphCosts, request: Request) -> None:
