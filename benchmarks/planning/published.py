@@ -161,10 +161,10 @@ step. Batch per device: 64 for VGG-16, 256 for AlexNet, 128 for ResNet-50; both 
 those of the first stage's replicas. Inside a machine 96 Gbit/s (PCIe) and 1200 Gbit/s (NVLink).
 
 The speed-ups rest on the efficiency: at the full line rate DDP gains most, and so all of them fall. Nothing else was
-fitted. The strategy is PipeDream's in all six cases and the replicas in five. AlexNet over NVLink is the other: PipeDream
-sums the gradients of a replicated stage after each minibatch, this package once in a step, and so a second replica of
-the classifier, beside the first in the same machine, costs next to nothing. ResNet-50's pipelines have another result than DDP, since BatchNorm sees microbatches; they are compared here by
-time only.
+fitted. The strategy is PipeDream's in all six cases and the replicas in five. AlexNet over NVLink is the other:
+PipeDream sums the gradients of a replicated stage after each minibatch, this package once in a step, and so a second
+replica of the classifier, beside the first in the same machine, costs next to nothing. ResNet-50's pipelines have
+another result than DDP, since BatchNorm sees microbatches; they are compared here by time only.
 
 Predicted, not measured by us; Python {python}, {today}. Command: `python published.py`, in `benchmarks/planning`.
 """

@@ -10,7 +10,7 @@ from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.stage_costs import messages, stage_costs
 
-PER_DEVICE = (1, 2, 4)  # microbatches that are tried, and as many for each replica of the first stage
+SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
 SHOWN = 64  # devices up to which a pipeline is shown although data parallel is quicker than any
 SMALLEST_SHARE = 8  # of the measured batch that a microbatch is at least, where only one batch size was measured
 
@@ -33,6 +33,8 @@ class Hybrid:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.chosen: dict[int, Chosen] = {}
+        self.known: list[Layout] = []
+        self.searches = 0
 
     def candidates(self) -> Iterator[Candidate]:
         """The best layout for each number of microbatches; likelier numbers first, those that cannot win left out."""
@@ -41,11 +43,11 @@ class Hybrid:
             if self.least(microbatches) > 1.03 * best:
                 continue
             predictor = self._predictor(microbatches)
-            layout = predictor.fixed_layout() or predictor.search()
+            layout = predictor.fixed_layout() or self._best(predictor)
             if layout is not None and len(layout.replicas) == 1 and self.job.cluster.devices <= SHOWN:
                 # No stages are best. For comparison the best of two, if there is one.
                 predictor = self._predictor(microbatches, stages=2)
-                layout = predictor.search()
+                layout = self._best(predictor)
             if layout is None or len(layout.replicas) == 1:
                 continue
             best = min(best, predictor.time(layout) / self._samples(layout) * self.job.samples)
@@ -86,7 +88,7 @@ class Hybrid:
 
     @cached_property
     def microbatches(self) -> list[int]:
-        """The numbers of microbatches to try, the middle ones first."""
+        """The numbers of microbatches to try."""
         if self.job.microbatches is not None:
             return [self.job.microbatches]
         devices, profile = self.job.cluster.devices, self.job.profile
@@ -94,8 +96,9 @@ class Hybrid:
         if not profile.fixed:
             # Nothing is known of how much slower small batches are for each sample.
             most = min(most, max(devices, round(SMALLEST_SHARE * most / profile.costs.microbatch_size)))
-        # With R replicas of the first stage and one device behind, R divides them.
-        wanted = [count * base for count in PER_DEVICE for base in (devices, devices - 1)]
+        # With one device behind the others' stage, what they divide.
+        most_replicas = devices - 1
+        wanted = [4 * devices, 2 * most_replicas, 4 * most_replicas, 2 * devices, devices, most_replicas]
         return [count for count in dict.fromkeys(wanted) if 2 <= count <= most] or [min(devices, self.job.samples)]
 
     def least(self, microbatches: int) -> float:
@@ -118,6 +121,19 @@ class Hybrid:
             state_copies=job.state_copies,
         )
         return Predictor(job.profile.at(job.samples / microbatches), job.cluster, request)
+
+    def _best(self, predictor: Predictor) -> Layout | None:
+        """By a search, or, once some layouts are known, the best of these."""
+        request = predictor.request
+        known = [one for one in self.known if len(one.replicas) > 1 and max(one.replicas) <= request.microbatches]
+        if self.searches < SEARCHES or not known:
+            self.searches += 1
+            layout = predictor.search()
+            if layout is not None:
+                self.known.append(layout)
+            return layout
+        best = min(known, key=predictor.time)
+        return best if predictor.time(best) < float("inf") else None
 
     def _samples(self, layout: Layout) -> int:
         """Of a step: the replicas of the first stage load as many each."""

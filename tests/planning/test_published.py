@@ -1,4 +1,4 @@
-"""PipeDream's published profiles: all choices as theirs but one that is explained, and speed-ups near those that they measured."""
+"""PipeDream's published profiles: choices as theirs, but one that is explained, and speed-ups near the measured."""
 
 import importlib.util
 import sys
