@@ -43,7 +43,7 @@ def draw_crossover(job: Job, file: Path) -> None:
     faster = [replace(job, cluster=job.cluster.with_network(factor)) for factor in RATES]
     _draw(left, [factor * network for factor in RATES], faster)
     left.axvline(network, color="#999999", linewidth=0.8, linestyle=":")
-    left.set_xlabel("Gbit/s between two machines" if len(job.cluster.hosts) > 1 else "Gbit/s of the network")
+    left.set_xlabel("Gbit/s that are reached between two machines")
     jobs = _with_more_hosts(job)
     _draw(right, [one.cluster.devices for one in jobs], jobs)
     right.axvline(job.cluster.devices, color="#999999", linewidth=0.8, linestyle=":")
