@@ -17,8 +17,8 @@ from cnnstrategies.planning.request import Request
 
 pytestmark = pytest.mark.light
 
-GRAPHS = 150
-CLUSTERS = 12
+GRAPHS = 100
+CLUSTERS = 8
 
 
 def random_costs(rng: random.Random) -> GraphCosts:
