@@ -34,6 +34,7 @@ NOISE = re.compile(
     )
 )
 WARNINGS = (
+    r"The `srun` command is available on your system but is not used",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
