@@ -2,13 +2,14 @@
 
 import errno
 import re
-from collections.abc import Iterator
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
 
 from cnnstrategies.commands.refuse import in_one_line
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.errors import ConfigurationError, causes
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels")  # Of images.
@@ -21,7 +22,7 @@ def explain_build_error(error: BaseException) -> str:
     Args:
         error: What was raised while the classes were instantiated, perhaps wrapped by jsonargparse.
     """
-    chain = list(_chain(error))
+    chain = list(causes(error))
     for link in chain:
         if isinstance(link, ConfigurationError):
             return in_one_line(str(link))
@@ -38,6 +39,20 @@ def explain_build_error(error: BaseException) -> str:
     return f"{where}{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
 
 
+def explain_reference(error: OmegaConfBaseException) -> str:
+    """The line that says why a reference, ``${...}``, could not be followed.
+
+    Args:
+        error: What following it has raised.
+    """
+    key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
+    said = in_one_line(str(error.msg).split("\n")[0])
+    if found := _NOT_FOUND.match(said):
+        target = found[2].partition(".")[2] if found[2] else found[1]
+        return f"{key}: refers to {target}, which is not there: give {key} a value, or one that is there"
+    return f"{key}: {said}"
+
+
 def explain_run_error(error: BaseException) -> str | None:
     """The line that says why a run has failed, where that is the user's to mend; None where a traceback says more.
 
@@ -46,7 +61,7 @@ def explain_run_error(error: BaseException) -> str | None:
     """
     if isinstance(error, ConfigurationError | MisconfigurationException):
         return in_one_line(str(error))
-    for link in _chain(error):
+    for link in causes(error):
         if isinstance(link, OSError) and link.errno in FULL:
             where = f": {link.filename}" if link.filename else ""
             return f"{link.strerror}{where}; make room, and go on with --ckpt_path=last"
@@ -80,14 +95,8 @@ def refusal_in(traceback: str) -> str | None:
     return in_one_line(message) if refused else explain_run_error(RuntimeError(message))
 
 
+_NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__ or link.__context__
 
 
 def _of_package(error: ModuleNotFoundError) -> str:
