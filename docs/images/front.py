@@ -15,10 +15,10 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cnnstrategies.pipeline.costs import Link
-from cnnstrategies.pipeline.layout import Message, StageCost
-from cnnstrategies.pipeline.simulate import simulate
 from cnnstrategies.pipeline.timetable import timetable
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.simulate import simulate
+from cnnstrategies.planning.stage_costs import Message, StageCost
 
 ROOT = Path(__file__).parents[2]
 TEXT = "#808a96"  # Taken by `THEMES`, where they are understood.
