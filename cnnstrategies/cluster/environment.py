@@ -6,7 +6,7 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.openmpi import OpenMPIEnvironment
 

@@ -11,8 +11,14 @@ from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
 
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels")  # Of images.
+NOT_WRITABLE = re.compile(r"^File is not creatable since parent directory not writ\w+: '(.+)'$")  # jsonargparse's
+ELSEWHERE = (
+    "give the right to it, or let results go elsewhere with --trainer.logger.init_args.save_dir or "
+    "--trainer.default_root_dir"
+)
 OTHER_NETWORK = re.compile(r"Error\(s\) in loading state_dict for \w+:\s*(.+)")
 
 
@@ -36,6 +42,9 @@ def explain_build_error(error: BaseException) -> str:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
         if reasons:
             return in_one_line(reasons[0])
+    if isinstance(chain[-1], MisconfigurationException):
+        remedy = ": with --trainer.accelerator=cpu it runs here" * ("No supported gpu" in str(chain[-1]))
+        return in_one_line(str(chain[-1])).removesuffix("!") + remedy
     return f"{where}{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
 
 
@@ -65,11 +74,15 @@ def explain_run_error(error: BaseException) -> str | None:
         if isinstance(link, OSError) and link.errno in FULL:
             where = f": {link.filename}" if link.filename else ""
             return f"{link.strerror}{where}; make room, and go on with --ckpt_path=last"
+        if isinstance(link, OSError) and link.errno in FORBIDDEN and link.filename:
+            return f"{link.strerror}: {link.filename}; {ELSEWHERE}"
     if isinstance(error, ModuleNotFoundError) and "Requirement" in str(error):
         return in_one_line(_of_package(error))
     if isinstance(error, torch.OutOfMemoryError):
         return f"{in_one_line(str(error)).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
     message = str(error)
+    if found := NOT_WRITABLE.search(message):
+        return f"cannot write {found[1]}: {ELSEWHERE}"
     if found := CHANNELS.search(message):
         return (
             f"the network takes images with {found[1]} channels, and those of the data have {found[2]}: take a network "

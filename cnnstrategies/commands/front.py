@@ -1,5 +1,6 @@
 """Finds the command that was meant, and what was meant by its words, and runs it."""
 
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +10,8 @@ from cnnstrategies.commands.refuse import show
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.processes import STARTER, end_with_parent, told_by_starter
+
+VERSION = "--version"
 
 
 def run(words: Sequence[str]) -> None:
@@ -27,6 +30,9 @@ def run(words: Sequence[str]) -> None:
         show(help.overview())
         return
     name = words[0]
+    if name == VERSION:
+        show(f"cnnstrategies {importlib.metadata.version('cnnstrategies')}")
+        return
     if name not in COMMANDS:
         raise ConfigurationError(f"no command {name!r}{early.accepted(name, list(COMMANDS))}")
     if any(word in help.HELP_WORDS for word in words):

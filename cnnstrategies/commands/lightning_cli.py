@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
@@ -28,6 +29,7 @@ from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse know
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.processes import ended_by
 
 
 class CLI(LightningCLI):
@@ -130,6 +132,11 @@ class CLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Predict; the rows go to a file, and not into memory as well."""
+        if not is_overridden("predict_step", self.model, LightningModule):
+            raise ConfigurationError(
+                f"{type(self.model).__name__} has no predict_step: predictions.csv needs one that returns 'index' (N,) "
+                "and 'probabilities' (N, classes), as that of ImageClassifier does"
+            )
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
@@ -173,7 +180,12 @@ def main(args: Sequence[str]) -> None:
         sys.exit(1)
     except OmegaConfBaseException as error:
         raise ConfigurationError(explain_reference(error)) from error
-    except (RunEnded, ProcessExitedException) as ended:
+    except ProcessExitedException as ended:
+        killed = ended.signal_name is not None
+        words = ended_by(ended.error_index, ended.exit_code) if killed else _with_notes(ended)
+        print(f"The run cannot go on: {words}", file=sys.stderr)
+        sys.exit(1)
+    except RunEnded as ended:
         print(f"The run cannot go on: {_with_notes(ended)}", file=sys.stderr)
         sys.exit(1)
 

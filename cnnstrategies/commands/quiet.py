@@ -46,6 +46,8 @@ def quieten() -> None:
     """Leave out the noise from now on, in this process and those forked from it; once more changes nothing."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)
+    # It tells which ranks it ends after one has been killed.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 

@@ -44,6 +44,11 @@ def test_ctrl_c_ends_the_start_without_a_traceback():
         assert (run.returncode, run.stderr) == (130, "")
 
 
+def test_the_version_is_told(capsys):
+    main(["--version"])
+    assert re.fullmatch(r"cnnstrategies \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
 def test_what_help_names_is_there():
     for name, command in COMMANDS.items():
         keys = re.findall(r"^  --([\w.]+)", help.of_command(name), re.MULTILINE)
