@@ -15,11 +15,12 @@ from cnnstrategies.pipeline.batch import Batch, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.executor import Executor, Loss
+from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.outputs import OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
+from cnnstrategies.pipeline.step import Loss
 from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
