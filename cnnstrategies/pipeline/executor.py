@@ -75,7 +75,7 @@ class Executor:
         self.loss_sum = torch.zeros((), device=device)
 
     def train(
-        self, tasks: Sequence[Task], batch: Batch, loss: Loss, scale: float
+        self, tasks: Sequence[Task], batch: Batch, loss: Loss, scale: float | Tensor, more: bool
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run forwards and backwards of one batch.
 
@@ -84,6 +84,7 @@ class Executor:
             batch: The global batch.
             loss: Mean loss of a microbatch from the network's outputs and the targets; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
+            more: Replicas add up their gradients in a later step.
 
         Returns:
             The gradient of each parameter of the reducer, of ``scale`` times the mean loss over the global batch; and
@@ -105,11 +106,11 @@ class Executor:
                         again = is_recomputed(self.checkpointing, task.microbatch == last_backward)
                         self._forward(step, task.microbatch, again)
                     else:
-                        if task.microbatch == last_backward:
+                        if task.microbatch == last_backward and not more:
                             self.reducer.overlap()
                         self._backward(step, task.microbatch)
             with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
-                gradients = self.reducer.finish()
+                gradients = self.reducer.finish(keep=more)
                 self.statistics.finish()
                 self.buffers.finish()
         except BaseException:
