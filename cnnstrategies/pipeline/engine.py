@@ -15,11 +15,12 @@ from cnnstrategies.pipeline.batch import Batch, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.executor import Executor, Loss
+from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.outputs import OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
+from cnnstrategies.pipeline.step import Loss
 from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -121,8 +122,9 @@ class Pipeline:
     def refresh(self) -> None:
         """Look which parameters are trainable now, after some were frozen or unfrozen; a collective.
 
-        To be called by every rank, between two steps.
+        To be called by every rank, before the first step after the optimizer's.
         """
+        self.reducer.abandon()
         trainable = self._trainable()
         changed = torch.tensor(int(not _same(trainable, self.parameters)), dtype=torch.int32)
         if self.placement.world_size > 1:
@@ -191,7 +193,9 @@ class Pipeline:
                 merged[name] = tensor
         return merged
 
-    def train(self, batch: Batch, loss: Loss, scale: float = 1.0) -> tuple[list[Tensor | None], dict[int, Any]]:
+    def train(
+        self, batch: Batch, loss: Loss, scale: float | Tensor = 1.0, more: bool = False
+    ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
         Args:
@@ -199,10 +203,13 @@ class Pipeline:
             loss: Mean loss from the network's outputs and the targets (n, ...); called in the last stage for each
                 microbatch.
             scale: Factor on the loss.
+            more: Another batch follows before the optimizer's step. A stage with replicas then keeps its gradients
+                and adds them to those of the next batch, so that the replicas exchange them once.
 
         Returns:
-            For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, the same
-            on all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
+            For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, added to
+            those of the batches before it that were kept, the same on all replicas of the stage, or None; and in the
+            last stage the outputs of this rank's microbatches.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
@@ -213,7 +220,7 @@ class Pipeline:
                 "the beginning of one (on_train_epoch_start); with plain torch call refresh() on every rank afterwards"
             )
         self._samples = batch.split.samples
-        return self.executor.train(self.tasks, batch, loss, scale)
+        return self.executor.train(self.tasks, batch, loss, scale, more)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -243,22 +250,27 @@ class Pipeline:
         with self.transport.collective("gathering the outputs"):
             return self.gatherer.gather(batch.split, outputs, kind)
 
-    def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss) -> Tensor:
+    def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
 
         Args:
             images: In the first stage this replica's images (n, C, H, W) on ``device``; elsewhere ignored.
             targets: Their targets (n, ...).
             loss: Mean loss from outputs and targets.
+            more: Another step follows before the optimizer's: ``grad`` of a stage with replicas waits for it.
 
         Returns:
             The mean loss over the global batch, on every rank.
         """
         batch = self.share(images, *(() if targets is None else (targets,)))
-        gradients, outputs = self.train(batch, loss)
+        gradients, outputs = self.train(batch, loss, more=more)
+        shared = self.reducer.group is not None  # The gradients' memory is used again.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad + gradient
+                else:
+                    parameter.grad = gradient.clone() if shared else gradient
         with torch.no_grad():
             return loss(self.gather(batch, outputs), batch.rest[0])
 

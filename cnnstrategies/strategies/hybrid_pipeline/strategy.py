@@ -1,8 +1,8 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +106,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._failed = False
         self._in_parts = False
         self._loss_checked = False
+        self._accumulates = False
 
     # Before the processes start
 
@@ -257,6 +258,16 @@ class HybridPipelineStrategy(DDPStrategy):
             self._pipeline.refresh()
 
     @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The steps inside are followed by others before the optimizer's: replicas keep their gradients."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
         if not self._loss_checked:
@@ -264,7 +275,7 @@ class HybridPipelineStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         with self.precision_plugin.train_step_context():
-            gradients, local = pipeline.train(batch, module.loss, scale)
+            gradients, local = pipeline.train(batch, module.loss, scale, self._accumulates)
             if scaler is not None:
                 self._share_overflow(gradients)
             output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
