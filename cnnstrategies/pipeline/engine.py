@@ -163,7 +163,8 @@ class Pipeline:
             received = [self.transport.receive_object(self.placement.ranks(stage)[0], what) for stage in others]
             return [value, *received]
         if self.place.replica == 0:
-            self.transport.send_object(value, 0, "the state of a stage")
+            for one in self.transport.send_object(value, 0, "the state of a stage"):
+                one.wait()
         return None
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Messages between ranks: tensors in the background, objects, and errors that name the silent peer."""
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -97,32 +97,23 @@ class Transport:
     def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
         """Start to send a contiguous tensor."""
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        try:
-            work = dist.isend(tensor, target, group=self._group(self.rank, target), tag=tag)
-        except RuntimeError as error:
-            raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
-        assert work is not None
-        return Pending(work, tensor, what)
+        return self._start(dist.isend, tensor, target, self._group(self.rank, target), tag, what)
 
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
         """Start to receive into a contiguous tensor."""
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        try:
-            work = dist.irecv(tensor, source, group=self._group(source, self.rank), tag=tag)
-        except RuntimeError as error:
-            raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
-        assert work is not None
-        return Pending(work, tensor, what)
+        return self._start(dist.irecv, tensor, source, self._group(source, self.rank), tag, what)
 
-    def send_object(self, value: Any, target: int, what: str) -> None:
-        """Send nested containers of tensors and plain data, and wait until they have left; tensors go as they are."""
+    def send_object(self, value: Any, target: int, what: str) -> list[Pending]:
+        """Start to send nested containers of tensors and plain data; tensors go as they are."""
         leaves, tree = tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
         data = bytearray(pickle.dumps((plain, tree)))
         payload = torch.frombuffer(data, dtype=torch.uint8)
-        for tensor in (torch.tensor([len(data)]), payload, *tensors):
-            self._control_send(tensor.detach().cpu().contiguous(), target, what)
+        parts = (torch.tensor([len(data)]), payload, *(tensor.detach().cpu().contiguous() for tensor in tensors))
+        what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
+        return [self._start(dist.isend, part, target, self.control, OBJECT, what) for part in parts if part.numel()]
 
     def receive_object(self, source: int, what: str) -> Any:
         """Receive what :meth:`send_object` sent; tensors arrive on the CPU."""
@@ -161,20 +152,27 @@ class Transport:
         """This rank in words."""
         return self.placement.describe(self.rank)
 
-    def _control_send(self, tensor: Tensor, target: int, what: str) -> None:
-        what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        if tensor.numel():
-            work = dist.isend(tensor, target, group=self.control, tag=OBJECT)
-            assert work is not None
-            Pending(work, tensor, what).wait()
-
     def _control_receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
         if tensor.numel():
-            work = dist.irecv(tensor, source, group=self.control, tag=OBJECT)
-            assert work is not None
-            Pending(work, tensor, what).wait()
+            self._start(dist.irecv, tensor, source, self.control, OBJECT, what).wait()
         return tensor
+
+    @staticmethod
+    def _start(
+        transfer: Callable[..., dist.Work | None],
+        tensor: Tensor,
+        peer: int,
+        group: dist.ProcessGroup | None,
+        tag: int,
+        what: str,
+    ) -> Pending:
+        try:
+            work = transfer(tensor, peer, group=group, tag=tag)
+        except RuntimeError as error:
+            raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
+        assert work is not None
+        return Pending(work, tensor, what)
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
         return self._groups[source, target] if self._groups else None
