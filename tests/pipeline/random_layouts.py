@@ -160,7 +160,7 @@ def run_as_threads(case: Case) -> World:
 
     Raises:
         AssertionError: One rank has not what one process has, or a group is left.
-        Deadlock: The ranks wait for each other.
+        DeadlockError: The ranks wait for each other.
     """
     trial = Trial(case)
     blueprint = divide(trial.network, trial.cuts)
@@ -172,7 +172,7 @@ def run_as_threads(case: Case) -> World:
 
 
 def _own(pipeline: Pipeline, rows: Sequence[int]) -> Tensor:
-    """Where a replica's samples stand in the batch of one process: the replicas are dealt one sample after the other."""
+    """Where a replica's samples stand in one process's batch: replicas are dealt one after the other."""
     replica = pipeline.place.replica
     if pipeline.place.stage:
         return torch.empty(0, dtype=torch.int64)

@@ -38,7 +38,7 @@ FUNCTIONS = (
 )
 
 
-class Deadlock(RuntimeError):
+class DeadlockError(RuntimeError):
     """All ranks wait for each other, or one that failed."""
 
 
@@ -143,7 +143,7 @@ class World:
         """What the function returns on each rank.
 
         Raises:
-            Deadlock: They wait for each other.
+            DeadlockError: They wait for each other.
         """
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
@@ -169,7 +169,7 @@ class World:
             for thread in threads:
                 thread.join()
         if errors:
-            raise min(errors, key=lambda one: isinstance(one[1], Deadlock))[1]
+            raise min(errors, key=lambda one: isinstance(one[1], DeadlockError))[1]
         return results
 
     # Waiting
@@ -184,7 +184,7 @@ class World:
                 self._look()
         gate.event.wait()
         if self._failure is not None:
-            raise Deadlock(self._failure)
+            raise DeadlockError(self._failure)
 
     def _open(self, gate: Gate) -> None:
         if not gate.event.is_set():

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from random_layouts import Case, Trial, random_cases, run_as_threads
-from rank_threads import Deadlock, World
+from rank_threads import DeadlockError, World
 from ranks import run_ranks
 
 PARTS = 3
@@ -35,7 +35,7 @@ def test_threads_that_wait_for_each_other_are_found() -> None:
         tensor = torch.zeros(1)
         torch.distributed.isend(tensor, 1 - rank).wait()
 
-    with pytest.raises(Deadlock, match="send to rank 1"):
+    with pytest.raises(DeadlockError, match="send to rank 1"):
         World(2).run(both_send)
 
     def sends_what_it_drops(rank: int) -> None:
