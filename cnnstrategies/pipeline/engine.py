@@ -1,6 +1,5 @@
 """`Pipeline`: one rank of a network that is cut into replicated stages, for a script with plain torch."""
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -15,6 +14,7 @@ from cnnstrategies.pipeline.batch import Batch, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.connections import neighbours
 from cnnstrategies.pipeline.executor import Executor, Loss
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.outputs import OutputGatherer
@@ -81,7 +81,9 @@ class Pipeline:
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        self.transport = Transport(self.placement, self._pairs(), timeout)
+        divisions = (self.blueprint.training, self.blueprint.evaluation)
+        pairs = neighbours(divisions, self.placement, microbatches)
+        self.transport = Transport(self.placement, pairs, self.device, timeout)
         group = self._stage_group(timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
@@ -282,14 +284,6 @@ class Pipeline:
     def _autocast(self) -> Hashable:
         kind = self.device.type
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def _pairs(self) -> set[tuple[int, int]]:
-        """The ranks that exchange activations."""
-        routes = (*self.blueprint.training.routes, *self.blueprint.evaluation.routes)
-        stages = {(route.source, target) for route in routes for target in route.targets}
-        period = math.lcm(*self.placement.replicas)
-        rank_of = self.placement.rank_of
-        return {(rank_of(source, m), rank_of(target, m)) for source, target in stages for m in range(period)}
 
     def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """The replicas of this rank's stage; every rank takes part in making every group."""

@@ -11,15 +11,32 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cnnstrategies.pipeline.connections import Edge, connection_rounds
 from cnnstrategies.pipeline.timetable import Placement
 
-FORWARD, BACKWARD, OBJECT = 1, 2, 3  # tags
+FORWARD, BACKWARD, OBJECT, TARGETS = 1, 2, 3, 4  # tags
 
 
 def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup | None:
     """A group of some ranks; every rank of the world takes part in making it, and None is returned to the others."""
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return group if isinstance(group, dist.ProcessGroup) else None
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Have the groups that are made inside connect each pair of ranks by itself, when the pair first needs it.
+
+    Where the default group was told its device (Lightning does so), torch makes NCCL groups at once, by splitting the
+    default one, and sends all point-to-point messages of such a group one after the other.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
 
 
 @contextmanager
@@ -68,41 +85,50 @@ class Transport:
     """Point-to-point messages of one rank.
 
     Under gloo, messages of a pair are matched by tag. NCCL has no tags and runs the operations of a communicator in
-    order, so there every ordered pair of ranks gets a communicator of its own; each has its sends on one side and its
-    receives on the other, in the same order, and no two wait for each other. Objects always go over gloo.
+    order, so there activations and gradients have a group each, in which torch makes a communicator for each pair of
+    ranks that uses it. In each of them one side sends and the other receives, in the same order, and no two wait for
+    each other. NCCL's first use of a communicator blocks until the other side comes: so all are used once here, in an
+    order in which nobody waits for ever. Objects always go over gloo.
 
     Args:
         placement: The numbering of the ranks.
         pairs: Pairs of ranks that exchange activations, the same on every rank.
+        device: Where the tensors live.
         timeout: How long to wait for a peer.
     """
 
-    def __init__(self, placement: Placement, pairs: Iterable[tuple[int, int]], timeout: timedelta) -> None:
+    def __init__(self, placement: Placement, pairs: Iterable[Edge], device: torch.device, timeout: timedelta) -> None:
         self.placement = placement
         self.rank = dist.get_rank()
-        self.timeout = timeout
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self.has_tags = dist.get_backend() == "gloo"
-        self.control: dist.ProcessGroup | None
-        if self.has_tags:
-            self.control = dist.group.WORLD
-        else:
-            self.control = new_group(range(placement.world_size), timeout, backend="gloo")
-            for first, second in sorted(pairs):
-                for pair in ((first, second), (second, first)):
-                    group = new_group(sorted(pair), timeout)
-                    if group is not None:
-                        self._groups[pair] = group
+        self.control: dist.ProcessGroup | None = dist.group.WORLD
+        self._ways: dict[int, dist.ProcessGroup | None] = {}
+        if not self.has_tags:
+            everyone = range(placement.world_size)
+            self.control = new_group(everyone, timeout, backend="gloo")
+            with unbound():
+                self._ways = {tag: new_group(everyone, timeout) for tag in (FORWARD, BACKWARD)}
+            self._connect(pairs, device)
+
+    def _connect(self, pairs: Iterable[Edge], device: torch.device) -> None:
+        nothing = torch.zeros(1, device=device)
+        for edges in connection_rounds(pairs):
+            for source, target in edges:
+                tag = FORWARD if (source, target) in pairs else BACKWARD
+                if source == self.rank:
+                    self.send(nothing, target, tag, "a first message").wait()
+                elif target == self.rank:
+                    self.receive(nothing, source, tag, "a first message").wait()
 
     def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
         """Start to send a contiguous tensor."""
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return self._start(dist.isend, tensor, target, self._group(self.rank, target), tag, what)
+        return self._start(dist.isend, tensor, target, self._way(tag), tag, what)
 
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
         """Start to receive into a contiguous tensor."""
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        return self._start(dist.irecv, tensor, source, self._group(source, self.rank), tag, what)
+        return self._start(dist.irecv, tensor, source, self._way(tag), tag, what)
 
     def send_object(self, value: Any, target: int, what: str) -> list[Pending]:
         """Start to send nested containers of tensors and plain data; tensors go as they are."""
@@ -142,7 +168,7 @@ class Transport:
 
     def close(self) -> None:
         """Give the connections back; no rank may wait for a message any more."""
-        for group in self._groups.values():
+        for group in self._ways.values():
             dist.destroy_process_group(group)
         if self.control is not dist.group.WORLD:
             dist.destroy_process_group(self.control)
@@ -174,5 +200,6 @@ class Transport:
         assert work is not None
         return Pending(work, tensor, what)
 
-    def _group(self, source: int, target: int) -> dist.ProcessGroup | None:
-        return self._groups[source, target] if self._groups else None
+    def _way(self, tag: int) -> dist.ProcessGroup | None:
+        """The group of an activation (forward), a target (forward, before the activations) or a gradient (back)."""
+        return self._ways[BACKWARD if tag == BACKWARD else FORWARD] if self._ways else None

@@ -96,7 +96,7 @@ def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
             tuple(rows),
             rng.choice(SCHEDULES),
             rng.choice(CHECKPOINTING),
-            "gloo",
+            rng.choice(("gloo", "nccl")),
             rng.choice((30, 200, 10**6)),
             rng.randrange(10**9),
         )

@@ -6,7 +6,8 @@ is the least that a backend promises, so that what is right here is right on any
 - a send takes nothing until the other side receives (NCCL's rendezvous; gloo takes small messages at once);
 - a received tensor holds NaN until its ``wait``, and a tensor under way that nobody holds any more is an error;
 - as ``nccl``, the operations of a pair in a group run in the order in which each side began them, whatever their tags,
-  and the first one blocks until the other side has come, too.
+  and the first one blocks until the other side has come, too. The default group is bound to a device, as Lightning's
+  is; in a group that inherits this, all of a rank's operations run in order, whoever the peer is.
 
 When all threads wait, none can ever go on: that is a deadlock, and each gets an error that says what it waited for.
 """
@@ -56,13 +57,17 @@ class Operation:
     Args:
         world: Where it happens.
         kind: ``send`` or ``receive``.
+        peer: The rank on the other side.
+        tag: What the two sides agree on.
         tensor: What is sent or received; not kept alive.
         what: For errors.
     """
 
-    def __init__(self, world: "World", kind: str, tensor: Tensor, what: str) -> None:
+    def __init__(self, world: "World", kind: str, peer: int, tag: int, tensor: Tensor, what: str) -> None:
         self.world = world
         self.kind = kind
+        self.peer = peer
+        self.tag = tag
         self.tensor = weakref.ref(tensor)
         self.what = what
         self.gate = Gate()
@@ -133,9 +138,12 @@ class World:
         self._waiting: dict[Gate, list[str]] = {}
         self._failure: str | None = None
         self._default = [Member(0, range(size), rank, backend) for rank in range(size)]
+        if backend == "nccl":
+            for member in self._default:
+                member.bound_device_id = torch.device("cuda", 0)
         self._made: list[tuple[tuple[int, ...], str]] = [(tuple(range(size)), backend)]
         self._next_group = [1] * size
-        self._queues: dict[Any, deque[tuple[str, int, Operation]]] = defaultdict(deque)
+        self._queues: dict[Any, deque[Operation]] = defaultdict(deque)
         self._first: dict[Any, tuple[set[int], Gate]] = defaultdict(lambda: (set(), Gate()))
         self._meetings: dict[tuple[int, int], Meeting] = {}
 
@@ -238,6 +246,8 @@ class World:
         if self.rank not in wanted[0]:
             return None
         member = Member(number, *wanted[:1], self.rank, wanted[1])
+        if wanted[1] == "nccl":
+            member.bound_device_id = self._default[self.rank].bound_device_id
         self.groups[self.rank].append(member)
         return member
 
@@ -283,30 +293,41 @@ class World:
         assert peer in member.ranks
         self._count(kind, member.backend)
         what = f"{kind} {'to' if kind == 'send' else 'from'} rank {peer}, tag {tag}, group {member.number}"
-        one = Operation(self, kind, tensor, what)
+        one = Operation(self, kind, peer, tag, tensor, what)
         ends = (self.rank, peer) if kind == "send" else (peer, self.rank)
-        if member.backend == "gloo":
-            lane: Any = (member.number, *ends, tag)
-        else:
+        lane: Any = (member.number, *ends, tag)
+        if member.backend == "nccl":
             lane = (member.number, *sorted(ends))
             self._connect(lane, what)
+            if member.bound_device_id is not None:
+                lane = member.number
         with self.lock:
-            queue = self._queues[lane, self.rank]
-            queue.append((kind, tag, one))
-            others = self._queues[lane, peer]
-            while queue and others and queue[0][0] != others[0][0]:
-                (_, tag_here, here), (_, tag_there, there) = queue.popleft(), others.popleft()
-                assert tag_here == tag_there, f"{here.what} meets {there.what}"
-                a, b = here.tensor(), there.tensor()
-                for side in (here, there):
-                    assert side.tensor() is not None, f"{side.what}: the tensor was freed on its way"
-                assert a is not None
-                assert b is not None
-                assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{here.what}: {a.shape} meets {b.shape}"
-                here.other, there.other = there, here
-                self._open(here.gate)
-                self._open(there.gate)
+            self._queues[lane, self.rank].append(one)
+            self._match(lane)
         return one
+
+    def _match(self, lane: Any) -> None:
+        """Let what both ends have come to pass, and what comes after it."""
+        ranks = [self.rank]
+        while ranks:
+            rank = ranks.pop()
+            queue = self._queues[lane, rank]
+            if not queue or not (others := self._queues[lane, queue[0].peer]):
+                continue
+            here, there = queue[0], others[0]
+            if there.peer != rank or there.kind == here.kind:
+                continue
+            ranks += [rank, here.peer]
+            queue.popleft()
+            others.popleft()
+            assert here.tag == there.tag, f"{here.what} meets {there.what}"
+            a, b = here.tensor(), there.tensor()
+            assert a is not None, f"{here.what}: the tensor was freed on its way"
+            assert b is not None, f"{there.what}: the tensor was freed on its way"
+            assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{here.what}: {a.shape} meets {b.shape}"
+            here.other, there.other = there, here
+            self._open(here.gate)
+            self._open(there.gate)
 
     def _connect(self, lane: Any, what: str) -> None:
         with self.lock:
