@@ -258,11 +258,11 @@ class Executor:
 
     def _weighted_loss(self, outputs: Any, microbatch: int, batch: Batch, loss: Loss, scale: float) -> Tensor:
         """The microbatch's part of the mean over the global batch."""
-        rows = batch.split.global_rows(microbatch).to(self.device)
-        targets = tuple(tensor[rows] for tensor in batch.rest)
+        targets = batch.rest_of(microbatch)
         mean = loss(outputs, targets[0] if len(targets) == 1 else targets)
-        self.loss_sum = self.loss_sum + mean.detach() * len(rows)
-        return mean * (scale * len(rows) / batch.split.samples)
+        size = batch.split.sizes[microbatch]
+        self.loss_sum = self.loss_sum + mean.detach() * size
+        return mean * (scale * size / batch.split.samples)
 
     def _expect(self, channels: Channels, tasks: Sequence[Task], batch: Batch) -> None:
         """Post receives early, up to the first task for which that is not possible: messages come in order."""

@@ -64,7 +64,7 @@ class Pending:
     """
 
     def __init__(self, work: dist.Work, tensor: Tensor, what: str) -> None:
-        self.work = work
+        self.work: dist.Work | None = work
         self.tensor = tensor
         self.what = what
 
@@ -74,10 +74,12 @@ class Pending:
         Raises:
             PeerError: The peer is gone, or did not answer within the time-out.
         """
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise PeerError(f"{self.what}: {str(error).splitlines()[0]}") from error
+        if self.work is not None:
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise PeerError(f"{self.what}: {str(error).splitlines()[0]}") from error
+            self.work = None
         return self.tensor
 
 
@@ -103,6 +105,7 @@ class Transport:
         self.has_tags = dist.get_backend() == "gloo"
         self.control: dist.ProcessGroup | None = dist.group.WORLD
         self._ways: dict[int, dist.ProcessGroup | None] = {}
+        self._owed: list[Pending] = []
         if not self.has_tags:
             everyone = range(placement.world_size)
             self.control = new_group(everyone, timeout, backend="gloo")
@@ -129,6 +132,16 @@ class Transport:
         """Start to receive into a contiguous tensor."""
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
         return self._start(dist.irecv, tensor, source, self._way(tag), tag, what)
+
+    def owe(self, transfer: Pending) -> None:
+        """Keep a transfer that nobody has to wait for now, until :meth:`settle`."""
+        self._owed.append(transfer)
+
+    def settle(self) -> None:
+        """Wait for the transfers that were left for later."""
+        for one in self._owed:
+            one.wait()
+        self._owed.clear()
 
     def send_object(self, value: Any, target: int, what: str) -> list[Pending]:
         """Start to send nested containers of tensors and plain data; tensors go as they are."""
@@ -168,6 +181,7 @@ class Transport:
 
     def close(self) -> None:
         """Give the connections back; no rank may wait for a message any more."""
+        assert not self._owed, "everything has been settled"
         for group in self._ways.values():
             dist.destroy_process_group(group)
         if self.control is not dist.group.WORLD:

@@ -12,18 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from rank_threads import World
+from rank_threads import World, divided_once
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline import engine
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import CHECKPOINTING
-from cnnstrategies.pipeline.stage import divide
-from cnnstrategies.pipeline.timetable import SCHEDULES
+from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 
 STEPS = 2
@@ -43,6 +40,7 @@ class Case:
         backend: What the engine takes the transport for.
         bucket_bytes: Size of the buckets in which gradients are summed.
         seed: Of network, cuts and batches.
+        placement: How the ranks are numbered.
     """
 
     replicas: tuple[int, ...]
@@ -53,6 +51,7 @@ class Case:
     backend: str
     bucket_bytes: int
     seed: int
+    placement: Any = "stages"
 
 
 class Skips(nn.Module):
@@ -99,6 +98,7 @@ def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
             rng.choice(("gloo", "nccl")),
             rng.choice((30, 200, 10**6)),
             rng.randrange(10**9),
+            rng.choice(ORDERS),
         )
 
 
@@ -140,18 +140,21 @@ class Trial:
             case.schedule,
             activation_checkpointing=case.recompute,
             bucket_bytes=case.bucket_bytes,
+            placement=case.placement,
         )
         names = {parameter: name for name, parameter in pipeline.module.named_parameters()}
         for (images, targets), rows, expected in zip(self.batches, case.rows, self.expected, strict=True):
             gradients, loss, outputs = expected
             own = _own(pipeline, rows)
-            batch = pipeline.share(images[own], targets[own])
+            batch = pipeline.share(images[own], targets[own], everywhere=case.seed % 2 == 0)
             found, made = pipeline.train(batch, F.mse_loss)
             for parameter, gradient in zip(pipeline.parameters, found, strict=True):
                 _compare(gradient, gradients[names[parameter]], names[parameter])
             _compare(torch.tensor(pipeline.mean_loss(), dtype=torch.float64), loss, "loss")
             _compare(pipeline.gather(batch, made), outputs, "outputs")
-            pipeline.evaluate(pipeline.share(images[own], targets[own]))
+            batch = pipeline.share(images[own], targets[own], everywhere=case.seed % 2 == 1)
+            assert not batch.rest or torch.equal(batch.rest[0], targets)
+            pipeline.evaluate(batch)
         pipeline.close()
 
 
@@ -163,9 +166,8 @@ def run_as_threads(case: Case) -> World:
         DeadlockError: The ranks wait for each other.
     """
     trial = Trial(case)
-    blueprint = divide(trial.network, trial.cuts)
     world = World(sum(case.replicas), case.backend)
-    with mock.patch.object(engine, "divide_by_names", lambda network, _: blueprint.of(network)):
+    with divided_once(trial.network, trial.cuts):
         world.run(lambda rank: trial.train())
     assert not any(world.groups), "a group is left"
     return world

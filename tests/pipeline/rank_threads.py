@@ -22,7 +22,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from cnnstrategies.pipeline import engine
 
 FUNCTIONS = (
     "get_rank",
@@ -41,6 +43,12 @@ FUNCTIONS = (
 
 class DeadlockError(RuntimeError):
     """All ranks wait for each other, or one that failed."""
+
+
+def divided_once(network: nn.Module, cuts: Sequence[str | int]) -> Any:
+    """While it lasts, pipelines of copies of a network divide them as it was divided here; threads cannot trace."""
+    blueprint = engine.divide_by_names(network, cuts)
+    return mock.patch.object(engine, "divide_by_names", lambda other, _: blueprint.of(other))
 
 
 class Gate:
