@@ -81,6 +81,19 @@ def test_connections_are_made_in_disjoint_rounds(replicas: tuple[int, ...]) -> N
     assert busiest <= len(rounds) < 2 * busiest
 
 
+def test_ranks_are_numbered_by_stage_or_by_pipeline() -> None:
+    """A node's ranks follow one another: those of two nodes of 3 send each other nothing but gradients to sum."""
+    assert [Placement((4, 2)).ranks(stage) for stage in range(2)] == [[0, 1, 2, 3], [4, 5]]
+    placement = Placement((4, 2), "replicas")
+    for m in range(8):
+        assert len({placement.rank_of(stage, m) // 3 for stage in range(2)}) == 1
+    assert [(one.stage, one.replica) for one in map(Placement((2, 1, 3), "replicas").place, range(6))] == [
+        *((0, 0), (1, 0), (2, 0)),
+        *((0, 1), (2, 1)),
+        (2, 2),
+    ]
+
+
 def test_threads_that_wait_for_each_other_are_found() -> None:
     """The tool itself: two sends that meet no receive, and a tensor that is given away while it is under way."""
 
