@@ -54,7 +54,7 @@ class Coordinator:
         self._bind(settings)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
-        self._handlers = CoordinatorHandlers(settings, partial(send, self._socket))
+        self._handlers = CoordinatorHandlers(settings, partial(send, self._socket, copy=False))
 
     def _bind(self, settings: CoordinatorSettings) -> None:
         """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""

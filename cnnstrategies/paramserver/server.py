@@ -131,6 +131,7 @@ class Server:
                     self._gatekeeper.answer()
                 if self._router in ready:
                     self._receive_waiting()
+                    self._mode.flush()
                 self._ping()
                 until = time.monotonic() + WORK_SECONDS
                 while self._mode.busy() and time.monotonic() < until:
