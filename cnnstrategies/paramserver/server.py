@@ -138,7 +138,10 @@ class Server:
                     self._mode.work()
                 self._post.flush()
                 if self._snapshots.after(self._mode.finished, self._store):
-                    _LOG.info("server %d wrote a snapshot after %d updates", self.id, self._mode.finished)
+                    _LOG.info("server %d writes a snapshot after %d updates", self.id, self._mode.finished)
+        except RunEnded as ended:
+            self._snapshots.close(remove=ended.clean)
+            raise
         finally:
             self._close()
 
@@ -164,6 +167,7 @@ class Server:
         return list(self._mode.clock.log)
 
     def _close(self) -> None:
+        self._snapshots.close()
         self._post.close()
         self._router.close()
         if self._gatekeeper is not None:

@@ -45,8 +45,8 @@ def seconds_for_a_step(workers: int, servers: int) -> float:
 
 
 def test_a_vote_costs_the_leader_the_same_for_any_number_of_workers() -> None:
-    few, many = (min(seconds_for_a_step(workers, 8) for _ in range(3)) for workers in (100, 800))
-    assert many < 4 * 8 * few, f"{few} s for 100 workers, {many} s for 800"
+    few, many = (min(seconds_for_a_step(workers, 4) for _ in range(3)) for workers in (100, 1600))
+    assert many < 4 * 16 * few, f"{few} s for 100 workers, {many} s for 1600"
 
 
 def test_nothing_grows_with_the_number_of_steps() -> None:
