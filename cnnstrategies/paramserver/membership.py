@@ -115,7 +115,9 @@ class Views:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
-            select.select([self._readable], [], [], left)
+            waiting = select.poll()  # Unlike `select` it takes descriptors of any number.
+            waiting.register(self._readable, select.POLLIN)
+            waiting.poll(1000 * left)
         return view
 
     def fileno(self) -> int:

@@ -13,6 +13,7 @@ import zmq
 from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
+from cnnstrategies.paramserver.limits import allow_files, files_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -59,7 +60,8 @@ class Server:
             the coordinator, then run.
 
     Raises:
-        ConfigurationError: The endpoint is open to other machines without encryption.
+        ConfigurationError: The endpoint is open to other machines without encryption, or the process may not open as
+            many files as there are connections.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Server:
         insecure: bool = False,
     ) -> None:
         keep_freed_memory()
+        allow_files(files_of_server(specification.workers, specification.servers), f"server {id}")
         listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
         self.id = id
         self.endpoint = listener.endpoint
