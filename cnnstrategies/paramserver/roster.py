@@ -143,6 +143,10 @@ class Roster:
         expected = self._servers - (len(self.lost_servers) if self.copies_are_left else 0)
         return all(server.acknowledged >= number for server in servers) and len(servers) == expected
 
+    def servers_behind(self, number: int) -> list[str]:
+        """The servers that have not seen a view."""
+        return [str(m) for (role, _), m in self._members.items() if role == SERVER and m.acknowledged < number]
+
     # Messages
 
     def tell(self, member: Member, message: Message) -> None:
