@@ -59,16 +59,18 @@ def hand_over(
 
 
 class NetworkStandIn(Traced):
-    """Takes the place of a LightningModule's ``network``: this rank's part, under the network's parameter names.
+    """Takes the place of a LightningModule's network: this rank's part, under the network's parameter names.
 
     Called with images it returns the outputs that the pipeline has computed for the batch.
 
     Args:
         stage: This rank's stage; its modules, parameters and buffers are shared.
+        path: What the module calls the network.
     """
 
-    def __init__(self, stage: StageModule) -> None:
+    def __init__(self, stage: StageModule, path: str) -> None:
         super().__init__()
+        self._path = path
         for name, child in stage.named_children():
             self.add_module(name, child)
         for name, parameter in stage.named_parameters(recurse=False):
@@ -97,8 +99,8 @@ class NetworkStandIn(Traced):
             )
         if not self._outputs:
             raise RuntimeError(
-                "self.network was called twice in a step, or outside of a step: in a pipeline it can be called once, "
-                "with the images of the batch, in training_step, validation_step, test_step and predict_step"
+                f"self.{self._path} was called twice in a step, or outside of a step: in a pipeline it can be called "
+                "once, with the images of the batch, in training_step, validation_step, test_step and predict_step"
             )
         return self._outputs.pop()
 

@@ -68,6 +68,8 @@ class HybridPipelineStrategy(DDPStrategy):
             (``microbatch``). In both, each microbatch is normalised by itself.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
+        network: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
+            module's parameters.
         timeout: How long to wait for another rank.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
 
@@ -86,6 +88,7 @@ class HybridPipelineStrategy(DDPStrategy):
         memory_limit: int | None = None,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
+        network: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -97,6 +100,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self.request = LayoutRequest(
             stages, replicas, cuts, microbatches, schedule, memory_limit, batch_norm, activation_checkpointing
         )
+        self.network_path = network
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
         self._checked: LightningModule | None = None
@@ -121,7 +125,7 @@ class HybridPipelineStrategy(DDPStrategy):
         module = self.lightning_module
         if module is None or module is self._checked:
             return
-        network = check_module(module)
+        network = module.get_submodule(check_module(module, self.network_path))
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
@@ -187,7 +191,8 @@ class HybridPipelineStrategy(DDPStrategy):
         self._failed = self._loss_checked = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        network = check_module(self.lightning_module)
+        path = check_module(self.lightning_module, self.network_path)
+        network = self.lightning_module.get_submodule(path)
         self._broadcast_weights(network)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -195,7 +200,7 @@ class HybridPipelineStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
-        self._divide(trainer, network)
+        self._divide(trainer, path)
         self.model_to_device()
         if fitting:
             self._divided_module.divide_optimizers(self.optimizers)
@@ -209,8 +214,9 @@ class HybridPipelineStrategy(DDPStrategy):
                 "none: use bf16-mixed, or other cuts"
             )
 
-    def _divide(self, trainer: Trainer, network: nn.Module) -> None:
+    def _divide(self, trainer: Trainer, path: str) -> None:
         assert self.lightning_module is not None
+        network = self.lightning_module.get_submodule(path)
         if self._layout is None or self._layout[0] is not network:
             layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device)
             self._layout = (network, layout)
@@ -226,7 +232,7 @@ class HybridPipelineStrategy(DDPStrategy):
             self.root_device,
             self.time_limit,
         )
-        self._divided = DividedModule(self.lightning_module, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
+        self._divided = DividedModule(self.lightning_module, path, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
 
     def _broadcast_weights(self, network: nn.Module) -> None:
         """Start from rank 0's weights on every rank."""
