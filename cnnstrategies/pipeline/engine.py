@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, share_batch
+from cnnstrategies.pipeline.batch import Batch, Images, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.executor import Executor, Loss
+from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
+from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.outputs import OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
@@ -110,7 +111,6 @@ class Pipeline:
             self.transport,
             self.device,
         )
-        self._samples = 0
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
 
     @property
@@ -137,13 +137,14 @@ class Pipeline:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
-    def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple") -> Batch:
+    def share(self, images: Images | None, *rest: Tensor, form: Any = None) -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
 
         Args:
-            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``; elsewhere ignored.
+            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``, or a tuple where
+                the network takes several tensors; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
-            form: Travels with the batch: what kind of container the caller took it from.
+            form: Plain data that travels with the batch.
         """
         with self.transport.collective("sharing a batch"):
             return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
@@ -191,18 +192,20 @@ class Pipeline:
                 merged[name] = tensor
         return merged
 
-    def train(self, batch: Batch, loss: Loss, scale: float = 1.0) -> tuple[list[Tensor | None], dict[int, Any]]:
+    def train(
+        self, batch: Batch, loss: Loss | PartialLoss, scale: float = 1.0
+    ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
         Args:
             batch: What :meth:`share` returned.
-            loss: Mean loss from the network's outputs and the targets (n, ...); called in the last stage for each
-                microbatch.
+            loss: Mean loss from the network's outputs and the targets (n, ...), or a loss in parts; called in the
+                last stage for each microbatch.
             scale: Factor on the loss.
 
         Returns:
-            For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, the same
-            on all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
+            For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, the same on
+            all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
@@ -212,8 +215,10 @@ class Pipeline:
                 "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
                 "the beginning of one (on_train_epoch_start); with plain torch call refresh() on every rank afterwards"
             )
-        self._samples = batch.split.samples
-        return self.executor.train(self.tasks, batch, loss, scale)
+        parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
+        if self.last:
+            parts.begin(batch)
+        return self.executor.train(self.tasks, batch, parts, scale)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -225,12 +230,12 @@ class Pipeline:
         return self.executor.evaluate(own, batch)
 
     def mean_loss(self) -> float:
-        """The mean loss over the samples of the last step, as the last stage computed it; a collective."""
+        """The loss of the last step's batch, as the last stage has added it up; a collective."""
         loss = self.executor.loss_sum.double().cpu()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
                 dist.all_reduce(loss, group=self.transport.control)
-        return float(loss) / self._samples
+        return float(loss)
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.

@@ -16,13 +16,13 @@ from cnnstrategies.pipeline.batchnorm import RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import GradientReducer
+from cnnstrategies.pipeline.losses import PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_recomputed
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
 from cnnstrategies.pipeline.transport import Transport
 
-Loss = Callable[[Any, Any], Tensor]
 AHEAD = 2  # tasks whose receives are posted early: under 1f1b one forward and one backward
 
 
@@ -59,7 +59,7 @@ class Executor:
         device: Where the stage runs.
 
     Attributes:
-        loss_sum: In the last stage the sum of the losses of the last step's samples on this rank.
+        loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         peak_held: Most microbatches whose activations were held at once in the last step.
         watchers: Called with each span of a step; while there are none, nothing is timed. On a GPU timing synchronises
             at each task.
@@ -95,14 +95,14 @@ class Executor:
         self._outputs: dict[int, Any] = {}
 
     def train(
-        self, tasks: Sequence[Task], batch: Batch, loss: Loss, scale: float
+        self, tasks: Sequence[Task], batch: Batch, loss: PartialLoss, scale: float
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run forwards and backwards of one batch.
 
         Args:
             tasks: This rank's part of the timetable; tasks of empty microbatches are left out here.
             batch: The global batch.
-            loss: Mean loss of a microbatch from the network's outputs and the targets; runs in the last stage.
+            loss: The loss of the batch in parts; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
 
         Returns:
@@ -172,7 +172,7 @@ class Executor:
         return outputs
 
     def _forward(
-        self, channels: Channels, microbatch: int, batch: Batch, loss: Loss, scale: float, again: bool
+        self, channels: Channels, microbatch: int, batch: Batch, loss: PartialLoss, scale: float, again: bool
     ) -> None:
         size = self._size(batch, microbatch)
         with self._timed("receive", microbatch):
@@ -200,9 +200,9 @@ class Executor:
             check_rows(result, batch.split.sizes[microbatch])
             self._outputs[microbatch] = tree_map(_detached, result)
             if not again:
-                held.roots[None] = [self._weighted_loss(result, microbatch, batch, loss, scale)]
+                held.roots[None] = [self._part_of_loss(result, microbatch, loss, scale)]
 
-    def _backward(self, channels: Channels, microbatch: int, batch: Batch, loss: Loss, scale: float) -> None:
+    def _backward(self, channels: Channels, microbatch: int, batch: Batch, loss: PartialLoss, scale: float) -> None:
         size = self._size(batch, microbatch)
         with self._timed("receive", microbatch):
             gradients = channels.receive_backward(microbatch, size)
@@ -217,7 +217,7 @@ class Executor:
         channels: Channels,
         microbatch: int,
         batch: Batch,
-        loss: Loss,
+        loss: PartialLoss,
         scale: float,
         gradients: dict[int, list[Tensor]],
     ) -> Held:
@@ -238,7 +238,7 @@ class Executor:
         return held
 
     def _run_again(
-        self, channels: Channels, microbatch: int, held: Held, batch: Batch, loss: Loss, scale: float
+        self, channels: Channels, microbatch: int, held: Held, batch: Batch, loss: PartialLoss, scale: float
     ) -> None:
         assert held.arguments is not None
         assert held.random is not None
@@ -251,18 +251,16 @@ class Executor:
         ):
             result = self.module(*held.arguments)
             if self.last:
-                held.roots = {None: [self._weighted_loss(result, microbatch, batch, loss, scale)]}
+                held.roots = {None: [self._part_of_loss(result, microbatch, loss, scale)]}
             else:
                 held.roots.update(channels.roots(self._named(channels, result)).items())
         now.restore()
 
-    def _weighted_loss(self, outputs: Any, microbatch: int, batch: Batch, loss: Loss, scale: float) -> Tensor:
-        """The microbatch's part of the mean over the global batch."""
-        rows = batch.split.global_rows(microbatch).to(self.device)
-        targets = tuple(tensor[rows] for tensor in batch.rest)
-        mean = loss(outputs, targets[0] if len(targets) == 1 else targets)
-        self.loss_sum = self.loss_sum + mean.detach() * len(rows)
-        return mean * (scale * len(rows) / batch.split.samples)
+    def _part_of_loss(self, outputs: Any, microbatch: int, loss: PartialLoss, scale: float) -> Tensor:
+        """What the microbatch adds to the loss of the global batch, times the scale."""
+        part = loss.part(outputs, microbatch)
+        self.loss_sum = self.loss_sum + part.detach()
+        return part * scale
 
     def _expect(self, channels: Channels, tasks: Sequence[Task], batch: Batch) -> None:
         """Post receives early, up to the first task for which that is not possible: messages come in order."""
@@ -276,11 +274,11 @@ class Executor:
             else:
                 channels.expect_backward(task.microbatch, size)
 
-    def _images(self, batch: Batch, microbatch: int) -> Tensor | None:
+    def _images(self, batch: Batch, microbatch: int) -> Any:
         if batch.images is None:
             return None
         start, stop = batch.split.bounds[microbatch]
-        return batch.images[start:stop]
+        return tree_map(lambda images: images[start:stop], batch.images)
 
     def _named(self, channels: Channels, outputs: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(channels.division.stages[self.place.stage].outputs, outputs, strict=True))

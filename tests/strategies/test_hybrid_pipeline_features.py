@@ -270,14 +270,15 @@ class OwnModule(LightningModule):
             self.net = self.network
         if broken == "several":
             self.features, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 2)
-        if broken == "loss":
-            self.loss = None
         if broken == "parameters":
             self.temperature = nn.Parameter(torch.ones(()))
         self.automatic_optimization = broken != "manual"
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
+
+    def loss_weight(self, targets: Tensor) -> int:
+        return len(targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images, targets = batch
@@ -297,7 +298,6 @@ class OwnModule(LightningModule):
         ("network", r"one submodule of OwnModule, and none has parameters to train: build it in __init__"),
         ("several", r"shared out over self.features, self.head: make one nn.Module of them"),
         ("twice named", r"OwnModule.net shares parameters with OwnModule.network: .* leave out self.net"),
-        ("loss", r"no method loss\(outputs, targets\)"),
         ("parameters", r"parameters of its own \(temperature\) beside those of self.network"),
         ("manual", "automatic_optimization=False"),
     ],

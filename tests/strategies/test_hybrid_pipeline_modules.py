@@ -201,7 +201,9 @@ def trained(kind: Any, replicas: Any, callbacks: Any = ()) -> Any:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("kind", [FrozenBeginning, Unfreezing, AugmentingOnTheDevice, TiedModule, Renamed])
+@pytest.mark.parametrize(
+    "kind", [FrozenBeginning, Unfreezing, AugmentingOnTheDevice, TiedModule, Renamed, UnequalSamples]
+)
 def test_trains_as_one_device_does(kind: Any) -> None:
     expected, actual = run_apart(trained, kind, None), run_apart(trained, kind, [1, 2])
     assert isinstance(actual, dict), actual
@@ -215,7 +217,6 @@ def test_trains_as_one_device_does(kind: Any) -> None:
         (NormalisingStep, r"computes with the images of the batch \(sub\) outside the network"),
         (NormalisingForward, r"computes with the images of the batch \(sub\) outside the network"),
         (OtherImages, r"called with a tensor of shape \(16, 1, 6, 6\) that is not the images of the batch"),
-        (UnequalSamples, "a mean over samples that count alike"),
         (ScalarModule, r"returns a tensor of shape \(\) for 4 samples: .* one row per sample"),
         (NormalisingLayerModule, "0.norm normalises several times in one call of the layer that contains it"),
         (UnfreezingLate, "frozen or unfrozen in the middle of an epoch"),

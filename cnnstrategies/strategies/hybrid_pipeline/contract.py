@@ -30,11 +30,6 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
             f"parts of {name}.{path} are gone: an earlier run with strategy hybrid_pipeline has failed and left each "
             "rank its own stage alone; build the module anew and go on from the last checkpoint"
         )
-    if not callable(getattr(module, "loss", None)):
-        raise ConfigurationError(
-            f"{name} has no method loss(outputs, targets): strategy hybrid_pipeline computes each microbatch's mean "
-            "loss with it in the last stage; add it and use it in training_step"
-        )
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{name} sets automatic_optimization=False: strategy hybrid_pipeline runs forward and backward itself; "
@@ -71,7 +66,7 @@ def check_loss(returned: Tensor, trained: float) -> None:
 
     Args:
         returned: What ``training_step`` returned.
-        trained: The mean of the module's ``loss`` over the microbatches.
+        trained: The module's ``loss``, from those of the microbatches.
 
     Raises:
         ConfigurationError: They are not the same.
@@ -81,6 +76,7 @@ def check_loss(returned: Tensor, trained: float) -> None:
     if trained == trained and abs(loss - trained) > allowed * max(abs(trained), 1e-3):
         raise ConfigurationError(
             f"training_step returned the loss {loss:.7g}, but the mean of loss(outputs, targets) over the "
-            f"microbatches is {trained:.7g}: a pipeline trains loss() alone, which must be all of what training_step "
-            "returns and a mean over samples that count alike (no ignore_index, no class weights, no sum)"
+            f"microbatches, weighted by loss_weight(targets), is {trained:.7g}: where a module has loss_weight, a "
+            "pipeline trains loss() alone, which must be all of what training_step returns and such a mean; or leave "
+            "out loss_weight"
         )

@@ -48,7 +48,7 @@ class DividedModule:
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             if name not in own:
                 tensor.data = torch.empty(0, dtype=tensor.dtype)  # Another rank holds it; `restore` brings it back.
-        self.stand_in = NetworkStandIn(pipeline.module, path)
+        self.stand_in = NetworkStandIn(pipeline.module, path, network)
         put_network(module, path, self.stand_in)
         # Each with its stage and its whole network.
         self._divided: list[tuple[LightningModule, nn.Module, nn.Module]] = [(module, pipeline.module, network)]
@@ -65,6 +65,10 @@ class DividedModule:
         """Whether a callback averages weights."""
         return len(self._divided) > 1
 
+    def another_stand_in(self) -> NetworkStandIn:
+        """One more of what has the submodule's place, for outputs of its own."""
+        return NetworkStandIn(self.pipeline.module, self.path, self.network)
+
     def _divide_averages(self, callbacks: Iterable[Any]) -> None:
         blueprint, stage = self.pipeline.blueprint, self.pipeline.place.stage
         for callback in callbacks:
@@ -79,7 +83,7 @@ class DividedModule:
                     assert isinstance(copy, LightningModule)
                     whole = copy.get_submodule(self.path)
                     part = blueprint.of(whole).build(stage).to(self.pipeline.device)
-                    put_network(copy, self.path, NetworkStandIn(part, self.path))
+                    put_network(copy, self.path, NetworkStandIn(part, self.path, whole))
                     self._divided.append((copy, part, whole))
 
     @property
