@@ -1,7 +1,7 @@
 """What a microbatch adds to the loss of the whole batch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from cnnstrategies.pipeline.batch import Batch
 Loss = Callable[[Any, Any], Tensor]
 # In units of the type's resolution: how far the gradients of rows may differ between two ways to sum them up.
 ROUNDING = 64
+SAME = 1e-3  # How far two factors may be apart, in parts of one.
+ADVICE = "Strategy hybrid_pipeline computes the loss of each microbatch: use a loss of single samples, or strategy ddp"
 
 
 class PartialLoss(ABC):
@@ -75,19 +77,26 @@ class WeighedLoss(PartialLoss):
         loss: The loss from outputs and a microbatch; None stands for all samples of the batch. It draws the same
             random numbers each time, and leaves no trace.
         weights: The stage's parameters, on which the loss must not depend but by the outputs.
+
+    Attributes:
+        thorough: Whether to check in each step that the factors do not depend on the outputs.
     """
 
     def __init__(self, loss: Callable[[Any, int | None], Tensor], weights: Sequence[nn.Parameter] = ()) -> None:
         self.loss = loss
         self.weights = weights
+        self.thorough = True
 
     def begin(self, batch: Batch) -> None:
         """Start on another batch."""
         self._batch = batch
+        self._faded: tuple[Any, dict[int, Tensor]] | None = None
         self._probe: tuple[Any, dict[int, Tensor]] | None = None
 
     def part(self, outputs: Any, microbatch: int) -> Tensor:
-        """The microbatch's loss, whose gradients are multiplied by the factors; its value has no meaning.
+        """The microbatch's loss, whose gradients are multiplied by the factors.
+
+        Its value is not a number where it is not clear by which factor to multiply that.
 
         Raises:
             ConfigurationError: There are no such factors.
@@ -98,7 +107,10 @@ class WeighedLoss(PartialLoss):
             # The loss of nothing may be a quotient of zeros.
             return _nothing([leaf for index, leaf in enumerate(leaves) if index in factors])
         scaled = [_Scaled.apply(leaf, factors[i]) if i in factors else leaf for i, leaf in enumerate(leaves)]
-        return self.loss(tree_unflatten(scaled, tree), microbatch)
+        loss = self.loss(tree_unflatten(scaled, tree), microbatch)
+        least, most = min(factors.values()), max(factors.values())
+        factor = most if most - least <= ROUNDING * torch.finfo(loss.dtype).eps * abs(most) else float("nan")
+        return loss + (loss.detach() * factor - loss.detach())
 
     def _factors(self, outputs: Any, microbatch: int) -> dict[int, float]:
         """One for each leaf of the outputs that the loss depends on."""
@@ -108,7 +120,24 @@ class WeighedLoss(PartialLoss):
         if None in factors.values():
             # The first microbatch's outputs give this one no gradient; its own ones decide.
             factors = self._compared(*self._whole(outputs, microbatch), microbatch)
+        if self.thorough:
+            self._check_that_outputs_do_not_matter(outputs, microbatch, factors)
         return {leaf: 1.0 if factor is None else factor for leaf, factor in factors.items()}
+
+    def _check_that_outputs_do_not_matter(
+        self, outputs: Any, microbatch: int, factors: Mapping[int, float | None]
+    ) -> None:
+        """Refuse a loss whose factors depend on the outputs; those of other microbatches are not known yet."""
+        if self._faded is None:
+            self._faded = self._whole(tree_map(_fade, outputs))
+        for leaf, factor in self._compared(*self._faded, microbatch).items():
+            before = factors.get(leaf)
+            if factor is not None and before is not None and abs(factor - before) > SAME * abs(before):
+                raise ConfigurationError(
+                    f"how much a microbatch counts in the loss of its batch depends on what the network returns: "
+                    f"{before:.6g} for some outputs and {factor:.6g} for others, as where a loss is divided by the "
+                    f"number of samples that the network is sure of. {ADVICE}"
+                )
 
     def _whole(self, outputs: Any, microbatch: int | None = None) -> tuple[Any, dict[int, Tensor]]:
         """Outputs for the whole batch, and the gradients of its loss.
@@ -195,6 +224,14 @@ def _nothing(outputs: Any) -> Tensor:
     return torch.stack([leaf.sum() * 0 for leaf in tree_leaves(outputs) if _differentiable(leaf)]).sum()
 
 
+def _fade(leaf: Any) -> Any:
+    """Other outputs than the network's, which may be probabilities: smaller from row to row."""
+    if not _differentiable(leaf):
+        return leaf
+    steps = torch.arange(len(leaf), device=leaf.device) % 3 + 1
+    return leaf.detach() / steps.to(leaf.dtype).reshape(-1, *[1] * (leaf.ndim - 1))
+
+
 def _taken(leaf: Any, rows: Tensor) -> Any:
     """Some rows of an output, apart from its graph."""
     if not isinstance(leaf, Tensor):
@@ -225,7 +262,6 @@ def _factor(whole: Tensor, part: Tensor) -> float | None:
         raise ConfigurationError(
             "the loss of a batch is not made of losses of its samples: for the same outputs its gradients for some of "
             "the samples have another direction when it is computed of these alone (as with Dice, contrastive and "
-            "other losses that compare samples, or random numbers that are drawn for the batch). Strategy "
-            "hybrid_pipeline computes the loss for each microbatch: use a loss of single samples, or strategy ddp"
+            f"other losses that compare samples, or random numbers that are drawn for the batch). {ADVICE}"
         )
     return factor

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 
 
@@ -59,24 +60,31 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
             )
 
 
-def check_loss(returned: Tensor, trained: float) -> None:
+def check_loss(returned: Tensor, trained: float, by_method: bool) -> None:
     """Refuse a step whose loss is another than what the last stage has trained.
 
     Both come from the same outputs, so they differ by the rounding of sums alone.
 
     Args:
-        returned: What ``training_step`` returned.
-        trained: The module's ``loss``, from those of the microbatches.
+        returned: What ``training_step`` returned for the batch.
+        trained: What the parts of the microbatches add up to; not a number where their gradients alone do.
+        by_method: Whether they are means of the module's ``loss``.
 
     Raises:
         ConfigurationError: They are not the same.
     """
     allowed = {torch.float64: 1e-9, torch.float32: 1e-4}.get(returned.dtype, 0.03)
     loss = float(returned)
-    if trained == trained and abs(loss - trained) > allowed * max(abs(trained), 1e-3):
+    if trained != trained or abs(loss - trained) <= allowed * max(abs(trained), 1e-3):
+        return
+    if by_method:
         raise ConfigurationError(
             f"training_step returned the loss {loss:.7g}, but the mean of loss(outputs, targets) over the "
             f"microbatches, weighted by loss_weight(targets), is {trained:.7g}: where a module has loss_weight, a "
             "pipeline trains loss() alone, which must be all of what training_step returns and such a mean; or leave "
             "out loss_weight"
         )
+    raise ConfigurationError(
+        f"training_step returned the loss {loss:.7g}, but what the microbatches add to it is {trained:.7g}: how much "
+        f"a sample counts in it depends on what the network returns for others. {ADVICE}"
+    )

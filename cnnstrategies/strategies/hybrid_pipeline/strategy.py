@@ -4,6 +4,7 @@ import sys
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from cnnstrategies.pipeline.timetable import Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, flatten, seen, take_apart
+from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, check_module, check_optimizers
 from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
@@ -37,6 +39,7 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
     warn_of_small_microbatches,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.example import example_images
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
@@ -242,7 +245,11 @@ class HybridPipelineStrategy(DDPStrategy):
         assert self.lightning_module is not None
         network = self.lightning_module.get_submodule(path)
         if self._layout is None or self._layout[0] is not network:
-            layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device)
+            example = partial(example_images, trainer, path)
+            layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device, example)
+            if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
+                images = example(COMPARED) if self.is_global_zero else None
+                compare_on_rank_zero(network, layout.cuts, images, trainer)
             self._layout = (network, layout)
         layout = self._layout[1]
         self.pipeline = Pipeline(
@@ -297,6 +304,7 @@ class HybridPipelineStrategy(DDPStrategy):
             assert self._loss is not None
             if isinstance(self._loss, StepLoss):
                 self._loss.called_with(args, kwargs)
+                self._loss.thorough = not self._loss_checked
             gradients, local = pipeline.train(batch, self._loss, scale)
             if scaler is not None:
                 self._share_overflow(gradients)
@@ -358,8 +366,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if self._loss_checked:
             return
         self._loss_checked = True
-        if isinstance(self._loss, MeanLoss):
-            check_loss(loss.detach(), self._pipeline.mean_loss())
+        check_loss(loss.detach(), self._pipeline.mean_loss(), isinstance(self._loss, MeanLoss))
 
     def _share_overflow(self, gradients: list[Tensor | None]) -> None:
         """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale."""
