@@ -66,7 +66,7 @@ def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
 def train_loader(trainer: Trainer) -> Any:
     """What a trainer will fit on, before it has made its loaders: given to ``fit``, or by a hook, which is called."""
     source = trainer.fit_loop._data_source
-    return source.dataloader() if source.is_defined() else None
+    return None if source.instance is None or not source.is_defined() else source.dataloader()
 
 
 def ranks_are_children(launcher: Any) -> bool:

@@ -40,9 +40,9 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
     if len(given) == len(names) and all(isinstance(one, Tensor) for one in given):
         return given[0] if len(names) == 1 else given
-    if shape is not None and len(names) == 1:
-        return torch.randn(max(1, size), *shape)
     with same_random_numbers(_CPU):
+        if shape is not None and len(names) == 1:
+            return torch.randn(max(1, size), *shape)
         batch = _samples(train_loader(trainer), max(1, size))
         return None if batch is None else _inputs(module, path, network, batch)
 
