@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 
 import zmq
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Address, Membership
@@ -172,7 +173,7 @@ def serve(service: Service, dedicated: bool = False) -> int:
         if dedicated:
             print(f"server {service.address.id} ends: {ended}", file=sys.stderr, flush=True)
         return 1
-    except (OSError, zmq.ZMQError) as error:
+    except (ConfigurationError, OSError, zmq.ZMQError) as error:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
