@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import large_pages
 import pytest
 import torch
 import warm
@@ -69,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in SLOWEST)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Reads a configuration once, and forked tests find what jsonargparse has learnt of the classes.
 
     And keeps their garbage collectors from what is imported, which they would have to copy and search.
@@ -80,6 +81,8 @@ def pytest_collection_finish() -> None:
     sys.argv = own
     gc.collect()
     gc.freeze()
+    if len(session.items) > 50:  # It takes a second.
+        large_pages.collapse()
 
 
 def pytest_unconfigure() -> None:
