@@ -1,6 +1,5 @@
 import contextlib
 import gc
-import io
 import os
 import select
 import signal
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import large_pages
+import prepared
 import pytest
 import torch
 import warm
@@ -21,7 +20,6 @@ from torch import nn
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
 from cnnstrategies import cli
 from cnnstrategies.callbacks import summary
-from cnnstrategies.commands import lightning_cli
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -71,18 +69,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Reads a configuration once, and forked tests find what jsonargparse has learnt of the classes.
-
-    And keeps their garbage collectors from what is imported, which they would have to copy and search.
-    """
-    own, sys.argv = sys.argv, ["", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"]
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        lightning_cli.CLI()
-    sys.argv = own
-    gc.collect()
-    gc.freeze()
-    if len(session.items) > 50:  # It takes a second.
-        large_pages.collapse()
+    """Does once what every forked test would do for itself."""
+    prepared.prepare(len(session.items))
 
 
 def pytest_unconfigure() -> None:
