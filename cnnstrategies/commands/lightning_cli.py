@@ -48,7 +48,7 @@ from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.processes import told_by_starter
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.

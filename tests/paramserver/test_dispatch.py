@@ -1,12 +1,30 @@
 """Every sample of an epoch is given out once, and again if the worker that had it died."""
 
 import random
+from collections import Counter
+from collections.abc import Collection
 
 import pytest
 
-from cnnstrategies.paramserver.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher as Numbered
 
 pytestmark = pytest.mark.light
+
+
+class Dispatcher(Numbered):
+    """Workers count how often they ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: Counter[tuple[int, int]] = Counter()
+
+    def take(self, worker: int, number: int, processed: int, workers: Collection[int]) -> Chunk:  # type: ignore[override]
+        self.asked[worker, number] += 1
+        ordinal = self.asked[worker, number]
+        chunk = super().take(worker, number, processed, workers, ordinal)
+        assert super().take(worker, number, processed, workers, ordinal) == chunk, "asked again"
+        return chunk
 
 
 def positions(chunks):
