@@ -23,7 +23,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
-from cnnstrategies.paramserver.core.requests import DONE, PROBE, REFUSED, UNKNOWN, Answering
+from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
 NOTICES = 64  # names
@@ -34,17 +34,18 @@ class Coordinator:
 
     Args:
         settings: Of the coordinator.
+        kept: How many answers to keep for each member.
 
     Attributes:
         dropped: How many messages were none.
     """
 
-    def __init__(self, settings: CoordinatorSettings) -> None:
+    def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
         self.dropped = 0
         self._settings = settings
         self._tick = max(0.02, settings.timeout / 20)
         self._effects: Effects = []
-        self._answering = Answering()
+        self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
         self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send)
         self._rounds = Rounds(self._roster, self._answer)

@@ -34,6 +34,7 @@ class Participant:
         ended: Why the run is over, and whether as planned.
         notices: The numbers that processes have told all others, by name.
         asking: The open requests.
+        seen: Number of the newest view that this process has taken up.
     """
 
     def __init__(self, address: Address, process: int, hello: Mapping[str, Any]) -> None:
@@ -44,7 +45,7 @@ class Participant:
         self.asking = Asking(COORDINATOR, {"session": address.session})
         self._address = address
         self._hello = hello
-        self._seen = 0
+        self.seen = 0
         self._heard = self._beat_at = 0.0
         self._sequence = 0
         self._taken: dict[int, int] = {}
@@ -101,7 +102,7 @@ class Participant:
         if call.kind == "leave" and self.view is None:
             return self._end("this process has not taken part", clean=True)
         if call.kind == "seen":
-            self._seen = max(self._seen, call.fields["number"])
+            self.seen = max(self.seen, call.fields["number"])
             return self._beat()
         fields = {**call.fields}
         if call.kind == "collect":
@@ -153,7 +154,7 @@ class Participant:
     def _beat(self) -> Effects:
         if self.view is None:
             return []
-        fields = {"here": self.view.number, "seen": self._seen, "notices": len(self.notices)}
+        fields = {"here": self.view.number, "seen": self.seen, "notices": len(self.notices)}
         return [Send(COORDINATOR, Message("beat", {"session": self._address.session, **fields}))]
 
     def _beat_later(self, now: float) -> Effects:

@@ -20,7 +20,7 @@ class Reporter:
 
     def start(self, now: float) -> Effects:
         """Ask again, on a new connection, what was not answered on the last."""
-        return self.asking.on_timer(now)
+        return self.asking.again()
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Take a reply.

@@ -99,6 +99,10 @@ class Asking:
         probe = Message(PROBE, {**self._common, "ids": numbers, "floor": numbers[0]})
         return [Send(self.peer, probe), Timer(TIMER, now + self._interval)]
 
+    def again(self) -> Effects:
+        """Send all that is open once more, in order."""
+        return [Send(self.peer, request.message) for _, request in sorted(self.open.items())]
+
     def drop(self, kind: str) -> None:
         """Wait no longer for the answers to requests of a kind."""
         self.open = {number: one for number, one in self.open.items() if one.message.kind != kind}
@@ -118,9 +122,14 @@ class _Side:
 
 
 class Answering:
-    """The answering end, for any number of peers; what is kept of one ends with its life."""
+    """The answering end, for any number of peers; what is kept of one ends with its life.
 
-    def __init__(self) -> None:
+    Args:
+        kept: How many answers to keep for each peer.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
         self._sides: dict[Peer, _Side] = {}
 
     def take(self, sender: Peer, message: Message) -> tuple[bool, Effects]:
@@ -148,7 +157,7 @@ class Answering:
             small = sum(len(frame) for frame in reply.frames) <= SMALL
             if small and reply.request >= side.floor:
                 side.kept[reply.request] = reply
-                while len(side.kept) > KEPT:
+                while len(side.kept) > self._kept:
                     del side.kept[min(side.kept)]
         return [Send(peer, reply)]
 

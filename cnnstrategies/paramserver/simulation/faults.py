@@ -21,7 +21,8 @@ class Fault(NamedTuple):
     """One that happens at a moment.
 
     Attributes:
-        kind: ``kill``, ``pause``, ``cut`` (both ways), ``deaf`` (it hears nothing) or ``mute`` (nobody hears it).
+        kind: ``kill``, ``crash`` (a supervision with its whole node), ``pause``, ``sleep`` (all processes at once),
+            ``cut`` (both ways), ``deaf`` (it hears nothing) or ``mute`` (nobody hears it).
         role: Of the process.
         id: Of the process.
         at: When.
@@ -35,12 +36,13 @@ class Fault(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        length = "" if self.kind == "kill" else f" for {self.seconds:.2f} s"
+        length = "" if self.kind in DEADLY else f" for {self.seconds:.2f} s"
         return f"{self.at:.3f} s: {self.kind} {self.role} {self.id}{length}"
 
 
+DEADLY = ("kill", "crash")
 MessageFault = tuple[int, int]  # link and ordinal
-KINDS = ("kill", "kill", "pause", "cut", "deaf", "mute")
+KINDS = ("kill", "kill", "pause", "sleep", "cut", "deaf", "mute")
 
 
 class Faults:
@@ -71,7 +73,7 @@ class Faults:
         self._seed = seed
         self._timeout = timeout
         self._removed = removed
-        self._rate = (0.0, 0.02, 0.1)[int(3 * draw(seed, 2))]
+        self._rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
         self.timed = [fault for fault in self._timed(places, busy) if fault not in removed]
         self._arrivals: dict[int, float] = {}
 
@@ -80,7 +82,7 @@ class Faults:
         for ordinal in range(int(5 * draw(self._seed, 3))):
             kind = KINDS[int(len(KINDS) * draw(self._seed, 4, ordinal))]
             role, identity = places[int(len(places) * draw(self._seed, 5, ordinal))]
-            kind = "pause" if (kind, role) == ("kill", "supervision") else kind
+            kind = "crash" if (kind, role) == ("kill", "supervision") else kind
             long = draw(self._seed, 7, ordinal) < 0.5
             part = draw(self._seed, 8, ordinal)
             seconds = self._timeout * (1.5 + 2 * part if long else 0.3 * part)

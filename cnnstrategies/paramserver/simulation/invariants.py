@@ -1,10 +1,11 @@
 """What must hold in every simulated run of the coordinator, with the numbers of the design's list."""
 
+from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Peer, Send
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.simulation.faults import Fault
+from cnnstrategies.paramserver.simulation.faults import DEADLY
 from cnnstrategies.paramserver.simulation.toys import SAMPLES, Toys, contents
 from cnnstrategies.paramserver.simulation.world import Process, World
 
@@ -32,6 +33,8 @@ class Invariants:
         self._settings = settings
         self._epochs = epochs
         self._views: dict[int, str] = {}
+        self._lives: dict[int, int] = {}
+        self._begun: set[int] = set()
         self._members: dict[int, dict[int, int]] = {}
         self._known: dict[Peer, int] = {}
         self._deaths: list[Process] = []
@@ -46,14 +49,29 @@ class Invariants:
         if sender.peer.role != "coordinator" or "view" not in send.message.fields:
             return
         description = send.message.fields["view"]
-        if isinstance(description, int):  # the result of a collective names the view that it leads to
+        if isinstance(description, int):
+            if send.message.fields["sequence"] not in self._begun:
+                self._begun.add(send.message.fields["sequence"])
+                self._check_servers(description)
             return
-        view = View.from_dict(description)
-        text = str(description)
+        view, text = View.from_dict(description), str(description)
+        for worker in () if view.number in self._views else view.workers:
+            if worker.incarnation < self._lives.get(worker.id, 0):
+                raise ViolationError(f"11: worker {worker.id} is again at life {worker.incarnation} in {text}")
+            self._lives[worker.id] = worker.incarnation
         if self._views.setdefault(view.number, text) != text:
             raise ViolationError(f"11: view {view.number} is {text}, and was {self._views[view.number]}")
         if view.workers and self._sealed_at is None:
             self._sealed_at = self._world.now
+
+    def _check_servers(self, view: int) -> None:
+        """A collective that lets somebody in ends when every server knows whom."""
+        for member in self._toys.coordinator.members:
+            process = self._world.processes[member.peer.role, member.peer.id]
+            if member.peer.role == SERVER and process.peer == member.peer and isinstance(process.role, Participant):
+                seen = process.role.seen
+                if seen < view:
+                    raise ViolationError(f"10: {process} has seen view {seen}, and workers begin with {view}")
 
     def _stepped(self, process: Process) -> None:
         if process.peer.role == "coordinator":
@@ -90,7 +108,9 @@ class Invariants:
         )
 
     def _last_fault(self) -> float:
-        return max((fault.at + fault.seconds * (fault.kind != "kill") for fault in self._world.faults.timed), default=0)
+        return max(
+            (fault.at + fault.seconds * (fault.kind not in DEADLY) for fault in self._world.faults.timed), default=0
+        )
 
     def _unfinished(self) -> list[Process]:
         return [
@@ -160,7 +180,8 @@ class Invariants:
     def _struck_before_training(self, victim: str) -> bool:
         sealed = self._sealed_at
         return sealed is None or any(
-            f"{fault.role} {fault.id}" == victim and fault.at < sealed for fault in self._world.faults.timed
+            fault.at < sealed and (fault.kind == "crash" or _name(fault.role, fault.id) == victim)
+            for fault in self._world.faults.timed
         )
 
     def _victims(self) -> set[str]:
@@ -168,8 +189,12 @@ class Invariants:
         timeout = self._settings.timeout
         hit: dict[str, float] = {}
         for fault in self._world.faults.timed:
-            name = _name(fault)
-            hit[name] = hit.get(name, 0.0) + (timeout if fault.kind == "kill" else fault.seconds)
+            deadly = fault.kind in DEADLY
+            names = [_name(fault.role, fault.id)] if fault.kind != "sleep" else []
+            if fault.kind == "crash":
+                names += [_name(*place) for place, node in self._toys.hosts.items() if node == fault.id]
+            for name in names:
+                hit[name] = hit.get(name, 0.0) + (timeout if deadly else fault.seconds)
         return {name for name, seconds in hit.items() if seconds > 0.55 * timeout}
 
     def _check_samples(self) -> None:
@@ -184,5 +209,5 @@ class Invariants:
             raise ViolationError(f"13: never processed: {sorted(missing)}")
 
 
-def _name(fault: Fault) -> str:
-    return "coordinator" if fault.role == "coordinator" else f"{fault.role} {fault.id}"
+def _name(role: str, identity: int) -> str:
+    return role if role == "coordinator" else f"{role} {identity}"

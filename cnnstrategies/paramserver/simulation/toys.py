@@ -10,6 +10,7 @@ from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.requests import KEPT
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.simulation.faults import draw
 from cnnstrategies.paramserver.simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
@@ -59,8 +60,10 @@ class Toys:
         self._nodes = nodes
         self._seed = seed
         self._draws = 0
-        self.coordinator = Coordinator(settings)
-        self.hosts: dict[tuple[str, int], int] = {}
+        # The handlers must be right without the answers that are kept.
+        self.coordinator = Coordinator(settings, kept=0 if draw(seed, 32) < 0.5 else KEPT)
+        self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
+        world.on_node = lambda node: [world.processes[place] for place in self.hosts if self.hosts[place] == node]
 
     def start(self) -> None:
         """Start all."""
@@ -70,7 +73,7 @@ class Toys:
                 self.hosts[role, identity] = identity % self._nodes
                 self._member(role, identity, 0)
         for node in range(self._nodes):
-            children = [place for place, host in self.hosts.items() if host == node]
+            children = [place for place, host in self.hosts.items() if host == node and place[0] != "coordinator"]
             peer = Peer("supervision", node)
             self._world.spawn(peer, Reporter(self._settings.session), self._supervise(node, children))
 

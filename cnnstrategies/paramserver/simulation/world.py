@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.core.node import (
     Send,
     Timer,
 )
-from cnnstrategies.paramserver.simulation.faults import Fault, Faults, draw
+from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, Faults, draw
 
 
 class Sleep(NamedTuple):
@@ -101,6 +101,7 @@ class World:
         trace: Filled with a line for each event if it is a list.
         on_send: Called with each message that is sent.
         on_death: Called with each process that was killed.
+        on_node: Says which processes run on a node, but for its supervision.
     """
 
     def __init__(self, seed: int, faults: Faults) -> None:
@@ -112,6 +113,7 @@ class World:
         self.trace: list[str] | None = None
         self.on_send: Callable[[Process, Send], None] = lambda sender, send: None
         self.on_death: Callable[[Process], None] = lambda process: None
+        self.on_node: Callable[[int], list[Process]] = lambda node: []
         self.on_step: Callable[[Process], None] = lambda process: None
         self._seed = seed
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -162,21 +164,36 @@ class World:
     # Faults
 
     def _strike(self, fault: Fault) -> None:
+        if fault.kind == "sleep":
+            self._sleep(fault)
+            return
+        if fault.kind == "crash":
+            for child in self.on_node(fault.id):
+                self.kill(child)
         process = self.processes.get((fault.role, fault.id))
         if process is None or not process.alive or process.ended is not None:
             return
         self.faults.counts[f"{fault.kind} {fault.role}"] += 1
         self.note(f"FAULT {fault}")
         until = self.now + fault.seconds
-        if fault.kind == "kill":
+        if fault.kind in DEADLY:
             self.kill(process)
         elif fault.kind == "pause":
-            process.paused_until = max(process.paused_until, until)
-            self.at(until, lambda: self._wake(process))
+            self._pause(process, until)
         else:
             for outgoing in (True, False):
                 if fault.kind != ("deaf" if outgoing else "mute"):
                     self._blocked[fault.role, fault.id, outgoing] = until
+
+    def _sleep(self, fault: Fault) -> None:
+        self.faults.counts["sleep"] += 1
+        self.note(f"FAULT {fault}")
+        for process in self.processes.values():
+            self._pause(process, self.now + fault.seconds)
+
+    def _pause(self, process: Process, until: float) -> None:
+        process.paused_until = max(process.paused_until, until)
+        self.at(until, lambda: self._wake(process))
 
     def _wake(self, process: Process) -> None:
         if self.now >= process.paused_until:
@@ -262,7 +279,8 @@ class World:
     def _resume(self, process: Process, call: int, value: Message | str | None) -> None:
         if not process.alive or process.done:
             return
-        self.progress = self.now if call else self.progress
+        if call and process.peer.role != "supervision":
+            self.progress = self.now
         try:
             program = process.program
             wanted = program.throw(EndedError(value)) if isinstance(value, str) else program.send(value)
