@@ -49,7 +49,7 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     """
     workers, servers = 1 + int(4 * draw(seed, 41)), int(4 * draw(seed, 42))
     survivable = int(draw(seed, 43) < 0.5 and servers > 1)
-    restarts, epochs, nodes = int(3 * draw(seed, 44)), 2 + int(2 * draw(seed, 45)), 1 + int(2 * draw(seed, 46))
+    restarts, epochs, nodes = int(3 * draw(seed, 44)), 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
     settings = CoordinatorSettings(
         "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), supervised=restarts > 0
     )
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first: to see one again")
     arguments = parser.parse_args()
     counts: Counter[str] = Counter()
-    events, began, said = 0, time.monotonic(), 0.0
+    events, began, started, said = 0, time.monotonic(), time.process_time(), 0.0
     for done, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds), 1):
         outcome = simulate(seed)
         counts += outcome.counts
@@ -114,8 +114,9 @@ def main() -> None:
         passed = time.monotonic() - began
         if passed - said > 1.0 or done == arguments.seeds:
             said = passed
-            rate = f"{events / passed:,.0f} events/s, {60 * done / passed:,.0f} seeds/min"
-            print(f"\r{done:,} of {arguments.seeds:,} seeds, {rate} ", end="", flush=True)
+            worked = time.process_time() - started
+            rate = f"{events / worked:,.0f} events and {done / worked:,.1f} seeds per second of processor time"
+            print(f"\r{done:,} of {arguments.seeds:,} seeds, {rate}", end="", flush=True)
     print("\ninjected: " + ", ".join(f"{kind} {count:,}" for kind, count in sorted(counts.items())))
 
 
