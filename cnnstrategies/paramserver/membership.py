@@ -2,11 +2,11 @@
 
 import contextlib
 import itertools
-import logging
 import os
 import queue
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,6 @@ from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.security import KeyPair
 
-_LOG = logging.getLogger(__name__)
 WARN_SECONDS = 60.0  # between two lines about a wait
 
 
@@ -67,7 +66,9 @@ class Views:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
-            select.select([self._readable], [], [], left)
+            waiting = select.poll()  # Unlike `select` it takes descriptors of any number.
+            waiting.register(self._readable, select.POLLIN)
+            waiting.poll(1000 * left)
         return view
 
     def fileno(self) -> int:
@@ -187,7 +188,8 @@ class Membership:
             while not self._changed.wait_for(lambda: number in self._results or self._ended, WARN_SECONDS):
                 waited = time.monotonic() - began
                 others = self._participant.blames(number)
-                _LOG.warning("%s has waited for %.0f s in `%s` for %s", self._name, waited, kind, others)
+                text = f"{self._name} has waited in `{fields.get('operation', kind)}` for {others} for {waited:.0f} s"
+                print(text, file=sys.stderr, flush=True)
             result = self._results.pop(number, None)
             if isinstance(result, Message):
                 return result
@@ -218,7 +220,7 @@ class Membership:
             self._calls.put(Call(0, "leave"))
         self._closing = True
         self._wake()
-        self._thread.join(self.address.timeout)
+        self._thread.join(self.address.timeout + 1.0)
         if not self._thread.is_alive():
             for views in (self._views, *self._sources):
                 views.close()

@@ -30,7 +30,7 @@ def test_a_view_is_one_message_for_all_and_its_number_has_one_content():
     for number in range(3):
         roster.add(Member(Peer(WORKER, number), 1, "here", 0.0))
     roster.sealed = True
-    roster.publish(0.0)
+    roster.publish()
     assert len({id(message) for message in sent}) == 1
     roster.remove(roster.at(WORKER, 1))
     assert roster.view_message is sent[0]  # Who asks again before the next view is told what the others were.

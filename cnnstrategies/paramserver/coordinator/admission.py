@@ -7,7 +7,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
 from cnnstrategies.paramserver.core.node import Message, Peer
 
-PATIENCE = 5  # times the time-out: for a server that lives and does not take up a view
+PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view; it may be allocating
 PAUSE = 0.25  # of the time-out
 
 
@@ -91,16 +91,17 @@ class Admission:
             # A server that another replaces without having been missed has lost its state all the same.
             self._roster.lost_servers.discard(peer.id)
             member.since = self._roster.number + 1
-            self._roster.publish(now)
+            self._roster.publish()
 
     # Losing
 
-    def look(self, now: float, over: bool) -> None:
+    def look(self, now: float, over: bool, overdue: tuple[int, list[str]]) -> None:
         """Take out the members that give no sign of life; to be called several times a second.
 
         Args:
             now: The time.
             over: Whether the run is over, and nobody's loss matters any more.
+            overdue: A view, and the servers that live and have not taken it up in good time.
         """
         passed, self._looked = now - self._looked, now
         timeout = self._settings.timeout
@@ -108,7 +109,6 @@ class Admission:
             # This process was stopped, not the others silent.
             for member in self._roster.members:
                 member.seen += passed
-                member.behind = None if member.behind is None else member.behind + passed
         if over:
             for member in self._roster.members:
                 if now - member.seen > timeout:
@@ -119,9 +119,10 @@ class Admission:
         for member in self._roster.members:
             if now - member.seen > timeout:
                 self._miss(now, member, f"was silent for {timeout:g} s")
-            elif self._ignores_views(now, member):
-                number, seconds = self._roster.number, PATIENCE * timeout
-                self._miss(now, member, f"has not taken up view {number} for {seconds:g} s")
+        view, blind = overdue
+        for member in self._roster.members:
+            if str(member.peer) in blind:
+                self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
             self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
 
@@ -159,12 +160,6 @@ class Admission:
             )
         return len(members) > 1 and quiet > timeout / 2
 
-    def _ignores_views(self, now: float, member: Member) -> bool:
-        # One that has never seen a view is still being set up.
-        if member.peer.role != SERVER or member.acknowledged <= 0 or member.behind is None:
-            return False
-        return now - member.behind > PATIENCE * self._settings.timeout
-
     def _miss(self, now: float, member: Member, how: str) -> None:
         self.silent.append([*member.peer[:3]])
         self._roster.remove(member)
@@ -195,7 +190,7 @@ class Admission:
     def _of_server(self, now: float, member: Member, how: str) -> str | None:
         self._roster.lost_servers.add(member.peer.id)
         if self._roster.copies_are_left:
-            self._roster.publish(now)  # Its copies take over; if it returns, it is a new one.
+            self._roster.publish()  # Its copies take over; if it returns, it is a new one.
             return None
         return f"{member} {how}: its parameters are lost; with replication: 2 or snapshots a run survives this"
 

@@ -15,7 +15,7 @@ ahead of the others knocks until the one of its session is there.
 
 from collections.abc import Callable, Sequence
 
-from cnnstrategies.paramserver.coordinator.admission import Admission
+from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
@@ -109,7 +109,8 @@ class Coordinator:
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
-        self._admission.look(now, self._ended is not None)
+        overdue = self._rounds.overdue(now, PATIENCE * self._settings.timeout)
+        self._admission.look(now, self._ended is not None, overdue)
         if self._ended is None:
             trouble = self._watchdog.look(now, self._waits())
             if trouble is not None:
@@ -213,7 +214,7 @@ class Coordinator:
             self._send(sender, Message("ended", {"message": refusal, "clean": False}))
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
-        self._roster.acknowledge(member, message.integer("seen"), now)
+        member.acknowledged = max(member.acknowledged, message.integer("seen"))
         self._send(member.peer, Message("pong", {"number": self._roster.number}))
         if self._ended is not None:
             self._send(member.peer, self._ended)
@@ -236,7 +237,7 @@ class Coordinator:
         if worker in self._roster.group:
             self._roster.group.discard(worker)
             self._dispatcher.lose(worker)
-            self._roster.publish(now)
+            self._roster.publish()
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""

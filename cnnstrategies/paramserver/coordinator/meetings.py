@@ -22,6 +22,7 @@ class _Result:
     sequence: int
     ids: list[int]
     sizes: list[int]
+    at: float
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
@@ -123,7 +124,7 @@ class Rounds:
             return
         seal, boundary = self._flags
         pending, self._pending = dict(sorted(self._pending.items())), {}
-        result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()])
+        result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()], now)
         result.frames = [frame for one in pending.values() for frame in one.frames]
         self.sequence += 1
         replies = [(one, False) for one in pending.values()]
@@ -137,7 +138,7 @@ class Rounds:
             replies += [(one, True) for one in self._joiners.values()]
             self._joiners = {}
         if seal or result.admitted:
-            roster.publish(now)
+            roster.publish()
         if seal or boundary:
             result.view = roster.number
         self._hold(result, replies)
@@ -147,6 +148,13 @@ class Rounds:
         held, self._held = self._held, []
         for result, replies in held:
             self._hold(result, replies)
+
+    def overdue(self, now: float, seconds: float) -> tuple[int, list[str]]:
+        """A view that workers have waited for so long that servers take it up, and the servers that have not."""
+        for result, _ in self._held:
+            if now - result.at > seconds:
+                return result.view, self._roster.not_seen(result.view)
+        return 0, []
 
     @property
     def waiting(self) -> dict[Peer, tuple[str, list[str]]]:

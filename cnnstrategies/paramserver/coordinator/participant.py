@@ -5,13 +5,14 @@ from typing import Any
 
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Return, Send, Timer
-from cnnstrategies.paramserver.core.requests import REFUSED, REPLIES, TIMER, Asking, Request
+from cnnstrategies.paramserver.core.requests import MOST, REFUSED, REPLIES, TIMER, Asking, Request
 from cnnstrategies.paramserver.core.view import View
 
 COORDINATOR = Peer("coordinator", 0)
 BEAT = "beat"
 VIEW = 0  # the number of the call that a new view answers: nobody has asked
 PAUSE = 0.25  # of the time-out
+UNHEARD = 3.0  # of the time-out: for a coordinator that answers heartbeats and nothing else
 LEAVING = 0.5  # of the time-out: for the coordinator to be heard by one that leaves
 
 
@@ -42,7 +43,7 @@ class Participant:
         self.view: View | None = None
         self.ended: End | None = None
         self.notices: dict[str, int] = {}
-        self.asking = Asking(COORDINATOR, {"session": address.session})
+        self.asking = Asking(COORDINATOR, {"session": address.session}, min(MOST, 2 * address.heartbeat))
         self._address = address
         self._hello = hello
         self.seen = 0
@@ -83,6 +84,8 @@ class Participant:
         late = now - self._beat_at
         if late > PAUSE * self._address.timeout:
             self._heard += late  # This process was stopped, not the coordinator silent.
+            for request in self.asking.open.values():
+                request.progress += late
         leaving = any(one.message.kind == "leave" for one in self.asking.open.values())
         if leaving and now - self._heard > LEAVING * self._address.timeout:
             return self._end("this process has left, and the coordinator may have gone before", clean=True)
@@ -93,6 +96,14 @@ class Participant:
                 "connection to it is cut",
                 clean=False,
             )
+        for request in self.asking.open.values() if self.view is not None else ():
+            if now - request.progress > UNHEARD * self._address.timeout:
+                what = request.message.fields.get("operation", request.message.kind)
+                return self._end(
+                    f"{self.peer}: the coordinator at {self._address.coordinator} has not answered `{what}` for "
+                    f"{now - request.progress:.0f} s, although it hears this process's heartbeats",
+                    clean=False,
+                )
         return [*self._beat(), *self._beat_later(now)]
 
     def on_call(self, now: float, call: Call) -> Effects:

@@ -23,7 +23,6 @@ class Member:
         public_key: Its CURVE key; empty without encryption.
         acknowledged: Number of the newest view that it has said to have seen.
         since: For a server, the number of the first view with it.
-        behind: Since when it has not seen the newest view; None if it has.
     """
 
     peer: Peer
@@ -34,7 +33,6 @@ class Member:
     public_key: str = ""
     acknowledged: int = -1
     since: int = 0
-    behind: float | None = None
 
     def __str__(self) -> str:
         return f"{self.peer} (process {self.process} on {self.host})"
@@ -135,12 +133,11 @@ class Roster:
         """Whether each slice has a server in spite of those that were lost."""
         return len(self.lost_servers) <= self._survivable
 
-    def publish(self, now: float) -> None:
+    def publish(self) -> None:
         """Give the view, which has changed, the next number and send it to all."""
         self._view = self._next_view()
         self.view_message = _message(self._view)
         for member in self._members.values():
-            member.behind = now if member.behind is None else member.behind
             self._send(member.peer, self.view_message)
 
     def _next_view(self) -> View:
@@ -152,12 +149,6 @@ class Roster:
             tuple(WorkerInfo(m.peer.id, m.peer.life, m.public_key) for m in workers),
             tuple(sorted(self.lost_servers)) if self.copies_are_left else (),
         )
-
-    def acknowledge(self, member: Member, number: int, now: float) -> None:
-        """A member has said which view it has seen."""
-        if number > member.acknowledged:
-            member.acknowledged = number
-            member.behind = None if number >= self.number else now
 
     def not_seen(self, number: int) -> list[str]:
         """The servers that a view has not reached; those whose slices others hold may be lost."""

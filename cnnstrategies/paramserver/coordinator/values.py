@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
+from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
+
+MOST_VALUES = 16
 
 
 class Values:
@@ -19,8 +21,14 @@ class Values:
         self._waiting: dict[str, dict[Peer, int]] = {}
 
     def put(self, sender: Peer, message: Message) -> None:
-        """Keep the first value of a name."""
+        """Keep the first value of a name.
+
+        Raises:
+            ControlError: There are too many names.
+        """
         name = message.string("name")
+        if name not in self._values and len(self._values) >= MOST_VALUES:
+            raise ControlError("too many values")
         self._values.setdefault(name, message.frames)
         self._answer(sender, Message(DONE, request=message.request))
         for peer, request in self._waiting.pop(name, {}).items():

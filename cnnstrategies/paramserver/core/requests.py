@@ -29,12 +29,14 @@ class Request:
         message: What was sent.
         call: What it is for.
         asked: When.
+        progress: When the other end has last said something of it.
         blames: Who the other end waits for before it answers.
     """
 
     message: Message
     call: int
     asked: float
+    progress: float
     blames: Sequence[str] = ()
 
 
@@ -44,12 +46,14 @@ class Asking:
     Args:
         peer: Who is asked.
         common: Fields of every message.
+        most: Seconds between two probes, once there were some.
     """
 
-    def __init__(self, peer: Peer, common: Mapping[str, Any]) -> None:
+    def __init__(self, peer: Peer, common: Mapping[str, Any], most: float = MOST) -> None:
         self.peer = peer
         self.open: dict[int, Request] = {}
         self._common = common
+        self._most = most
         self._last = 0
         self._interval = LEAST
         self._round_trip = 0.0
@@ -63,10 +67,10 @@ class Asking:
         floor = min(self.open, default=self._last)
         message = Message(kind, {**self._common, **fields, "floor": floor}, frames, self._last)
         idle = not self.open
-        self.open[self._last] = Request(message, call, now)
+        self.open[self._last] = Request(message, call, now, now)
         if not idle:
             return [Send(self.peer, message)]
-        self._interval = max(LEAST, ROUND_TRIPS * self._round_trip)
+        self._interval = min(max(LEAST, ROUND_TRIPS * self._round_trip), self._most)
         self._probed = False
         return [Send(self.peer, message), Timer(TIMER, now + self._interval)]
 
@@ -80,6 +84,7 @@ class Asking:
             for number, blames in zip(message.integers("ids"), message.fields["blames"], strict=False):
                 if number in self.open:
                     self.open[number].blames = blames
+                    self.open[number].progress = now
             return None, []
         if message.kind == UNKNOWN:
             again = [self.open[number].message for number in message.integers("ids") if number in self.open]
@@ -94,7 +99,7 @@ class Asking:
         if not self.open:
             return []
         self._probed = True
-        self._interval = min(2 * self._interval, MOST)
+        self._interval = min(2 * self._interval, self._most)
         numbers = sorted(self.open)
         probe = Message(PROBE, {**self._common, "ids": numbers, "floor": numbers[0]})
         return [Send(self.peer, probe), Timer(TIMER, now + self._interval)]

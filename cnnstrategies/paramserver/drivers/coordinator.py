@@ -13,6 +13,7 @@ from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.loop import Loop
+from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
@@ -30,9 +31,13 @@ class CoordinatorService:
 
     Attributes:
         dropped: How many messages were none.
+
+    Raises:
+        ConfigurationError: It may not open as many files as there are connections.
     """
 
     def __init__(self, settings: CoordinatorSettings, keys: KeyPair | None = None) -> None:
+        allow_files(files_of_coordinator(settings.workers, settings.servers), "the coordinator")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)

@@ -1,8 +1,8 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
-from cnnstrategies.pipeline.timetable import Placement, Schedule
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, check_module, check_optimizers
@@ -68,6 +68,8 @@ class HybridPipelineStrategy(DDPStrategy):
             (``microbatch``). In both, each microbatch is normalised by itself.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
+        placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
+            together, which sum their gradients; ``replicas`` those that send each other activations.
         timeout: How long to wait for another rank.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
 
@@ -86,6 +88,7 @@ class HybridPipelineStrategy(DDPStrategy):
         memory_limit: int | None = None,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
+        placement: Order = "stages",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -95,7 +98,15 @@ class HybridPipelineStrategy(DDPStrategy):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
         self.request = LayoutRequest(
-            stages, replicas, cuts, microbatches, schedule, memory_limit, batch_norm, activation_checkpointing
+            stages,
+            replicas,
+            cuts,
+            microbatches,
+            schedule,
+            memory_limit,
+            batch_norm,
+            activation_checkpointing,
+            placement,
         )
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
@@ -106,6 +117,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._failed = False
         self._in_parts = False
         self._loss_checked = False
+        self._accumulates = False
 
     # Before the processes start
 
@@ -136,18 +148,18 @@ class HybridPipelineStrategy(DDPStrategy):
     @property
     def placement(self) -> Placement:
         """The numbering of the ranks."""
-        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes))
+        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes), self.request.placement)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The shards are those of the first stage's replicas; the other ranks name one and do not load it."""
-        first = self.placement.replicas[0]
-        return {"num_replicas": first, "rank": self.global_rank if self.global_rank < first else 0}
+        place = self.placement.place(self.global_rank)
+        return {"num_replicas": self.placement.replicas[0], "rank": 0 if place.stage else place.replica}
 
     @override
     def process_dataloader(self, dataloader: object) -> StageLoader:
-        loads = self.global_rank < self.placement.replicas[0]
+        loads = self.placement.place(self.global_rank).stage == 0
         return stage_loader(dataloader, loads, self._most)
 
     @override
@@ -225,6 +237,7 @@ class HybridPipelineStrategy(DDPStrategy):
             self.request.activation_checkpointing,
             self.root_device,
             self.time_limit,
+            placement=self.request.placement,
         )
         self._divided = DividedModule(self.lightning_module, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
 
@@ -257,6 +270,16 @@ class HybridPipelineStrategy(DDPStrategy):
             self._pipeline.refresh()
 
     @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The steps inside are followed by others before the optimizer's: replicas keep their gradients."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
         if not self._loss_checked:
@@ -264,7 +287,7 @@ class HybridPipelineStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         with self.precision_plugin.train_step_context():
-            gradients, local = pipeline.train(batch, module.loss, scale)
+            gradients, local = pipeline.train(batch, module.loss, scale, self._accumulates)
             if scaler is not None:
                 self._share_overflow(gradients)
             output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
