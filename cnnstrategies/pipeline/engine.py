@@ -288,12 +288,17 @@ class Pipeline:
         return self._mean_loss()
 
     def close(self) -> None:
-        """Give the connections between the ranks back, after the last step; a collective."""
+        """Give the connections between the ranks back, after the last step; a collective.
+
+        The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
+        """
         self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
+        for user in (self.reducer, self.executor.statistics, self.executor.buffers):
+            user.group = None
         self.transport.close()
 
     def __enter__(self) -> Self:

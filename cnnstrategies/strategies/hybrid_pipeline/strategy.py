@@ -1,5 +1,6 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
+import atexit
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -220,6 +221,14 @@ class HybridPipelineStrategy(DDPStrategy):
         return not self.lightning_module.trainer.predicting or self.is_global_zero
 
     # Set-up
+
+    @override
+    def setup_environment(self) -> None:
+        existed = dist.is_initialized()
+        super().setup_environment()
+        if not existed:
+            # Its threads would still run while the interpreter ends, which can abort a process that is done.
+            atexit.register(_end_default_group)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -487,6 +496,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        atexit.unregister(_end_default_group)  # It would wait for what a lost rank does not send any more.
         if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
@@ -510,3 +520,8 @@ class HybridPipelineStrategy(DDPStrategy):
         self._found_inputs.clear()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         super().teardown()
+
+
+def _end_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
