@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -17,10 +17,10 @@ from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
-from cnnstrategies.pipeline.outputs import OutputGatherer
+from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
-from cnnstrategies.pipeline.step import Loss
+from cnnstrategies.pipeline.step import Loss, Step
 from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -112,6 +112,7 @@ class Pipeline:
             self.device,
         )
         self._samples = 0
+        self._gathering: Gathering | None = None
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
 
     @property
@@ -194,7 +195,7 @@ class Pipeline:
         return merged
 
     def train(
-        self, batch: Batch, loss: Loss, scale: float | Tensor = 1.0, more: bool = False
+        self, batch: Batch, loss: Loss, scale: float | Tensor = 1.0, more: bool = False, gather: bool = False
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
@@ -205,6 +206,7 @@ class Pipeline:
             scale: Factor on the loss.
             more: Another batch follows before the optimizer's step. A stage with replicas then keeps its gradients
                 and adds them to those of the next batch, so that the replicas exchange them once.
+            gather: :meth:`gather` will follow; the outputs leave while the last backwards run.
 
         Returns:
             For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, added to
@@ -214,13 +216,24 @@ class Pipeline:
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
         """
+
+        def send_outputs(step: Step) -> None:
+            if gather and self.gatherer.knows(self._kind(batch)):
+                self._gathering = self.gatherer.start(batch.split, step.outputs, self._kind(batch))
+
+        return self._train(batch, loss, scale, more, send_outputs)
+
+    def _train(
+        self, batch: Batch, loss: Loss, scale: float | Tensor, more: bool, computed: Callable[[Step], None]
+    ) -> tuple[list[Tensor | None], dict[int, Any]]:
         if not _same(self._trainable(), self.parameters):
             raise ConfigurationError(
                 "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
                 "the beginning of one (on_train_epoch_start); with plain torch call refresh() on every rank afterwards"
             )
         self._samples = batch.split.samples
-        return self.executor.train(self.tasks, batch, loss, scale, more)
+        self._gathering = None
+        return self.executor.train(self.tasks, batch, loss, scale, more, computed)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -246,9 +259,9 @@ class Pipeline:
             batch: The batch.
             outputs: What :meth:`train` or :meth:`evaluate` returned for it.
         """
-        kind: Hashable = (self.module.training, batch.image_shape, batch.image_dtype, self._autocast())
+        gathering, self._gathering = self._gathering, None
         with self.transport.collective("gathering the outputs"):
-            return self.gatherer.gather(batch.split, outputs, kind)
+            return (gathering or self.gatherer.start(batch.split, outputs, self._kind(batch))).finish()
 
     def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
@@ -263,7 +276,15 @@ class Pipeline:
             The mean loss over the global batch, on every rank.
         """
         batch = self.share(images, *(() if targets is None else (targets,)))
-        gradients, outputs = self.train(batch, loss, more=more)
+        total, under_way = torch.zeros((), dtype=torch.float64, device=self.device), None
+
+        def add_up_loss(step: Step) -> None:
+            nonlocal under_way
+            total.add_(step.loss_sum)
+            if self.placement.world_size > 1:
+                under_way = dist.all_reduce(total, async_op=True)
+
+        gradients, _ = self._train(batch, loss, 1.0, more, add_up_loss)
         shared = self.reducer.group is not None  # The gradients' memory is used again.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
@@ -271,8 +292,10 @@ class Pipeline:
                     parameter.grad = parameter.grad + gradient
                 else:
                     parameter.grad = gradient.clone() if shared else gradient
-        with torch.no_grad():
-            return loss(self.gather(batch, outputs), batch.rest[0])
+        if under_way is not None:
+            with self.transport.collective("adding up the loss"):
+                under_way.wait()
+        return total / batch.split.samples
 
     def close(self) -> None:
         """Give the connections between the ranks back, after the last step; a collective."""
@@ -290,9 +313,11 @@ class Pipeline:
         if kind is None:
             self.close()
 
-    def _autocast(self) -> Hashable:
+    def _kind(self, batch: Batch) -> Hashable:
+        """What structure and types of the outputs depend on."""
         kind = self.device.type
-        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return self.module.training, batch.image_shape, batch.image_dtype, autocast
 
     def _pairs(self) -> set[tuple[int, int]]:
         """The ranks that exchange activations."""

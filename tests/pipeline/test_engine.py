@@ -201,6 +201,33 @@ def test_running_statistics_of_batch_norm(replicas: tuple[int, ...]) -> None:
     } <= compared
 
 
+def gathered(replicas: tuple[int, ...]) -> list[tuple[bool, Tensor, Tensor]]:
+    """Outputs of training steps of several sizes: whether they were under way before the last backward, and they."""
+    network = make_network()
+    alone = copy.deepcopy(network)
+    pipeline = Pipeline(network, CUTS[len(replicas)], replicas, 4)
+    freeze_norm(pipeline.module)
+    freeze_norm(alone)
+    compared = []
+    early: list[Any] = []
+    finish = pipeline.reducer.finish
+    pipeline.reducer.finish = lambda keep: (early.append(pipeline._gathering), finish(keep))[1]  # type: ignore[method-assign]
+    for images, targets in global_batches(4, (9, 4, 1)):
+        batch = pipeline.share(part(pipeline, images), part(pipeline, targets))
+        _, outputs = pipeline.train(batch, F.cross_entropy, gather=True)
+        compared.append((early[-1] is not None, pipeline.gather(batch, outputs), alone(images).detach()))
+    return compared
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
+def test_outputs_of_training_leave_while_the_last_backward_runs(replicas: tuple[int, ...]) -> None:
+    """From the second step on: in the first one their structure is waited for."""
+    for results in run_ranks(sum(replicas), gathered, replicas):
+        assert [early for early, _, _ in results] == [False, True, True, True]
+        for _, got, expected in results:
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
 def evaluate(replicas: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     network = make_network().eval()
     alone = copy.deepcopy(network)

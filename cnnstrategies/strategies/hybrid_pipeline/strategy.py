@@ -275,7 +275,7 @@ class HybridPipelineStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         with self.precision_plugin.train_step_context():
-            gradients, local = pipeline.train(batch, module.loss, scale, self._accumulates)
+            gradients, local = pipeline.train(batch, module.loss, scale, self._accumulates, gather=True)
             if scaler is not None:
                 self._share_overflow(gradients)
             output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
