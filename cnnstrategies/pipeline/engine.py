@@ -42,6 +42,8 @@ class Pipeline:
         replicas: Replicas of each stage.
         microbatches: Microbatches of a step, over all replicas.
         schedule: ``1f1b`` or ``gpipe``.
+        run_ahead: Under 1f1b have stages hold one microbatch more than is needed, so that messages travel while they
+            compute.
         batch_norm: Running statistics as after the microbatches in turn (``microbatch``) or after one full batch
             (``deferred``).
         activation_checkpointing: Recompute a microbatch's activations in its backward: for no microbatch, for all but
@@ -65,6 +67,7 @@ class Pipeline:
         replicas: Sequence[int],
         microbatches: int,
         schedule: Schedule = "1f1b",
+        run_ahead: bool = True,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
         device: torch.device | str = "cpu",
@@ -78,7 +81,7 @@ class Pipeline:
         self.device = torch.device(device)
         self.rank = dist.get_rank()
         self.place = self.placement.place(self.rank)
-        self.tasks = timetable(replicas, microbatches, schedule)[self.rank]
+        self.tasks = timetable(replicas, microbatches, schedule, run_ahead)[self.rank]
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)

@@ -273,16 +273,22 @@ class Saved:
 def peak(replicas: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """Most microbatches in flight, and most bytes that autograd saved at once."""
     peaks = {}
-    for schedule, recompute in (("1f1b", "never"), ("gpipe", "never"), ("gpipe", "always")):
+    for schedule, run_ahead, recompute in (
+        ("1f1b", False, "never"),
+        ("1f1b", True, "never"),
+        ("gpipe", False, "never"),
+        ("gpipe", False, "always"),
+    ):
         layers = [nn.Sequential(nn.Conv2d(8 if i else 1, 8, 3, padding=1), nn.Tanh()) for i in range(6)]
         network = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())).double()
-        pipeline = Pipeline(network, ["1", "3"], replicas, 8, schedule=schedule, activation_checkpointing=recompute)
+        options: Any = {"schedule": schedule, "run_ahead": run_ahead, "activation_checkpointing": recompute}
+        pipeline = Pipeline(network, ["1", "3"], replicas, 8, **options)
         meter = Meter()
         images, targets = global_batches(1, (16,))[0]
         with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda saved: saved.tensor):
             pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
         assert meter.now == 0, "a step leaves no activations behind"
-        peaks[f"{schedule} {recompute}"] = (pipeline.executor.peak_held, meter.most)
+        peaks[f"{schedule} {recompute}{' ahead' * run_ahead}"] = (pipeline.executor.peak_held, meter.most)
     return peaks
 
 
@@ -292,6 +298,7 @@ def test_peak_memory_holds_the_microbatches_in_flight_alone() -> None:
     for stage, peaks in enumerate(results):
         held, saved = peaks["1f1b never"]
         assert held == min(3 - stage, 8) == in_flight((1, 1, 1), stage)
+        assert peaks["1f1b never ahead"][0] == held + (stage < 2) == in_flight((1, 1, 1), stage, run_ahead=True)
         assert peaks["gpipe never"][0] == 8
         # Two layers, each of which saves its input and its output, and what the weights take.
         assert saved <= held * 4.5 * microbatch + 40_000

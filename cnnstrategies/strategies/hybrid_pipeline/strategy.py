@@ -63,6 +63,9 @@ class HybridPipelineStrategy(DDPStrategy):
             the network has batch normalisation, so many that each has at least 8 samples, if the data module says with
             ``batch_size`` how many a process loads.
         schedule: ``1f1b``, or ``gpipe``, which holds the activations of all microbatches.
+        run_ahead: Under ``1f1b`` have stages hold the activations of one microbatch more than they need, so that
+            messages travel while they compute. By default where it gains time and fits into ``memory_limit``, as far as
+            a profile tells; with ``cuts`` and without a limit always.
         memory_limit: Bytes that a device may hold, for automatic cuts.
         batch_norm: Running statistics as after one full batch (``deferred``) or after the microbatches in turn
             (``microbatch``). In both, each microbatch is normalised by itself.
@@ -83,6 +86,7 @@ class HybridPipelineStrategy(DDPStrategy):
         cuts: list[str] | None = None,
         microbatches: int | None = None,
         schedule: Schedule = "1f1b",
+        run_ahead: bool | None = None,
         memory_limit: int | None = None,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
@@ -95,7 +99,15 @@ class HybridPipelineStrategy(DDPStrategy):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
         self.request = LayoutRequest(
-            stages, replicas, cuts, microbatches, schedule, memory_limit, batch_norm, activation_checkpointing
+            stages,
+            replicas,
+            cuts,
+            microbatches,
+            schedule,
+            run_ahead,
+            memory_limit,
+            batch_norm,
+            activation_checkpointing,
         )
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
@@ -222,6 +234,7 @@ class HybridPipelineStrategy(DDPStrategy):
             layout.replicas,
             layout.microbatches,
             self.request.schedule,
+            layout.run_ahead,
             self.request.batch_norm,
             self.request.activation_checkpointing,
             self.root_device,
