@@ -10,7 +10,7 @@ UV ?= $(shell command -v uv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test test-cluster test-portable mutants lint types docs check clean
+.PHONY: quickstart test test-cluster test-portable fuzz-pipeline mutants lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -33,6 +33,11 @@ test-portable: $(INSTALLED)
 		$(PYTEST) -m "not cluster" --seed-offset 2
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(PYTEST) -m "not cluster" --seed-offset 3
+
+# Random layouts of pipelines, with ranks as threads; some ten minutes.
+N ?= 2000
+fuzz-pipeline: $(INSTALLED)
+	$(BIN)/python tests/pipeline/random_layouts.py $(N)
 
 # Removes one guarantee after the other: a test must fail each time.
 mutants: $(INSTALLED)

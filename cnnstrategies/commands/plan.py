@@ -18,21 +18,22 @@ from typing_extensions import override
 
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
-from cnnstrategies.pipeline.costs import Link
-from cnnstrategies.pipeline.layout import stage_costs
-from cnnstrategies.pipeline.link import measure_local_link
 from cnnstrategies.pipeline.microbatches import default_microbatches
-from cnnstrategies.pipeline.plan import Plan, make_plan
-from cnnstrategies.pipeline.plan_table import plan_table, summary
-from cnnstrategies.pipeline.profiling import profile
-from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import find_cut, trace
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.planning.plan import Plan, make_plan
+from cnnstrategies.planning.report import plan_table, summary
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.stage_costs import stage_costs
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -70,6 +71,7 @@ def main(args: Sequence[str]) -> None:
     """
     # What LightningCLI reads, and what errors are explained by.
     sys.argv = ["cnnstrategies plan", *args[1:]]
+    quieten()
     cli = PlanCLI()
     config = cli.config
     options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__dataclass_fields__})

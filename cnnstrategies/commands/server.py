@@ -44,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
             KeyPair.create().save(options.make_keys)
             print(f"Wrote {options.make_keys}: copy it to every machine of the run and set key_file to it")
             return
-        serve_and_exit(server_of(options.config or [], options.index))
+        serve_and_exit(server_of(options.config or [], options.index), dedicated=True)
     except FileExistsError:
         print(f"cnnstrategies-server: {options.make_keys} exists, and keys are not overwritten", file=sys.stderr)
     except (ConfigurationError, OSError, TypeError) as error:

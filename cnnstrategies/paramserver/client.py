@@ -157,6 +157,9 @@ class Worker:
             groups: The hyper-parameters of each parameter group now, as
                 :func:`~cnnstrategies.paramserver.specification.hyperparameters` gives them.
             samples: How many samples the gradient is a mean of: the weight of this worker in sync and local.
+
+        Raises:
+            ConfigurationError: One of these is no finite number, or no number any more: it is named.
         """
         self.wait_all()
         self._outgoing.begin(self.step, groups, samples)

@@ -6,7 +6,7 @@ is dropped by the receiver.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import zmq
@@ -32,12 +32,18 @@ class Message:
         fields: Its JSON object.
         frames: Buffers that belong to it.
         sender: The connection it came in on; empty at a member.
+        encoded: The JSON object as bytes, where one goes to many.
     """
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
     frames: Sequence[Buffer] = ()
     sender: bytes = COORDINATOR
+    encoded: bytes | None = None
+
+    def to(self, connection: bytes) -> "Message":
+        """The same for a connection."""
+        return replace(self, sender=connection)
 
     def integer(self, name: str) -> int:
         """A field that is an integer of at most 63 bits and not negative."""
@@ -58,11 +64,22 @@ class Message:
         return self.fields.get(name) is True
 
 
-def send(socket: "zmq.Socket[bytes]", message: Message) -> None:
-    """Send a message; to the connection ``message.sender`` if it names one."""
+def send(socket: "zmq.Socket[bytes]", message: Message, copy: bool = True) -> None:
+    """Send a message; to the connection ``message.sender`` if it names one.
+
+    Args:
+        socket: The socket.
+        message: The message.
+        copy: Copy the buffers; else they stay as they are for ever, and one that goes to many is in memory once.
+    """
     head = [message.sender] if message.sender else []
-    body = json.dumps(message.fields, separators=(",", ":")).encode()
-    socket.send_multipart([*head, TAG + message.kind.encode(), body, *message.frames])
+    body = encode_fields(message.fields) if message.encoded is None else message.encoded
+    socket.send_multipart([*head, TAG + message.kind.encode(), body, *message.frames], copy=copy)
+
+
+def encode_fields(fields: dict[str, Any]) -> bytes:
+    """The JSON object of a message."""
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def waiting(socket: "zmq.Socket[bytes]") -> bool:

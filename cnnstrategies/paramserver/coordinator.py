@@ -23,6 +23,7 @@ import zmq
 from cnnstrategies.paramserver.control import LARGEST_MESSAGE, ControlError, parse, send
 from cnnstrategies.paramserver.coordinator_handlers import CoordinatorHandlers
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
+from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
@@ -34,9 +35,13 @@ class Coordinator:
     Args:
         settings: Numbers and the endpoint.
         keys: The run's CURVE keys: only processes that have them too are let in. None for no encryption.
+
+    Raises:
+        ConfigurationError: It may not open as many files as there are connections.
     """
 
     def __init__(self, settings: CoordinatorSettings, keys: KeyPair | None = None) -> None:
+        allow_files(files_of_coordinator(settings.workers, settings.servers), "the coordinator")
         self._tick = max(0.02, settings.timeout / 20)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -54,7 +59,7 @@ class Coordinator:
         self._bind(settings)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
-        self._handlers = CoordinatorHandlers(settings, partial(send, self._socket))
+        self._handlers = CoordinatorHandlers(settings, partial(send, self._socket, copy=False))
 
     def _bind(self, settings: CoordinatorSettings) -> None:
         """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""

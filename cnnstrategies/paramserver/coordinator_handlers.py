@@ -10,6 +10,9 @@ from cnnstrategies.paramserver.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.rounds import Rounds
 from cnnstrategies.paramserver.values import Values
 
+MOST_NOTICES = 16
+HELD_TIMEOUTS = 6  # in which servers that live take up a view: one that has just come may be allocating
+
 
 class CoordinatorHandlers:
     """Acts on the members' messages, and decides whether a run goes on without those that are gone.
@@ -33,6 +36,7 @@ class CoordinatorHandlers:
         self._began = time.monotonic()
         self._ended: Message | None = None
         self._silent: list[list[str | int]] = []
+        self._notices: dict[str, int] = {}
         self._handlers: dict[str, Callable[[Message], None]] = {
             "hello": self._hello,
             "beat": self._beat,
@@ -128,7 +132,9 @@ class CoordinatorHandlers:
         member.seen = time.monotonic()
         member.acknowledged = message.integer("seen")
         member.connection = message.sender  # another one after a cut, which may have lost what was told
-        self._roster.tell(member, Message("pong", {"number": self._roster.number}))
+        for name, value in message.fields.get("notices", {}).items():
+            self._keep_notice(name, value)
+        self._roster.tell(member, Message("pong", {"number": self._roster.number, "notices": self._notices}))
         if self._ended is not None:
             self._roster.tell(member, self._ended)
         elif message.integer("here") < self._roster.number:
@@ -145,6 +151,8 @@ class CoordinatorHandlers:
             self._silent.append([member.role, member.id, member.incarnation])
             # The supervision asks for the silent, ends them, and says whether another takes their place.
             self._lose(member, how, replaced=self._settings.supervised)
+        if (reason := self._rounds.held_too_long(HELD_TIMEOUTS * self._settings.timeout)) is not None:
+            self._finish(reason)
         if not self._roster.sealed and time.monotonic() - self._began > self._settings.appear:
             missing = self._roster.missing()
             if missing:
@@ -203,11 +211,11 @@ class CoordinatorHandlers:
         self._rounds.release()
 
     def _leave(self, message: Message) -> None:
-        member = self._member_of(message)
-        if member is None:
-            return
-        self._roster.remove(member)
         self._reply(message, Message("left"))
+        member = self._roster.find(message.string("role"), message.integer("id"))
+        if member is None or member.incarnation != message.integer("incarnation"):
+            return  # It has left already, and asks again, for the answer was lost.
+        self._roster.remove(member)
         if member.role == WORKER:
             self._forget_worker(member.id)
             if not self._roster.group:
@@ -234,9 +242,14 @@ class CoordinatorHandlers:
         if member is None:
             return
         chunk = self._dispatcher.take(
-            member.id, message.integer("epoch"), message.integer("processed"), self._roster.group
+            member.id,
+            message.integer("epoch"),
+            message.integer("processed"),
+            self._roster.group,
+            message.integer("ordinal"),
         )
-        self._reply(message, Message("chunk", {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}))
+        fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop, "ordinal": message.integer("ordinal")}
+        self._reply(message, Message("chunk", fields))
 
     # The end
 
@@ -251,7 +264,13 @@ class CoordinatorHandlers:
         self._roster.tell_all(self._ended)
 
     def _notice(self, message: Message) -> None:
+        self._keep_notice(message.string("name"), message.integer("value"))
         self._roster.tell_all(Message("notice", {"name": message.string("name"), "value": message.integer("value")}))
+
+    def _keep_notice(self, name: object, value: object) -> None:
+        """The first value of a name; every answer to a sign of life repeats them."""
+        if isinstance(name, str) and len(name) < 64 and type(value) is int and len(self._notices) < MOST_NOTICES:
+            self._notices.setdefault(name, value)
 
     def _refuse(self, connection: bytes, text: str) -> None:
         self._send(Message("ended", {"message": text, "clean": False}, (), connection))

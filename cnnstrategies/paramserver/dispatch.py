@@ -28,6 +28,8 @@ class _Share:
     held: deque[Chunk] = field(default_factory=deque)
     finished: int = 0
     taken: int = 0
+    ordinal: int = 0
+    answer: Chunk | None = None
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Dispatcher:
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
         self._epochs[number] = _Epoch(deque(left + cut))
 
-    def take(self, worker: int, number: int, processed: int, workers: Collection[int]) -> Chunk:
+    def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
         """The next chunk for a worker.
 
         Every worker gets at least one chunk of an epoch, if there are as many: one that got none would take no part
@@ -75,6 +77,7 @@ class Dispatcher:
             number: The epoch.
             processed: Positions that it has processed in this epoch, in the order in which it got them.
             workers: All that take part.
+            ordinal: How many it has asked for in this epoch, with this one. The same again is answered the same.
 
         Returns:
             The chunk; an empty one when there are no more.
@@ -84,11 +87,20 @@ class Dispatcher:
         if epoch is None:
             return none
         share = epoch.shares.setdefault(worker, _Share())
+        if share.answer is not None and share.ordinal == ordinal:
+            return share.answer
+        share.ordinal = ordinal
+        share.answer = self._next(epoch, share, worker, processed, workers) or none
+        return share.answer
+
+    def _next(
+        self, epoch: _Epoch, share: _Share, worker: int, processed: int, workers: Collection[int]
+    ) -> Chunk | None:
         while share.held and share.finished + len(share.held[0]) <= processed:
             share.finished += len(share.held.popleft())
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
         if not epoch.waiting or (share.taken and len(epoch.waiting) <= idle):
-            return none
+            return None
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
         share.taken += len(chunk)

@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.limits import allow_files, files_of_worker
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -55,6 +56,7 @@ class Links:
         keys: KeyPair | None,
         insecure: bool,
     ) -> None:
+        allow_files(files_of_worker(specification.servers), f"worker {id}")
         self.view = views.current()
         self.sequence = 0
         self._views = views

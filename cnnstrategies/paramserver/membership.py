@@ -115,7 +115,9 @@ class Views:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
-            select.select([self._readable], [], [], left)
+            waiting = select.poll()  # Unlike `select` it takes descriptors of any number.
+            waiting.register(self._readable, select.POLLIN)
+            waiting.poll(1000 * left)
         return view
 
     def fileno(self) -> int:
@@ -170,6 +172,8 @@ class Membership:
         self._ended: RunEnded | None = None
         self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._notices: dict[str, int] = {}
+        self._announced: dict[str, int] = {}
+        self._ending: Message | None = None
         self._closing = False
         self._left = False
         self._closed = False
@@ -228,11 +232,12 @@ class Membership:
 
     def end(self, message: str, clean: bool = False) -> None:
         """Have every process of the run end, with a message."""
-        self._requests.put(self.address.message("end", {"message": message, "clean": clean}))
+        self._ending = self.address.message("end", {"message": message, "clean": clean})
         self._wake()
 
     def announce(self, name: str, value: int) -> None:
         """Tell every process of the run a number, without waiting for any."""
+        self._announced[name] = value  # Every sign of life repeats it.
         self._requests.put(self.address.message("notice", {"name": name, "value": value}))
         self._wake()
 
@@ -248,7 +253,7 @@ class Membership:
         self._closing = leave
         self._left = not leave
         self._wake()
-        self._thread.join(max(1.0, self.address.heartbeat * 2))
+        self._thread.join(self.address.timeout + 1.0)
         if not self._thread.is_alive():
             for views in (self._views, *self._sources):
                 views.close()
@@ -276,6 +281,7 @@ class Membership:
         heard = time.monotonic()
         beat_at = heard
         asked_to_leave = False
+        left_at = heard
         running = heard
         while not self._left:
             now = time.monotonic()
@@ -290,15 +296,19 @@ class Membership:
                     clean=False,
                 )
             if now >= beat_at:
+                # What is said once may be lost: each beat says it again until it is heard.
                 beat_at = now + address.heartbeat
-                send(connection, self._beat())
+                if not asked_to_leave:
+                    send(connection, self._beat())
+                if self._ending is not None and self._ended is None:
+                    send(connection, self._ending)
+                if self._closing:
+                    send(connection, address.message("leave", address.fields()))
+                    left_at = left_at if asked_to_leave else now
+                    asked_to_leave = True
             while not self._requests.empty():
                 send(connection, self._requests.get())
-            if self._closing and not asked_to_leave:
-                send(connection, address.message("leave", address.fields()))
-                asked_to_leave = True
-                leaving_until = now + address.heartbeat
-            if asked_to_leave and now > leaving_until:
+            if asked_to_leave and now - left_at > (address.timeout if self._ended is None else address.heartbeat):
                 return
             ready = dict(poller.poll(int(max(0.0, min(beat_at - now, 0.5)) * 1000)))
             if self._wake_in in ready:
@@ -319,13 +329,16 @@ class Membership:
         if here < 0:
             # Until it is answered: what listens there may be the coordinator of the session before, which does not.
             return self._hello
-        return self.address.message("beat", {**self.address.fields(), "here": here, "seen": self._seen})
+        fields = {**self.address.fields(), "here": here, "seen": self._seen, "notices": self._announced}
+        return self.address.message("beat", fields)
 
     def _take(self, message: Message) -> None:
         if message.kind == "ended":
             self._set_ended(message.string("message"), message.flag("clean"))
         elif message.kind == "notice":
             self._notices[message.string("name")] = message.integer("value")
+        elif message.kind == "pong":
+            self._notices |= message.fields.get("notices", {})
         elif message.kind == "view":
             try:
                 view = View.from_dict(message.fields["view"])

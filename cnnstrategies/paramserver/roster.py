@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cnnstrategies.paramserver.control import Message
+from cnnstrategies.paramserver.control import Message, encode_fields
 from cnnstrategies.paramserver.view import ServerInfo, View, WorkerInfo
 
 SERVER, WORKER = "server", "worker"
@@ -70,6 +70,7 @@ class Roster:
         self._survivable = survivable
         self._send = send
         self._members: dict[tuple[str, int], Member] = {}
+        self._published = _encoded(View(0, (), ()))
         self._running = time.monotonic()
 
     def expects(self, role: str, identity: int) -> bool:
@@ -109,7 +110,7 @@ class Roster:
     # Views
 
     def view(self) -> View:
-        """The present view."""
+        """The members as they are now, under the present number."""
         servers = [m for (role, _), m in sorted(self._members.items()) if role == SERVER]
         workers = [m for (role, i), m in sorted(self._members.items()) if role == WORKER and i in self.group]
         workers = workers if self.sealed else []
@@ -126,14 +127,15 @@ class Roster:
         return len(self.lost_servers) <= self._survivable
 
     def publish(self) -> None:
-        """Give the view, which has changed, the next number and send it to all."""
+        """Give the view, which has changed, the next number and send it to all; it is encoded once."""
         self.number += 1
+        self._published = _encoded(self.view())
         for member in self._members.values():
             self.send_view(member)
 
     def send_view(self, member: Member) -> None:
-        """Send the present view to one member."""
-        self.tell(member, Message("view", {"view": self.view().as_dict()}))
+        """Send the last published view to one member: a number has one content."""
+        self.tell(member, self._published)
 
     def servers_have_seen(self, number: int) -> bool:
         """Whether all servers are there and have seen a view; those whose slices others hold may be lost."""
@@ -141,14 +143,22 @@ class Roster:
         expected = self._servers - (len(self.lost_servers) if self.copies_are_left else 0)
         return all(server.acknowledged >= number for server in servers) and len(servers) == expected
 
+    def servers_behind(self, number: int) -> list[str]:
+        """The servers that have not seen a view."""
+        return [str(m) for (role, _), m in self._members.items() if role == SERVER and m.acknowledged < number]
+
     # Messages
 
     def tell(self, member: Member, message: Message) -> None:
         """Send a message to a member, if it is reached."""
         if member.connection:
-            self._send(Message(message.kind, message.fields, message.frames, member.connection))
+            self._send(message.to(member.connection))
 
     def tell_all(self, message: Message) -> None:
         """Send a message to all members."""
         for member in self._members.values():
             self.tell(member, message)
+
+
+def _encoded(view: View) -> Message:
+    return Message("view", encoded=encode_fields({"view": view.as_dict()}))

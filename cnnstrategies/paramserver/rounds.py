@@ -1,15 +1,18 @@
 """The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cnnstrategies.paramserver.control import Buffer, Message
 from cnnstrategies.paramserver.roster import Member, Roster
 
+MOST_NAMED = 4  # of the workers that are waited for
+
 
 @dataclass
 class _Contribution:
-    connection: bytes
     sequence: int
     operation: str
     frames: Sequence[Buffer]
@@ -21,6 +24,21 @@ class _Result:
     sizes: list[int]
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Answer:
+    """The last one to a worker: kept, for it may be lost on its way.
+
+    Attributes:
+        request: The worker's life, its sequence, and whether it sealed.
+        message: The answer.
+        view: The servers must have seen it before.
+    """
+
+    request: tuple[int, int, bool]
+    message: Message
+    view: int
 
 
 class Rounds:
@@ -41,11 +59,14 @@ class Rounds:
         self._log: list[_Result] = []
         self._pending: dict[int, _Contribution] = {}
         self._flags: tuple[bool, bool] = (False, False)
-        self._joiners: dict[int, bytes] = {}
-        self._held: list[tuple[int, list[Message]]] = []
+        self._joiners: dict[int, tuple[int, int, bool]] = {}
+        self._requests: dict[int, tuple[int, int, bool]] = {}
+        self._connections: dict[int, bytes] = {}  # by which each worker has asked last
+        self._answers: dict[int, _Answer] = {}
+        self._held: dict[int, float] = {}  # workers whose answers wait for the servers, since when
 
     def collect(self, member: Member, message: Message) -> str | None:
-        """Take a worker's contribution.
+        """Take a worker's contribution, or its question what has become of it; both may come any number of times.
 
         Returns:
             Why the run cannot go on, if it cannot.
@@ -55,11 +76,21 @@ class Rounds:
         """
         sequence, operation = message.integer("sequence"), message.string("operation")
         seal, boundary = message.flag("seal"), message.flag("boundary")
+        request = (member.incarnation, sequence, seal)
+        self._connections[member.id] = message.sender
+        answer = self._answers.get(member.id)
+        if answer is not None and answer.request == request:
+            self._answer(member.id)
+            return None
         if self._roster.sealed and seal:
-            self._joiners[member.id] = message.sender
+            self._joiners[member.id] = request
+            self._tell(member.id, Message("waiting", {"sequence": sequence, "for": ["the others' next boundary"]}))
             return self.over
         if sequence < len(self._log):
-            self._send(self._message(message.sender, self._log[sequence], sequence, joined=False))
+            self._send(self._message(self._log[sequence], sequence, joined=False).to(message.sender))
+            return None
+        if message.flag("asks"):
+            self._tell(member.id, self._progress(member.id, sequence))
             return None
         if sequence != self._sequence or member.id not in self._roster.group:
             return f"{member} is at collective {sequence}, {operation}, and the others are at {self._sequence}"
@@ -69,10 +100,20 @@ class Rounds:
                 f"worker {other[0]} is at `{other[1].operation}` and worker {member.id} at `{operation}`: every "
                 "worker must call the same collectives in the same order"
             )
-        self._pending[member.id] = _Contribution(message.sender, sequence, operation, message.frames)
+        self._pending[member.id] = _Contribution(sequence, operation, message.frames)
+        self._requests[member.id] = request
         self._flags = (seal, boundary)
         self.complete()
         return None
+
+    def _progress(self, worker: int, sequence: int) -> Message:
+        """What has become of a contribution that is not answered: it has not come, or others are waited for."""
+        if sequence != self._sequence or worker not in self._pending:
+            return Message("again", {"sequence": sequence})
+        absent = itertools.islice(
+            (f"worker {one}" for one in self._roster.group if one not in self._pending), MOST_NAMED
+        )
+        return Message("waiting", {"sequence": sequence, "for": list(absent)})
 
     @property
     def over(self) -> str | None:
@@ -83,8 +124,8 @@ class Rounds:
 
     def forget(self, worker: int) -> None:
         """Take out what a worker that is gone has contributed to the present round."""
-        self._joiners.pop(worker, None)
-        self._pending.pop(worker, None)
+        for entries in (self._joiners, self._pending, self._requests, self._connections, self._answers, self._held):
+            entries.pop(worker, None)
 
     def complete(self) -> None:
         """End the present round if nobody is waited for."""
@@ -97,7 +138,8 @@ class Rounds:
         result.frames = [frame for one in pending.values() for frame in one.frames]
         sequence = self._sequence
         self._sequence += 1
-        replies = [(one.connection, False) for one in pending.values()]
+        replies = dict.fromkeys(pending, False)
+        requests = {worker: self._requests.pop(worker) for worker in pending}
         if not roster.sealed:
             self._log.append(result)
         if seal:
@@ -105,28 +147,54 @@ class Rounds:
         elif boundary and self._joiners:
             roster.group |= self._joiners.keys()
             result.admitted = sorted(self._joiners)
-            replies += [(connection, True) for connection in self._joiners.values()]
+            replies |= dict.fromkeys(self._joiners, True)
+            requests |= self._joiners
             self._joiners = {}
-        elif not boundary:
-            for connection, joined in replies:
-                self._send(self._message(connection, result, sequence, joined))
-            return
-        if seal or any(joined for _, joined in replies):
+        if seal or any(replies.values()):
             roster.publish()
-        self._held.append(
-            (roster.number, [self._message(connection, result, sequence, joined) for connection, joined in replies])
-        )
+        view = roster.number if seal or boundary else -1
+        self._answers = {
+            worker: _Answer(requests[worker], self._message(result, sequence, joined), view)
+            for worker, joined in replies.items()
+        }
+        self._held = dict.fromkeys(replies, time.monotonic())
         self.release()
 
     def release(self) -> None:
         """Send the results that wait for the servers to have seen a view."""
-        for number, replies in list(self._held):
-            if self._roster.servers_have_seen(number):
-                self._held.remove((number, replies))
-                for reply in replies:
-                    self._send(reply)
+        if self._held and self._is_seen(next(iter(self._held))):  # They all wait for the same one.
+            for worker in list(self._held):
+                self._answer(worker)
 
-    def _message(self, connection: bytes, result: _Result, sequence: int, joined: bool) -> Message:
+    def _is_seen(self, worker: int) -> bool:
+        view = self._answers[worker].view
+        return view < 0 or self._roster.servers_have_seen(view)
+
+    def held_too_long(self, seconds: float) -> str | None:
+        """Which view the servers have not seen for some seconds although workers wait for it, if there is one."""
+        since = min(self._held.values(), default=None)
+        if since is None or time.monotonic() - since < seconds:
+            return None
+        view = max(self._answers[worker].view for worker in self._held)
+        blind = ", ".join(self._roster.servers_behind(view)) or "a server that is to come"
+        return f"{blind} did not take up view {view} for {seconds:g} s, and the workers wait for that"
+
+    def _answer(self, worker: int) -> None:
+        """Send a worker its answer, or have it know that the servers are waited for."""
+        answer = self._answers[worker]
+        if self._is_seen(worker):
+            self._held.pop(worker, None)
+            self._tell(worker, answer.message)
+        else:
+            sequence = answer.message.fields["sequence"]
+            self._tell(
+                worker, Message("waiting", {"sequence": sequence, "for": [f"the servers to see view {answer.view}"]})
+            )
+
+    def _tell(self, worker: int, message: Message) -> None:
+        self._send(message.to(self._connections[worker]))
+
+    def _message(self, result: _Result, sequence: int, joined: bool) -> Message:
         fields: dict[str, object] = {"sequence": sequence, "ids": result.ids, "sizes": result.sizes, "joined": joined}
         fields |= {"view": self._roster.number, "admitted": result.admitted}
-        return Message("result", fields, result.frames, connection)
+        return Message("result", fields, result.frames)

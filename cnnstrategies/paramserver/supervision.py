@@ -167,6 +167,7 @@ class Supervision:
         what = f"{one} {ending(code)}"
         if killed or one.role != WORKER:
             self.deaths.append(what)
+        if killed:  # Whoever ends by itself has said why.
             follows = "it is started again" if replaced else "it is not replaced"
             if one.restarts and self._over:
                 follows += ": only the first session of a run has restarts"

@@ -138,7 +138,8 @@ class Channels:
             key = (target, rank, size)
             if key not in self._sent_headers:
                 self._sent_headers[key] = header
-                self.transport.send_object(header, rank, what)
+                # Not waited for: its receiver may wait for what others do only when this rank has gone on.
+                leaving += self.transport.send_object(header, rank, what)
             assert self._sent_headers[key] == header, "the header of a size does not change"
             for tensor in tensors:
                 if id(tensor) not in copies:

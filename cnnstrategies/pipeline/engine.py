@@ -1,6 +1,5 @@
 """`Pipeline`: one rank of a network that is cut into replicated stages, for a script with plain torch."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -15,13 +14,14 @@ from cnnstrategies.pipeline.batch import Batch, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.connections import neighbours
 from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
 from cnnstrategies.pipeline.step import Loss, Step
-from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
 
@@ -51,6 +51,8 @@ class Pipeline:
         device: Where the stage runs.
         timeout: How long to wait for another rank.
         bucket_bytes: Size of the buckets in which gradients are summed over the replicas.
+        placement: Number the ranks stage by stage (``stages``), or pipeline by pipeline (``replicas``); see
+            :class:`~cnnstrategies.pipeline.timetable.Placement`.
 
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
@@ -73,19 +75,22 @@ class Pipeline:
         device: torch.device | str = "cpu",
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int = BUCKET_BYTES,
+        placement: Order = "stages",
     ) -> None:
         check_layout(len(cuts), replicas, microbatches, dist.get_world_size())
         self.blueprint = divide_by_names(network, cuts)
-        self.placement = Placement(tuple(replicas))
+        self.placement = Placement(tuple(replicas), placement)
         self.microbatches = microbatches
         self.device = torch.device(device)
         self.rank = dist.get_rank()
         self.place = self.placement.place(self.rank)
-        self.tasks = timetable(replicas, microbatches, schedule, run_ahead)[self.rank]
+        self.tasks = tasks_of(self.place, replicas, microbatches, schedule, run_ahead)
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        self.transport = Transport(self.placement, self._pairs(), timeout)
+        divisions = (self.blueprint.training, self.blueprint.evaluation)
+        pairs = neighbours(divisions, self.placement, microbatches)
+        self.transport = Transport(self.placement, pairs, self.device, timeout)
         group = self._stage_group(timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
@@ -143,16 +148,19 @@ class Pipeline:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
-    def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple") -> Batch:
+    def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple", everywhere: bool = True) -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
 
         Args:
             images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
             form: Travels with the batch: what kind of container the caller took it from.
+            everywhere: Bring ``rest`` to every rank; else straight to the last stage, which needs it for the loss.
         """
         with self.transport.collective("sharing a batch"):
-            return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
+            return share_batch(
+                images, rest, form, self.microbatches, self.placement, self.transport, self.device, everywhere
+            )
 
     def collect(self, value: Any) -> list[Any] | None:
         """Each stage's value, from its first replica, on rank 0; a collective.
@@ -169,7 +177,8 @@ class Pipeline:
             received = [self.transport.receive_object(self.placement.ranks(stage)[0], what) for stage in others]
             return [value, *received]
         if self.place.replica == 0:
-            self.transport.send_object(value, 0, "the state of a stage")
+            for one in self.transport.send_object(value, 0, "the state of a stage"):
+                one.wait()
         return None
 
     @torch.no_grad()
@@ -249,10 +258,10 @@ class Pipeline:
 
     def mean_loss(self) -> float:
         """The mean loss over the samples of the last step, as the last stage computed it; a collective."""
-        loss = self.executor.loss_sum.double().cpu()
+        loss = self.executor.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
-                dist.all_reduce(loss, group=self.transport.control)
+                dist.all_reduce(loss)
         return float(loss) / self._samples
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
@@ -278,7 +287,7 @@ class Pipeline:
         Returns:
             The mean loss over the global batch, on every rank.
         """
-        batch = self.share(images, *(() if targets is None else (targets,)))
+        batch = self.share(images, *(() if targets is None else (targets,)), everywhere=False)
         total, under_way = torch.zeros((), dtype=torch.float64, device=self.device), None
 
         def add_up_loss(step: Step) -> None:
@@ -302,6 +311,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Give the connections between the ranks back, after the last step; a collective."""
+        self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
         if self.reducer.group is not None:
@@ -321,14 +331,6 @@ class Pipeline:
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return self.module.training, batch.image_shape, batch.image_dtype, autocast
-
-    def _pairs(self) -> set[tuple[int, int]]:
-        """The ranks that exchange activations."""
-        routes = (*self.blueprint.training.routes, *self.blueprint.evaluation.routes)
-        stages = {(route.source, target) for route in routes for target in route.targets}
-        period = math.lcm(*self.placement.replicas)
-        rank_of = self.placement.rank_of
-        return {(rank_of(source, m), rank_of(target, m)) for source, target in stages for m in range(period)}
 
     def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """The replicas of this rank's stage; every rank takes part in making every group."""

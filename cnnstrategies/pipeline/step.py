@@ -83,8 +83,8 @@ class Step:
     def weighted_loss(self, outputs: Any, microbatch: int) -> Tensor:
         """The microbatch's part of the mean over the global batch."""
         assert self.loss is not None
-        rows = self.batch.split.global_rows(microbatch).to(self.device)
-        targets = tuple(tensor[rows] for tensor in self.batch.rest)
+        targets = self.batch.rest_of(microbatch)
         mean = self.loss(outputs, targets[0] if len(targets) == 1 else targets)
-        self.loss_sum = self.loss_sum + mean.detach() * len(rows)
-        return mean * (self.scale * len(rows) / self.batch.split.samples)
+        size = self.batch.split.sizes[microbatch]
+        self.loss_sum = self.loss_sum + mean.detach() * size
+        return mean * (self.scale * size / self.batch.split.samples)

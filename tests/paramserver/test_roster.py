@@ -1,10 +1,13 @@
 """Who is in a run, and what the servers among them know."""
 
+import json
 import time
 
 import pytest
 
-from cnnstrategies.paramserver.roster import SERVER, Member, Roster
+from cnnstrategies.paramserver.control import Message
+from cnnstrategies.paramserver.roster import SERVER, WORKER, Member, Roster
+from cnnstrategies.paramserver.view import View
 
 pytestmark = pytest.mark.light
 
@@ -22,3 +25,19 @@ def test_a_lost_server_need_not_have_seen_a_view_if_others_have_its_slices(survi
     assert not roster.servers_have_seen(5)
     roster.lost_servers.add(1)
     assert roster.servers_have_seen(5) == goes_on
+
+
+def test_a_view_is_encoded_once_and_its_number_has_one_content():
+    sent: list[Message] = []
+    roster = Roster(3, 1, 0, send=sent.append)
+    for number in range(3):
+        roster.add(Member(WORKER, number, 0, 1, "here", bytes([number + 1]), time.monotonic()))
+    roster.sealed = True
+    roster.publish()
+    assert [message.sender for message in sent] == [b"\1", b"\2", b"\3"]
+    assert len({id(message.encoded) for message in sent}) == 1
+    roster.remove(roster.find(WORKER, 1))
+    roster.send_view(roster.find(WORKER, 0))  # Who asks again before the next view is told what the others were.
+    assert sent[-1].encoded is sent[0].encoded
+    view = View.from_dict(json.loads(sent[0].encoded)["view"])
+    assert (view.number, [worker.id for worker in view.workers]) == (1, [0, 1, 2])

@@ -24,7 +24,7 @@ from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
-from cnnstrategies.pipeline.timetable import Placement, Schedule
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, check_module, check_optimizers
@@ -71,6 +71,8 @@ class HybridPipelineStrategy(DDPStrategy):
             (``microbatch``). In both, each microbatch is normalised by itself.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
+        placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
+            together, which sum their gradients; ``replicas`` those that send each other activations.
         timeout: How long to wait for another rank.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
 
@@ -90,6 +92,7 @@ class HybridPipelineStrategy(DDPStrategy):
         memory_limit: int | None = None,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
+        placement: Order = "stages",
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -108,6 +111,7 @@ class HybridPipelineStrategy(DDPStrategy):
             memory_limit,
             batch_norm,
             activation_checkpointing,
+            placement,
         )
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
@@ -149,18 +153,18 @@ class HybridPipelineStrategy(DDPStrategy):
     @property
     def placement(self) -> Placement:
         """The numbering of the ranks."""
-        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes))
+        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes), self.request.placement)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The shards are those of the first stage's replicas; the other ranks name one and do not load it."""
-        first = self.placement.replicas[0]
-        return {"num_replicas": first, "rank": self.global_rank if self.global_rank < first else 0}
+        place = self.placement.place(self.global_rank)
+        return {"num_replicas": self.placement.replicas[0], "rank": 0 if place.stage else place.replica}
 
     @override
     def process_dataloader(self, dataloader: object) -> StageLoader:
-        loads = self.global_rank < self.placement.replicas[0]
+        loads = self.placement.place(self.global_rank).stage == 0
         return stage_loader(dataloader, loads, self._most)
 
     @override
@@ -239,6 +243,7 @@ class HybridPipelineStrategy(DDPStrategy):
             self.request.activation_checkpointing,
             self.root_device,
             self.time_limit,
+            placement=self.request.placement,
         )
         self._divided = DividedModule(self.lightning_module, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cnnstrategies.pipeline.costs import GraphCosts, Link
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.costs import GraphCosts, Link
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]

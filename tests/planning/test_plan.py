@@ -7,11 +7,12 @@ import pytest
 from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.pipeline.layout import Layout, StageCost, stage_costs
-from cnnstrategies.pipeline.plan import Plan, make_plan
-from cnnstrategies.pipeline.plan_table import format_bytes, plan_table, verdict
-from cnnstrategies.pipeline.request import Request
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.plan import Plan, make_plan
+from cnnstrategies.planning.report import format_bytes, plan_table, verdict
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.stage_costs import StageCost, stage_costs
 
 pytestmark = pytest.mark.light
 

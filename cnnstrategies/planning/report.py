@@ -5,7 +5,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cnnstrategies.pipeline.plan import Plan
+from cnnstrategies.planning.plan import Plan
 
 
 def plan_table(plan: Plan) -> Group:

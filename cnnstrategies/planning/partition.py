@@ -1,6 +1,6 @@
 """Choose where to cut a network and how often to replicate each stage, from the costs of its nodes.
 
-The dynamic programme of :mod:`cnnstrategies.pipeline.programme` proposes layouts; the simulator ranks them, and a
+The dynamic programme of :mod:`cnnstrategies.planning.programme` proposes layouts; the simulator ranks them, and a
 local search moves cuts and replicas while the predicted time falls.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.programme import Problem, propose
+from cnnstrategies.planning.programme import Problem, propose
 
 PROPOSALS = 24  # that the simulator ranks
 REFINED = 6  # of the ranked, each with other replicas, that the local search starts from

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cnnstrategies.pipeline.costs import Link
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES
-from cnnstrategies.pipeline.layout import Message, StageCost
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Kind, Task
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.stage_costs import Message, StageCost
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,14 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 
-from cnnstrategies.pipeline.costs import GraphCosts, Link
-from cnnstrategies.pipeline.layout import Layout, StageCost, messages, stage_costs
-from cnnstrategies.pipeline.partition import best_layout
-from cnnstrategies.pipeline.programme import Problem
-from cnnstrategies.pipeline.request import Request, even_replicas
-from cnnstrategies.pipeline.simulate import Simulation, peak_in_flight, simulate
+from cnnstrategies.pipeline.layout import Layout, even_replicas
 from cnnstrategies.pipeline.timetable import timetable
+from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.partition import best_layout
+from cnnstrategies.planning.programme import Problem
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.simulate import Simulation, peak_in_flight, simulate
+from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
 WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
 

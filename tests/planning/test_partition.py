@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from cnnstrategies.pipeline.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.partition import best_layout
-from cnnstrategies.pipeline.predict import Predictor
-from cnnstrategies.pipeline.programme import propose
-from cnnstrategies.pipeline.request import Request
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.partition import best_layout
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.programme import propose
+from cnnstrategies.planning.request import Request
 
 pytestmark = pytest.mark.light
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.choose import choose_layout
-from cnnstrategies.pipeline.costs import Link
-from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.tracing import cut_positions, trace
+from cnnstrategies.planning.choose import choose_layout
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.request import Request
 
 pytestmark = pytest.mark.light
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cnnstrategies.pipeline.link import measure_local_link
+from cnnstrategies.planning.measure_links import measure_local_link
 
 
 def test_loopback_has_a_plausible_latency_and_bandwidth() -> None:

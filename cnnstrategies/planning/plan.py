@@ -3,14 +3,15 @@
 import itertools
 from dataclasses import dataclass
 
-from cnnstrategies.pipeline.choose import find_layout
-from cnnstrategies.pipeline.costs import GraphCosts, Link
-from cnnstrategies.pipeline.layout import Layout, StageCost, messages, stage_costs
-from cnnstrategies.pipeline.predict import Predictor
-from cnnstrategies.pipeline.request import Request, check_request
-from cnnstrategies.pipeline.simulate import simulate
+from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
+from cnnstrategies.planning.choose import find_layout
+from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request, check_request
+from cnnstrategies.planning.simulate import simulate
+from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """What a plan is asked for, and what cannot be asked for."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.costs import GraphCosts
-
-Checkpointing = Literal["never", "except_last", "always"]
+from cnnstrategies.pipeline.recompute import Checkpointing
+from cnnstrategies.planning.costs import GraphCosts
 
 
 @dataclass(frozen=True)
@@ -38,20 +36,6 @@ class Request:
     activation_checkpointing: Checkpointing = "never"
     run_ahead: bool | None = None
     state_copies: int = 3
-
-
-def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
-    """The same number of replicas for every stage.
-
-    Raises:
-        ConfigurationError: The devices do not divide evenly.
-    """
-    if devices % stages:
-        raise ConfigurationError(
-            f"{devices} devices do not divide evenly into {stages} stages: give replicas, one number per stage with "
-            f"the sum {devices}, or use a multiple of {stages} devices"
-        )
-    return (devices // stages,) * stages
 
 
 def check_request(costs: GraphCosts, request: Request) -> None:

@@ -3,12 +3,12 @@
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.costs import Link
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.predict import Predictor
-from cnnstrategies.pipeline.profiling import profile
-from cnnstrategies.pipeline.request import Request, check_request
 from cnnstrategies.pipeline.tracing import trace
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request, check_request
 
 TEN_GIGABIT = Link(bandwidth=1.25e9, latency=5e-5)
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline.costs import GraphCosts
-from cnnstrategies.pipeline.profiling import preserved, profile
 from cnnstrategies.pipeline.tracing import trace
+from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.measure_network import preserved, profile
 
 
 class Network(nn.Module):

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cnnstrategies.pipeline.costs import Link
-from cnnstrategies.pipeline.layout import Message, StageCost
-from cnnstrategies.pipeline.simulate import peak_in_flight, simulate
 from cnnstrategies.pipeline.timetable import Kind, Task, timetable
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.simulate import peak_in_flight, simulate
+from cnnstrategies.planning.stage_costs import Message, StageCost
 
 pytestmark = pytest.mark.light
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from cnnstrategies.pipeline.costs import GraphCosts, NodeCost, Value
 from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
 
 
 @contextmanager

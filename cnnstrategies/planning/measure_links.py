@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from cnnstrategies.pipeline.costs import Link
+from cnnstrategies.planning.costs import Link
 
 SMALL = 1024
 LARGE = 8 * 2**20

@@ -1,0 +1,183 @@
+"""Any message may be lost, and nobody waits for ever: what is not answered is asked for again."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cnnstrategies.paramserver import collectives
+from cnnstrategies.paramserver.collectives import Collectives
+from cnnstrategies.paramserver.control import Message, parse
+from cnnstrategies.paramserver.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
+from cnnstrategies.paramserver.membership import Address, Membership
+
+
+@pytest.fixture
+def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "PROBE_SECONDS", 0.05)
+
+
+class LossyCoordinator:
+    """A coordinator in a thread, of whose messages some are lost, in both directions.
+
+    Args:
+        directory: For its socket.
+        loses: Whether a message of a kind is lost.
+        settings: Of the coordinator.
+    """
+
+    def __init__(self, directory: Path, loses: Callable[[str], bool], workers: int = 2, **settings: Any) -> None:
+        endpoint = f"ipc://{directory}/coordinator"
+        self._coordinator = Coordinator(CoordinatorSettings(endpoint, workers, 0, 5.0, **settings))
+        self.address = Address(endpoint, "worker", 0, 0, 0.05, 5.0)
+        handle, send = self._coordinator.handle, self._coordinator._handlers._send
+
+        def lossy_handle(parts: Any) -> None:
+            if not loses(parse(parts, routed=True).kind):
+                handle(parts)
+
+        def lossy_send(message: Message) -> None:
+            if not loses(message.kind):
+                send(message)
+
+        self._coordinator.handle = lossy_handle  # type: ignore[method-assign]
+        handlers = self._coordinator._handlers
+        for owner in (handlers, handlers._roster, handlers._rounds, handlers._values):
+            owner._send = lossy_send
+        self._stopping = False
+        self._thread = threading.Thread(target=self._coordinator.run, args=(lambda: self._stopping,), daemon=True)
+        self._thread.start()
+
+    def worker(self, number: int) -> Membership:
+        return Membership(Address(self.address.coordinator, "worker", number, 0, 0.05, 5.0))
+
+    def __enter__(self) -> "LossyCoordinator":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping = True
+        self._thread.join(10)
+        self._coordinator.close()
+
+
+def together(functions: list[Callable[[], Any]], seconds: float = 20) -> list[Any]:
+    """What some functions return that run at the same time; fails if one does not."""
+    results: dict[int, Any] = {}
+
+    def run(number: int) -> None:
+        try:
+            results[number] = functions[number]()
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    assert len(results) == len(functions), f"only {sorted(results)} of {len(functions)} have ended within {seconds} s"
+    return [results[number] for number in range(len(functions))]
+
+
+def work(membership: Membership) -> Any:
+    """Everything that a worker asks of the coordinator."""
+    run = Collectives(membership)
+    me = membership.address.id
+    if me == 0:
+        run.put("name", [b"value"])
+    found: list[Any] = [bytes(run.get("name")[0])]
+    found += [run.gather(me).values for _ in range(3)]
+    run.start()
+    found += [run.gather([me, number]).values for number in range(5)]
+    found.append(run.boundary("state").values)
+    run.begin_epoch(0, 20, 2)
+    chunks, processed = [], 0
+    while chunk := run.take(0, processed):
+        chunks.append((chunk.start, chunk.stop))
+        processed += len(chunk)
+    run.barrier("end")
+    run.close()
+    membership.close()
+    return found, chunks
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.usefixtures("quick_probes")
+def test_collectives_bring_the_same_when_a_third_of_all_messages_is_lost(seed: int, tmp_path: Path) -> None:
+    chance, lock = random.Random(seed), threading.Lock()
+
+    def loses(kind: str) -> bool:
+        with lock:
+            return chance.random() < 0.33
+
+    with LossyCoordinator(tmp_path, loses) as lossy:
+        members = [lossy.worker(number) for number in range(2)]
+        (first, mine), (second, yours) = together([lambda m=m: work(m) for m in members])  # type: ignore[misc]
+    assert first == second
+    assert first == [
+        b"value",
+        *[{0: 0, 1: 1}] * 3,
+        *[{0: [0, n], 1: [1, n]} for n in range(5)],
+        {0: "state", 1: "state"},
+    ]
+    assert sorted(mine + yours) == [(start, start + 2) for start in range(0, 20, 2)]
+
+
+KINDS = ("collect", "result", "put", "kept", "get", "value", "epoch", "take", "chunk", "leave", "left")
+
+
+@pytest.mark.usefixtures("quick_probes")
+def test_the_first_of_each_kind_is_lost(tmp_path: Path) -> None:
+    """One that is sent only once, or in one case only, is not left to chance."""
+    left = dict.fromkeys(KINDS, 2)
+
+    def loses(kind: str) -> bool:
+        left[kind] = left.get(kind, 0) - 1
+        return left[kind] >= 0
+
+    with LossyCoordinator(tmp_path, loses) as lossy:
+        members = [lossy.worker(number) for number in range(2)]
+        begun = time.monotonic()
+        (first, _), (second, _) = together([lambda m=m: work(m) for m in members])  # type: ignore[misc]
+    assert first == second
+    assert time.monotonic() - begun < 5, "nobody was taken for dead"
+    assert all(count < 0 for count in left.values()), left
+
+
+@pytest.mark.usefixtures("quick_probes")
+def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LossyCoordinator(tmp_path, lambda kind: kind == "collect", workers=1) as lossy:
+        membership = Membership(Address(lossy.address.coordinator, "worker", 0, 0, 0.05, 0.5))
+        run = Collectives(membership)
+        with pytest.raises(RuntimeError, match=r"worker 0: the coordinator at ipc:.* has not answered `end` for"):
+            run.barrier("end")
+        run.close()
+        membership.close()
+
+
+@pytest.mark.usefixtures("quick_probes")
+def test_who_waits_is_told_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(collectives, "WARN_SECONDS", 0.3)
+
+    def late(membership: Membership, seconds: float) -> None:
+        run = Collectives(membership)
+        time.sleep(seconds)
+        run.barrier("second")
+        run.close()
+
+    with LossyCoordinator(tmp_path, lambda kind: False) as lossy:
+        members = [lossy.worker(number) for number in range(2)]
+        together([lambda: late(members[0], 0.0), lambda: late(members[1], 0.6)])
+        for member in members:
+            member.close()
+    assert "worker 0 has waited in `second` for worker 1 for 0 s" in capfd.readouterr().err
