@@ -271,14 +271,11 @@ class Pipeline:
 
     def mean_loss(self) -> float:
         """The loss of the last step's batch, as the last stage has added it up; a collective."""
-        return float(self._mean_loss())
-
-    def _mean_loss(self) -> Tensor:
         loss = self.executor.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
                 dist.all_reduce(loss)
-        return loss
+        return float(loss)
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.
