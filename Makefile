@@ -10,7 +10,7 @@ UV ?= $(shell command -v uv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test test-cluster test-portable fuzz-pipeline ends-pipeline mutants lint types docs check clean
+.PHONY: quickstart test test-cluster test-portable fuzz-pipeline ends-pipeline mutants simulate lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -46,6 +46,12 @@ ends-pipeline: $(INSTALLED)
 # Removes one guarantee after the other: a test must fail each time.
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants/run.py
+
+# The parameter server in virtual time, with faults; a seed that fails is explained, and seen again with FIRST.
+SEEDS ?= 300
+FIRST ?= 0
+simulate: $(INSTALLED)
+	$(BIN)/python -m cnnstrategies.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

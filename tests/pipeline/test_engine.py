@@ -86,6 +86,7 @@ def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, 
     optimizer_name = options.pop("optimizer")
     sizes = options.pop("sizes", (12,))
     accumulate = options.pop("accumulate", 1)
+    reduce_once = options.pop("reduce_once", False)
     network = make_network()
     alone = copy.deepcopy(network)
     pipeline = Pipeline(
@@ -97,7 +98,8 @@ def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, 
     freeze_norm(alone)
     compared = []
     for step, (images, targets) in enumerate(global_batches(5 * accumulate, sizes)):
-        got = pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
+        more = reduce_once and (step + 1) % accumulate > 0
+        got = pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy, more)
         loss = F.cross_entropy(alone(images), targets)
         loss.backward()
         compared.append((f"loss {step}", got, loss.detach()))
@@ -116,6 +118,7 @@ def scenarios(replicas: tuple[int, ...]) -> dict[str, Any]:
         for optimizer in ("sgd", "adamw")
     }
     options["accumulation"] = {"optimizer": "sgd", "accumulate": 2}
+    options["accumulation, reduced once"] = {"optimizer": "sgd", "accumulate": 3, "reduce_once": True, "sizes": (12, 7)}
     options["partial batches"] = {"optimizer": "adamw", "sizes": (12, 7, 3, 1)}
     options["fewer samples than microbatches, gpipe"] = {"optimizer": "sgd", "sizes": (5, 2), "schedule": "gpipe"}
     options["recompute always"] = {"optimizer": "sgd", "activation_checkpointing": "always", "sizes": (12, 5)}
