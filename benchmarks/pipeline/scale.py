@@ -8,6 +8,7 @@ not depend on the ranks.
 """
 
 import copy
+import itertools
 import statistics
 import sys
 import time
@@ -41,7 +42,7 @@ def seconds_of_ranks(replicas: tuple[int, ...], microbatches: int) -> list[tuple
             pipeline.step(images, targets, F.mse_loss)
             steps.append(time.thread_time())
         pipeline.close()
-        return steps[0] - start, min(after - before for before, after in zip(steps, steps[1:], strict=False))
+        return steps[0] - start, min(after - before for before, after in itertools.pairwise(steps))
 
     with divided_once(network, cuts):
         return World(sum(replicas), "nccl").run(main)
