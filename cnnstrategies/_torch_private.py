@@ -3,6 +3,7 @@
 `tests/test_torch_private.py` fails when one of them changes.
 """
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -28,3 +29,11 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` has returned, or was compiled in its place by ``compile()``.
+
+    The class of the first is public nowhere, and importing it takes seconds.
+    """
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
