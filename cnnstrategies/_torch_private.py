@@ -3,8 +3,21 @@
 `tests/test_torch_private.py` fails when one of them changes.
 """
 
-from torch import nn
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of many tensors into another one: a call for all instead of one for each."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def add_all(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Add to each of many tensors another one: a call for all instead of one for each."""
+    torch._foreach_add_(list(targets), list(others))
 
 
 def measure_every_step(model: DistributedDataParallel) -> None:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
@@ -71,6 +72,7 @@ def main(args: Sequence[str]) -> None:
     """
     # What LightningCLI reads, and what errors are explained by.
     sys.argv = ["cnnstrategies plan", *args[1:]]
+    quieten()
     cli = PlanCLI()
     config = cli.config
     options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__dataclass_fields__})

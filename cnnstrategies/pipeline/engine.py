@@ -1,6 +1,5 @@
 """`Pipeline`: one rank of a network that is cut into replicated stages, for a script with plain torch."""
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from datetime import timedelta
@@ -15,13 +14,14 @@ from cnnstrategies.pipeline.batch import Batch, Images, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.connections import neighbours
 from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.outputs import OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
-from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
 
@@ -49,6 +49,8 @@ class Pipeline:
         device: Where the stage runs.
         timeout: How long to wait for another rank.
         bucket_bytes: Size of the buckets in which gradients are summed over the replicas.
+        placement: Number the ranks stage by stage (``stages``), or pipeline by pipeline (``replicas``); see
+            :class:`~cnnstrategies.pipeline.timetable.Placement`.
 
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
@@ -70,19 +72,22 @@ class Pipeline:
         device: torch.device | str = "cpu",
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int = BUCKET_BYTES,
+        placement: Order = "stages",
     ) -> None:
         check_layout(len(cuts), replicas, microbatches, dist.get_world_size())
         self.blueprint = divide_by_names(network, cuts)
-        self.placement = Placement(tuple(replicas))
+        self.placement = Placement(tuple(replicas), placement)
         self.microbatches = microbatches
         self.device = torch.device(device)
         self.rank = dist.get_rank()
         self.place = self.placement.place(self.rank)
-        self.tasks = timetable(replicas, microbatches, schedule)[self.rank]
+        self.tasks = tasks_of(self.place, replicas, microbatches, schedule)
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        self.transport = Transport(self.placement, self._pairs(), timeout)
+        divisions = (self.blueprint.training, self.blueprint.evaluation)
+        pairs = neighbours(divisions, self.placement, microbatches)
+        self.transport = Transport(self.placement, pairs, self.device, timeout)
         group = self._stage_group(timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
@@ -121,8 +126,9 @@ class Pipeline:
     def refresh(self) -> None:
         """Look which parameters are trainable now, after some were frozen or unfrozen; a collective.
 
-        To be called by every rank, between two steps.
+        To be called by every rank, before the first step after the optimizer's.
         """
+        self.reducer.abandon()
         trainable = self._trainable()
         changed = torch.tensor(int(not _same(trainable, self.parameters)), dtype=torch.int32)
         if self.placement.world_size > 1:
@@ -137,7 +143,7 @@ class Pipeline:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
-    def share(self, images: Images | None, *rest: Tensor, form: Any = None) -> Batch:
+    def share(self, images: Images | None, *rest: Tensor, form: Any = None, everywhere: bool = True) -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
 
         Args:
@@ -145,9 +151,12 @@ class Pipeline:
                 the network takes several tensors; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
             form: Plain data that travels with the batch.
+            everywhere: Bring ``rest`` to every rank; else straight to the last stage, which needs it for the loss.
         """
         with self.transport.collective("sharing a batch"):
-            return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
+            return share_batch(
+                images, rest, form, self.microbatches, self.placement, self.transport, self.device, everywhere
+            )
 
     def collect(self, value: Any) -> list[Any] | None:
         """Each stage's value, from its first replica, on rank 0; a collective.
@@ -164,7 +173,8 @@ class Pipeline:
             received = [self.transport.receive_object(self.placement.ranks(stage)[0], what) for stage in others]
             return [value, *received]
         if self.place.replica == 0:
-            self.transport.send_object(value, 0, "the state of a stage")
+            for one in self.transport.send_object(value, 0, "the state of a stage"):
+                one.wait()
         return None
 
     @torch.no_grad()
@@ -193,7 +203,7 @@ class Pipeline:
         return merged
 
     def train(
-        self, batch: Batch, loss: Loss | PartialLoss, scale: float = 1.0
+        self, batch: Batch, loss: Loss | PartialLoss, scale: float | Tensor = 1.0, more: bool = False
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
@@ -202,10 +212,13 @@ class Pipeline:
             loss: Mean loss from the network's outputs and the targets (n, ...), or a loss in parts; called in the
                 last stage for each microbatch.
             scale: Factor on the loss.
+            more: Another batch follows before the optimizer's step. A stage with replicas then keeps its gradients
+                and adds them to those of the next batch, so that the replicas exchange them once.
 
         Returns:
-            For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, the same on
-            all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
+            For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, added to those of
+            the batches before it that were kept, the same on all replicas of the stage, or None; and in the last
+            stage the outputs of this rank's microbatches.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
@@ -218,7 +231,7 @@ class Pipeline:
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
             parts.begin(batch)
-        return self.executor.train(self.tasks, batch, parts, scale)
+        return self.executor.train(self.tasks, batch, parts, scale, more)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -231,11 +244,14 @@ class Pipeline:
 
     def mean_loss(self) -> float:
         """The loss of the last step's batch, as the last stage has added it up; a collective."""
-        loss = self.executor.loss_sum.double().cpu()
+        return float(self._mean_loss())
+
+    def _mean_loss(self) -> Tensor:
+        loss = self.executor.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
-                dist.all_reduce(loss, group=self.transport.control)
-        return float(loss)
+                dist.all_reduce(loss)
+        return loss
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.
@@ -248,31 +264,41 @@ class Pipeline:
         with self.transport.collective("gathering the outputs"):
             return self.gatherer.gather(batch.split, outputs, kind)
 
-    def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss) -> Tensor:
+    def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
 
         Args:
             images: In the first stage this replica's images (n, C, H, W) on ``device``; elsewhere ignored.
             targets: Their targets (n, ...).
             loss: Mean loss from outputs and targets.
+            more: Another step follows before the optimizer's: ``grad`` of a stage with replicas waits for it.
 
         Returns:
             The mean loss over the global batch, on every rank.
         """
-        batch = self.share(images, *(() if targets is None else (targets,)))
-        gradients, outputs = self.train(batch, loss)
+        batch = self.share(images, *(() if targets is None else (targets,)), everywhere=False)
+        gradients, _ = self.train(batch, loss, more=more)
+        shared = self.reducer.group is not None  # The gradients' memory is used again.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        with torch.no_grad():
-            return loss(self.gather(batch, outputs), batch.rest[0])
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad + gradient
+                else:
+                    parameter.grad = gradient.clone() if shared else gradient
+        return self._mean_loss()
 
     def close(self) -> None:
-        """Give the connections between the ranks back, after the last step; a collective."""
+        """Give the connections between the ranks back, after the last step; a collective.
+
+        The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
+        """
+        self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
+        for user in (self.reducer, self.executor.statistics, self.executor.buffers):
+            user.group = None
         self.transport.close()
 
     def __enter__(self) -> Self:
@@ -286,14 +312,6 @@ class Pipeline:
     def _autocast(self) -> Hashable:
         kind = self.device.type
         return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def _pairs(self) -> set[tuple[int, int]]:
-        """The ranks that exchange activations."""
-        routes = (*self.blueprint.training.routes, *self.blueprint.evaluation.routes)
-        stages = {(route.source, target) for route in routes for target in route.targets}
-        period = math.lcm(*self.placement.replicas)
-        rank_of = self.placement.rank_of
-        return {(rank_of(source, m), rank_of(target, m)) for source, target in stages for m in range(period)}
 
     def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """The replicas of this rank's stage; every rank takes part in making every group."""

@@ -215,8 +215,7 @@ class _Scaled(torch.autograd.Function):
 
 def targets_of(batch: Batch, microbatch: int) -> Any:
     """What a batch holds for a microbatch besides the images: one tensor, or a tuple of them."""
-    rows = batch.split.global_rows(microbatch)
-    return _targets(tuple(tensor[rows.to(tensor.device)] for tensor in batch.rest))
+    return _targets(batch.rest_of(microbatch))
 
 
 def _targets(rest: tuple[Tensor, ...]) -> Any:

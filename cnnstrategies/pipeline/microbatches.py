@@ -1,5 +1,6 @@
 """How a global batch is cut into microbatches, and in which order its rows stand."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,17 +56,23 @@ class Split:
     @cached_property
     def positions(self) -> Tensor:
         """Row in the global batch of each sample, with the samples ordered replica by replica (N,)."""
-        keys = [(index, replica) for replica, rows in enumerate(self.rows) for index in range(rows)]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        positions = torch.empty(len(keys), dtype=torch.int64)
-        positions[order] = torch.arange(len(keys))
+        rows = torch.tensor(self.rows)
+        replicas = torch.repeat_interleave(torch.arange(len(rows)), rows)
+        firsts = torch.cumsum(rows, 0) - rows
+        order = torch.argsort((torch.arange(len(replicas)) - firsts[replicas]) * len(rows) + replicas)
+        positions = torch.empty(len(order), dtype=torch.int64)
+        positions[order] = torch.arange(len(order))
         return positions
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [0, *itertools.accumulate(self.rows)]
 
     def global_rows(self, microbatch: int) -> Tensor:
         """Rows of the global batch that a microbatch holds, in its order (n,)."""
         replica = microbatch % len(self.rows)
         start, stop = self.bounds[microbatch]
-        offset = sum(self.rows[:replica])
+        offset = self._offsets[replica]
         return self.positions[offset + start : offset + stop]
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:

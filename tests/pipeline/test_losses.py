@@ -1,7 +1,6 @@
 """The parts of a loss add up to the gradients of the whole, or the loss is refused."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, WeighedLoss
 from cnnstrategies.pipeline.microbatches import Split
 
@@ -39,7 +39,7 @@ def in_parts(loss: Callable[[Outputs, Tensor], Tensor], kind: Any = None) -> dic
         return loss(outputs, TARGETS if microbatch is None else TARGETS[SPLIT.global_rows(microbatch)])
 
     parts = kind or WeighedLoss(part_of)
-    parts.begin(SimpleNamespace(split=SPLIT, rest=(TARGETS,)))
+    parts.begin(Batch(SPLIT, None, (), torch.float64, (TARGETS,), ()))
 
     def whole(leaves: Outputs) -> Tensor:
         rows = [SPLIT.global_rows(microbatch) for microbatch in range(5)]

@@ -16,7 +16,7 @@ from cnnstrategies.pipeline.engine import check_layout, divide_by_names
 from cnnstrategies.pipeline.layout import even_replicas
 from cnnstrategies.pipeline.microbatches import default_microbatches
 from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
-from cnnstrategies.pipeline.timetable import SCHEDULES, Schedule
+from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.planning.choose import choose_layout
 from cnnstrategies.planning.request import Request
@@ -58,12 +58,14 @@ class LayoutRequest:
     memory_limit: int | None
     batch_norm: BatchNormMode
     activation_checkpointing: Checkpointing
+    placement: Order
 
     def __post_init__(self) -> None:
         for name, value, accepted in (
             ("schedule", self.schedule, SCHEDULES),
             ("batch_norm", self.batch_norm, BATCH_NORM),
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
+            ("placement", self.placement, ORDERS),
         ):
             if value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")

@@ -1,8 +1,9 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
+import atexit
 import sys
-from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing
-from cnnstrategies.pipeline.timetable import Placement, Schedule
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, flatten, seen, take_apart
@@ -87,6 +88,8 @@ class HybridPipelineStrategy(DDPStrategy):
             (``microbatch``). In both, each microbatch is normalised by itself.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
+        placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
+            together, which sum their gradients; ``replicas`` those that send each other activations.
         network: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
             module's parameters.
         timeout: How long to wait for another rank.
@@ -107,6 +110,7 @@ class HybridPipelineStrategy(DDPStrategy):
         memory_limit: int | None = None,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
+        placement: Order = "stages",
         network: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
@@ -117,7 +121,15 @@ class HybridPipelineStrategy(DDPStrategy):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
         self.request = LayoutRequest(
-            stages, replicas, cuts, microbatches, schedule, memory_limit, batch_norm, activation_checkpointing
+            stages,
+            replicas,
+            cuts,
+            microbatches,
+            schedule,
+            memory_limit,
+            batch_norm,
+            activation_checkpointing,
+            placement,
         )
         self.network_path = network
         self.time_limit = timeout
@@ -131,6 +143,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._failed = False
         self._in_parts = False
         self._loss_checked = False
+        self._accumulates = False
 
     # Before the processes start
 
@@ -161,18 +174,18 @@ class HybridPipelineStrategy(DDPStrategy):
     @property
     def placement(self) -> Placement:
         """The numbering of the ranks."""
-        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes))
+        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes), self.request.placement)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The shards are those of the first stage's replicas; the other ranks name one and do not load it."""
-        first = self.placement.replicas[0]
-        return {"num_replicas": first, "rank": self.global_rank if self.global_rank < first else 0}
+        place = self.placement.place(self.global_rank)
+        return {"num_replicas": self.placement.replicas[0], "rank": 0 if place.stage else place.replica}
 
     @override
     def process_dataloader(self, dataloader: object) -> StageLoader:
-        loads = self.global_rank < self.placement.replicas[0]
+        loads = self.placement.place(self.global_rank).stage == 0
         return stage_loader(dataloader, loads, self._most)
 
     @override
@@ -213,6 +226,14 @@ class HybridPipelineStrategy(DDPStrategy):
         return not self.lightning_module.trainer.predicting or self.is_global_zero
 
     # Set-up
+
+    @override
+    def setup_environment(self) -> None:
+        existed = dist.is_initialized()
+        super().setup_environment()
+        if not existed:
+            # Its threads would still run while the interpreter ends, which can abort a process that is done.
+            atexit.register(_end_default_group)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -268,6 +289,7 @@ class HybridPipelineStrategy(DDPStrategy):
             self.request.activation_checkpointing,
             self.root_device,
             self.time_limit,
+            placement=self.request.placement,
         )
         self._divided = DividedModule(self.lightning_module, path, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
 
@@ -300,6 +322,16 @@ class HybridPipelineStrategy(DDPStrategy):
             self._pipeline.refresh()
 
     @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The steps inside are followed by others before the optimizer's: replicas keep their gradients."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
         if not self._loss_checked:
@@ -311,7 +343,7 @@ class HybridPipelineStrategy(DDPStrategy):
             if isinstance(self._loss, StepLoss):
                 self._loss.called_with(args, kwargs)
                 self._loss.thorough = not self._loss_checked
-            gradients, local = pipeline.train(batch, self._loss, scale)
+            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates)
             if scaler is not None:
                 self._share_overflow(gradients)
             output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
@@ -470,6 +502,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        atexit.unregister(_end_default_group)  # It would wait for what a lost rank does not send any more.
         if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
@@ -493,3 +526,8 @@ class HybridPipelineStrategy(DDPStrategy):
         self._found_inputs.clear()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         super().teardown()
+
+
+def _end_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
