@@ -60,9 +60,11 @@ class MeanLoss(PartialLoss):
         mean = self.loss(outputs, targets)
         if self.weight is None:
             return mean * (self._batch.split.sizes[microbatch] / self._batch.split.samples)
-        share = torch.as_tensor(self.weight(targets) / self._whole, dtype=mean.dtype, device=mean.device)
+        share = self.weight(targets) / self._whole
         # A microbatch that counts for nothing may have no mean.
-        return torch.where(share > 0, mean, _nothing(outputs)) * share
+        if isinstance(share, Tensor):
+            return torch.where(share > 0, mean, _nothing(outputs)) * share.to(mean.dtype)
+        return mean * share if share else _nothing(outputs)
 
 
 class WeighedLoss(PartialLoss):
@@ -130,9 +132,13 @@ class WeighedLoss(PartialLoss):
         """Refuse a loss whose factors depend on the outputs; those of other microbatches are not known yet."""
         if self._other_probe is None:
             self._other_probe = self._whole(outputs, phase=1.0)
+        gradients = self._other_probe[1]
         for leaf, factor in self._compared(*self._other_probe, microbatch).items():
             before = factors.get(leaf)
-            if factor is not None and before is not None and abs(factor - before) > SAME * abs(before):
+            if factor is None or before is None or leaf not in gradients:
+                continue
+            allowed = max(SAME, ROUNDING * torch.finfo(gradients[leaf].dtype).eps)
+            if abs(factor - before) > allowed * abs(before):
                 raise ConfigurationError(
                     f"how much a microbatch counts in the loss of its batch depends on what the network returns: "
                     f"{before:.6g} for some outputs and {factor:.6g} for others, as where a loss is divided by the "
