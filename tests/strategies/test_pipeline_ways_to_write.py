@@ -147,7 +147,7 @@ class Transfer(Module):
 
         self.net = squeezenet1_1(num_classes=CLASSES, dropout=0.0)
         self.net.features[0] = nn.Conv2d(1, 64, 3, padding=1, stride=2)
-        self.net.features[2] = nn.Identity()
+        self.net.features[2] = nn.BatchNorm2d(64).eval()  # Keeps its statistics, though the module is trained.
         self.net.requires_grad_(False)
         self.net.features[8].requires_grad_(True)
         self.net.classifier[1] = nn.Conv2d(512, CLASSES, 1)
@@ -186,6 +186,10 @@ class Segmentation(Module):
         loss = self.loss(self.unet(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self.loss(self.unet(x), y), batch_size=len(x))
 
 
 class DeepLab(nn.Module):
@@ -332,10 +336,21 @@ class DictBatch(Module):
         assert len(batch["size"]) == 2
         return losses[counts].mean()
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", (self.cnn(batch["image"]).argmax(1) == batch["label"]).double().mean(), batch_size=6)
+
+
+class Sizes(DictOutputs):
+    """Images of another size in each batch, which the dataset makes itself."""
+
+    def batches(self) -> DataLoader[Any]:
+        whole = [torch.stack(parts) for parts in zip(*(Data("pixels")[index] for index in range(6)), strict=True)]
+        return DataLoader([(whole[0][..., :size], whole[1][..., :size]) for size in (8, 6, 4)], batch_size=None)
+
 
 WAYS = (
     *(Classifier, Boring, Transfer, Segmentation, DictOutputs, MultiTask),
-    *(Transformer, AutoEncoder, Siamese, DictBatch),
+    *(Transformer, AutoEncoder, Siamese, DictBatch, Sizes),
 )
 
 
@@ -486,7 +501,8 @@ def fit(
     data = Data(kind.kind)
     shard = 0 if loading == 1 else dist.get_rank() % loading
     sampler = DistributedSampler(data, loading, shard, shuffle=False)
-    trainer.fit(model, DataLoader(data, 6 // loading, sampler=sampler))
+    loader = DataLoader(data, 6 // loading, sampler=sampler)
+    trainer.fit(model, model.batches() if hasattr(model, "batches") else loader, loader)
     return model, model.state_dict(), dict(trainer.callback_metrics)
 
 
