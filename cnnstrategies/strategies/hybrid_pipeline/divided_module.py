@@ -50,6 +50,7 @@ class DividedModule:
                 tensor.data = torch.empty(0, dtype=tensor.dtype)  # Another rank holds it; `restore` brings it back.
         self.stand_in = NetworkStandIn(pipeline.module, path, network)
         put_network(module, path, self.stand_in)
+        self._guard = network.register_forward_pre_hook(_refuse_call)
         # Each with its stage and its whole network.
         self._divided: list[tuple[LightningModule, nn.Module, nn.Module]] = [(module, pipeline.module, network)]
         self._divide_averages(callbacks)
@@ -139,6 +140,7 @@ class DividedModule:
             merge: Bring the weights of all stages together on every rank, and the optimizers' states on rank 0, a
                 collective; else the network has those of this stage alone.
         """
+        self._guard.remove()
         for module, part, network in self._divided:
             if merge:
                 state = dict((*network.named_parameters(), *network.named_buffers()))
@@ -157,6 +159,13 @@ class DividedModule:
             hold(optimizer, parameters, groups)
             if state:
                 optimizer.load_state_dict(state)
+
+
+def _refuse_call(network: nn.Module, inputs: Any) -> None:
+    raise ConfigurationError(
+        f"the whole {type(network).__name__} is called, which is divided: call it in the steps by the attribute that "
+        "it was found by, and keep it in no list or variable beside"
+    )
 
 
 def _never() -> Literal[False]:

@@ -32,7 +32,12 @@ from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, flatten, seen, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, check_module, check_optimizers
+from cnnstrategies.strategies.hybrid_pipeline.contract import (
+    check_callbacks,
+    check_loss,
+    check_module,
+    check_optimizers,
+)
 from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
     differences_of_pipeline,
@@ -251,6 +256,7 @@ class HybridPipelineStrategy(DDPStrategy):
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
+            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         self._divide(trainer, path)
         self.model_to_device()
