@@ -74,8 +74,8 @@ MUTANTS = [
     ),
     ProtocolMutant(
         "a pause of the coordinator is taken for the silence of others",
-        "coordinator.admission:Admission",
-        "if passed > PAUSE * timeout:",
+        "coordinator.coordinator:Coordinator",
+        "if passed > PAUSE * self._settings.timeout:",
         "if False:",
     ),
     ProtocolMutant(

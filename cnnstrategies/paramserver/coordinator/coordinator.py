@@ -27,6 +27,7 @@ from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, 
 
 TICK = "tick"
 NOTICES = 64  # names
+PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 
 
 class Coordinator:
@@ -44,6 +45,7 @@ class Coordinator:
         self.dropped = 0
         self._settings = settings
         self._tick = max(0.02, settings.timeout / 20)
+        self._looked = self._asleep = 0.0
         self._effects: Effects = []
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
@@ -91,6 +93,7 @@ class Coordinator:
 
     def start(self, now: float) -> Effects:
         """Begin to wait for the members."""
+        self._looked = now
         self._admission.begin(now)
         return [Timer(TICK, now + self._tick)]
 
@@ -102,25 +105,33 @@ class Coordinator:
         """
         session = message.integer("session")
         if session == self._settings.session:
-            self._handle(now, sender, message)
+            self._handle(self._awake(now), sender, message)
         elif session > self._settings.session and self._ended is not None:
             self._effects.append(End("makes room for the next session", clean=True))
         return self._take_effects()
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
-        overdue = self._rounds.overdue(now, PATIENCE * self._settings.timeout)
-        self._admission.look(now, self._ended is not None, overdue)
+        awake = self._awake(now)
+        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
+        self._admission.look(awake, self._ended is not None, overdue)
         if self._ended is None:
-            trouble = self._watchdog.look(now, self._waits())
+            trouble = self._watchdog.look(awake, self._waits())
             if trouble is not None:
                 self._finish(trouble)
-        self._after_change(now)
+        self._after_change(awake)
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
 
     def on_call(self, now: float, call: Call) -> Effects:
         """Nothing is asked of it by its own process."""
         return []
+
+    def _awake(self, now: float) -> float:
+        """The time without that in which this process was stopped: then not the others were silent."""
+        passed, self._looked = now - self._looked, now
+        if passed > PAUSE * self._settings.timeout:
+            self._asleep += passed
+        return now - self._asleep
 
     def _take_effects(self) -> Effects:
         effects, self._effects = self._effects, []
