@@ -186,15 +186,12 @@ class Coordinator:
             self._send(sender, Message(UNKNOWN, {"ids": message.integers("ids")}))
 
     def _blames(self, peer: Peer, request: int) -> Sequence[str]:
-        wait = self._waits().get(str(peer))
-        return wait.others if wait is not None else ()
+        return self._rounds.blames(peer) or ["whoever is to tell it"]
 
-    def _waits(self) -> dict[str, Wait]:
+    def _waits(self) -> list[Wait]:
         workers = tuple(f"{WORKER} {one}" for one in sorted(self._roster.group))
-        waits = {str(peer): Wait(f"get {name}", workers, False) for peer, name in self._values.waiting.items()}
-        for peer, (operation, others) in self._rounds.waiting.items():
-            waits[str(peer)] = Wait(operation, tuple(others))
-        return waits
+        gets = [Wait(f"get {name}", who, workers, False) for name, who in self._values.waiting.items()]
+        return self._rounds.waits + gets
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._effects.append(Send(peer, message))
