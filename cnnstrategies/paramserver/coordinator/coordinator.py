@@ -163,9 +163,6 @@ class Coordinator:
         self._after_change(now)
 
     def _request(self, now: float, member: Member, message: Message) -> None:
-        handler = self._handlers.get(message.kind)
-        if handler is None:
-            raise ControlError(f"unknown kind {message.kind!r}")
         if self._ended is not None and message.kind != "leave":
             self._send(member.peer, self._ended)
             return
@@ -174,10 +171,10 @@ class Coordinator:
         if not new:
             return
         try:
-            handler(now, member, message)
-        except ControlError as error:
-            self._answer(member.peer, Message(REFUSED, {"message": str(error)}, request=message.request))
-            raise
+            self._handlers[message.kind](now, member, message)
+        except (ControlError, KeyError, TypeError) as error:
+            text = f"`{message.kind}` has other contents: {error}"
+            self._answer(member.peer, Message(REFUSED, {"message": text}, request=message.request))
 
     def _probe(self, sender: Peer, member: Member | None, message: Message) -> None:
         if member is not None:
