@@ -13,32 +13,26 @@ from cnnstrategies.paramserver.core.requests import REFUSED
 from cnnstrategies.paramserver.drivers.loop import Loop
 
 pytestmark = pytest.mark.light
-KINDS = """hello beat leave collect put get epoch take notice end
-died status stop probe over done view nonsense""".split()
+KINDS = [
+    word
+    for line in (
+        "hello beat leave collect put get epoch take notice end died status",
+        "stop probe over done view nonsense",
+    )
+    for word in line.split()
+]
 # Of what a member says, and of what nobody should.
-FIELDS = """role id incarnation process host endpoint public_key how replaced here seen notices sequence operation
-seal boundary name value epoch samples chunk processed ordinal message clean members ids floor""".split()
+FIELDS = [
+    word
+    for line in (
+        "role id incarnation process host endpoint public_key how replaced here seen notices",
+        "sequence operation seal boundary name value epoch samples chunk processed ordinal message",
+        "clean members ids floor",
+    )
+    for word in line.split()
+]
 NUMBERS = [0, 1, 2, -1, 1 << 62, 1 << 70, 1.5]
 VALUES = [*NUMBERS, None, True, "", "worker", "server", [], [0], [[]], {}, {"a": []}, [None] * 9]
-    0,
-    1,
-    2,
-    -1,
-    1 << 62,
-    1 << 70,
-    1.5,
-    None,
-    True,
-    "",
-    "worker",
-    "server",
-    [],
-    [0],
-    [[]],
-    {},
-    {"a": []},
-    [None] * 9,
-]
 
 
 def frames(chance: random.Random) -> list[bytes]:

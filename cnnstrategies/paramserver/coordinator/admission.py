@@ -134,6 +134,8 @@ class Admission:
             return
         self._told.add(member.peer)
         self._roster.bury(role, identity, life)
+        if not replaced:
+            self._roster.account_for(role, identity)
         known = self._roster.at(role, identity)
         if known is not None and known.peer.life > life:
             return

@@ -55,7 +55,7 @@ class Coordinator:
         self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
         self._ended: Message | None = None
-        self._stopping = False
+        self._stopping: float | None = None
         self._notices: dict[str, int] = {}
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
@@ -152,8 +152,10 @@ class Coordinator:
             if handler is None:
                 raise ControlError(f"a supervision does not say {message.kind!r}")
             handler(now, sender, message)
-        elif message.kind == "over" and member is not None:
-            self._roster.remove(member, left=True)
+        elif message.kind == "over":
+            self._roster.account_for(sender.role, sender.id)
+            if member is not None:
+                self._roster.remove(member, left=True)
         elif member is None:
             self._turn_away(sender, message)
         elif message.kind == "beat":
@@ -246,8 +248,10 @@ class Coordinator:
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
-        if self._stopping and not self._roster.members:
-            self._effects.append(End("was told to stop", clean=True))
+        if self._stopping is not None and not self._roster.members:
+            late = now - self._stopping > self._settings.timeout
+            if late or not self._roster.missing():
+                self._effects.append(End("was told to stop", clean=True))
         if self._ended is not None:
             return
         self._rounds.complete(now)
@@ -317,11 +321,13 @@ class Coordinator:
             self._roster.tell_all(self._ended)
 
     def _stop(self, now: float, sender: Peer, message: Message) -> None:
-        """End, once the members of other nodes know it; those of the sender's it has ended itself."""
+        """End, once the members of other nodes know why; those of the sender's it has ended itself."""
         self._send(sender, Message(DONE, request=message.request))
         self._finish("the run is over", clean=True)
-        self._stopping = True
+        self._stopping = now if self._stopping is None else self._stopping
         ended = {(one[0], one[1]) for one in message.fields["members"]}
+        for place in ended:
+            self._roster.account_for(*place)
         for member in self._roster.members:
             if member.peer[:2] in ended:
                 self._roster.remove(member, left=True)
