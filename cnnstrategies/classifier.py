@@ -125,6 +125,13 @@ class ImageClassifier(LightningModule):
                 loss = loss + self.aux_weight * F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         return loss
 
+    def loss_weight(self, targets: Tensor) -> int:
+        """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its samples.
+
+        It belongs to :meth:`loss`: a subclass with another one has another weight, or none.
+        """
+        return len(targets)
+
     def check_data(self, datamodule: LightningDataModule | None) -> None:
         """Refuse data with another number of classes.
 

@@ -15,9 +15,10 @@ from cnnstrategies.pipeline.batchnorm import RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import GradientReducer
+from cnnstrategies.pipeline.losses import PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_recomputed
 from cnnstrategies.pipeline.stage import StageModule
-from cnnstrategies.pipeline.step import Held, Loss, Step
+from cnnstrategies.pipeline.step import Held, Step
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
 from cnnstrategies.pipeline.transport import Transport
@@ -41,7 +42,7 @@ class Executor:
         device: Where the stage runs.
 
     Attributes:
-        loss_sum: In the last stage the sum of the losses of the last step's samples on this rank.
+        loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         peak_held: Most microbatches whose activations were held at once in the last step.
         watchers: Called with each span of a step; while there are none, nothing is timed. On a GPU timing synchronises
             at each task.
@@ -75,14 +76,14 @@ class Executor:
         self.loss_sum = torch.zeros((), device=device)
 
     def train(
-        self, tasks: Sequence[Task], batch: Batch, loss: Loss, scale: float | Tensor, more: bool
+        self, tasks: Sequence[Task], batch: Batch, loss: PartialLoss, scale: float | Tensor, more: bool
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run forwards and backwards of one batch.
 
         Args:
             tasks: This rank's part of the timetable; tasks of empty microbatches are left out here.
             batch: The global batch.
-            loss: Mean loss of a microbatch from the network's outputs and the targets; runs in the last stage.
+            loss: The loss of the batch in parts; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
             more: Replicas add up their gradients in a later step.
 
@@ -177,7 +178,7 @@ class Executor:
             check_rows(result, step.batch.split.sizes[microbatch])
             step.outputs[microbatch] = tree_map(_detached, result)
             if not again:
-                held.roots[None] = [step.weighted_loss(result, microbatch)]
+                held.roots[None] = [step.part_of_loss(result, microbatch)]
 
     def _backward(self, step: Step, microbatch: int) -> None:
         with self._timed("receive", microbatch):
@@ -216,7 +217,7 @@ class Executor:
         ):
             result = self.module(*held.arguments)
             if self.last:
-                held.roots = {None: [step.weighted_loss(result, microbatch)]}
+                held.roots = {None: [step.part_of_loss(result, microbatch)]}
             else:
                 held.roots.update(step.channels.roots(self._named(step, result)).items())
         now.restore()

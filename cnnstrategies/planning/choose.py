@@ -1,8 +1,9 @@
 """Choose the layout of a network: profile it, then search."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import Link
@@ -13,7 +14,7 @@ from cnnstrategies.planning.request import Request, check_request
 TEN_GIGABIT = Link(bandwidth=1.25e9, latency=5e-5)
 
 
-def choose_layout(network: nn.Module, microbatch: Tensor, request: Request, link: Link = TEN_GIGABIT) -> Layout:
+def choose_layout(network: nn.Module, microbatch: Images, request: Request, link: Link = TEN_GIGABIT) -> Layout:
     """The layout with the least predicted step time that the request permits.
 
     The network is measured on its device and left as it was. Since times vary, two calls may choose differently:
