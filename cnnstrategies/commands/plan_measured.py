@@ -13,11 +13,12 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from typing_extensions import override
 
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
@@ -31,6 +32,7 @@ from cnnstrategies.planning.measure_links import measure_local_link
 from cnnstrategies.planning.measure_network import profile
 from cnnstrategies.planning.profile import Profile, from_two_sizes
 from cnnstrategies.planning.profile_csv import read_profile, write_profile
+from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -70,6 +72,7 @@ def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[
     """
     # What LightningCLI reads, and what errors are explained by.
     sys.argv = ["cnnstrategies plan", *words]
+    quieten()
     cli = PlanCLI()
     config = cli.config
     names = [field.name for field in fields(PlanOptions) if field.name != "cluster"]
@@ -81,16 +84,13 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     """Measure the model's network on this machine, or read its profile.
 
     Args:
-        model: Its ``network`` is divided.
+        model: Its network is divided.
         data: Gives the shape of the images and the batch size.
         trainer: The trainer's arguments: devices, num_nodes, accelerator, precision, strategy.
         options: What a plan needs beyond them.
     """
-    network = getattr(model, "network", None)
-    if not isinstance(network, nn.Module):
-        raise ConfigurationError(
-            f"{type(model).__name__} has no `network`, a torch.nn.Module: it is what a pipeline divides"
-        )
+    named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
+    network = model.get_submodule(find_network(model, named))
     device = _device(trainer.accelerator)
     devices = _count(trainer.devices) * int(trainer.num_nodes)
     described = read_cluster(options.cluster, devices) if options.cluster is not None else None
@@ -120,6 +120,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         cuts=tuple(find_cut(traced, name) for name in asked.cuts) if asked and asked.cuts is not None else None,
         schedule=asked.schedule if asked else "1f1b",
         activation_checkpointing=asked.activation_checkpointing if asked else "never",
+        run_ahead=asked.run_ahead if asked else None,
         state_copies=2 + options.optimizer_states,
         memory_limit=asked.memory_limit if asked else None,
     )

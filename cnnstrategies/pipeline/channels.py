@@ -138,7 +138,8 @@ class Channels:
             key = (target, rank, size)
             if key not in self._sent_headers:
                 self._sent_headers[key] = header
-                self.transport.send_object(header, rank, what)
+                # Not waited for: its receiver may wait for what others do only when this rank has gone on.
+                leaving += self.transport.send_object(header, rank, what)
             assert self._sent_headers[key] == header, "the header of a size does not change"
             for tensor in tensors:
                 if id(tensor) not in copies:
@@ -215,7 +216,7 @@ class Channels:
         self._received_headers.clear()
         self._sent_headers.clear()
 
-    def inputs(self, values: dict[str, Any], images: Tensor | None) -> tuple[Any, ...]:
+    def inputs(self, values: dict[str, Any], images: Any) -> tuple[Any, ...]:
         """The stage's arguments in order."""
         return tuple(
             images if name == IMAGES and self.stage == 0 else values[name]

@@ -88,6 +88,7 @@ class Job:
         cuts: Of a hybrid pipeline; chosen when None.
         schedule: Of a hybrid pipeline.
         activation_checkpointing: Of a hybrid pipeline.
+        run_ahead: Of a hybrid pipeline; chosen when None.
         state_copies: Copies of the parameters that training holds.
         memory_limit: Bytes that a device may hold, beside what the cluster says.
         families: The families to look at; all when empty.
@@ -101,6 +102,7 @@ class Job:
     cuts: tuple[int, ...] | None = None
     schedule: str = "1f1b"
     activation_checkpointing: Literal["never", "except_last", "always"] = "never"
+    run_ahead: bool | None = None
     state_copies: int = 4
     memory_limit: int | None = None
     families: tuple[str, ...] = field(default=())

@@ -81,7 +81,7 @@ class Hybrid:
                 step=step,
                 samples=candidate.samples,
                 sent_bytes=passing * microbatches + reduced,
-                memory=round(predictor.memory(layout)),
+                memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
                 bottleneck=self._bottleneck(chosen, step),
             ),
         )
@@ -118,6 +118,7 @@ class Hybrid:
             cuts=job.cuts,
             memory_limit=job.memory,
             activation_checkpointing=job.activation_checkpointing,
+            run_ahead=job.run_ahead,
             state_copies=job.state_copies,
         )
         return Predictor(job.profile.at(job.samples / microbatches), job.cluster, request)

@@ -15,7 +15,7 @@ from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.programme import SLACK, SMALL, propose
 
 PROPOSALS = 24  # that the simulator ranks
-REFINED = 6  # of the ranked, each with other replicas, that the local search starts from
+REFINED = 10  # of the ranked, each with other replicas, that the local search starts from
 STEPS = 50  # of a local search at most
 LIKELY = 12  # of some layouts for a large cluster that are simulated
 MOST = 60  # simulations for a large cluster

@@ -16,6 +16,7 @@ from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
+WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
 LONGEST = 3000  # tasks that are simulated; of a longer step a part is, and the rest follows from its period
 
 
@@ -62,6 +63,7 @@ class Predictor:
             state_copies=request.state_copies,
             memory_limit=memory_limit,
             recomputes=request.activation_checkpointing != "never",
+            run_ahead=request.run_ahead,
         )
 
     def time(self, layout: Layout) -> float:
@@ -69,26 +71,38 @@ class Predictor:
         limit = self.request.memory_limit
         if limit is not None and self.memory(layout) > limit:
             return float("inf")
-        return self._time_of(layout)
+        return self._time_of(layout, self._may_run_ahead(layout))
 
     def memory(self, layout: Layout) -> float:
-        """Bytes that the fullest device holds."""
-        return max(self.stage_memory(layout))
+        """Bytes that the fullest device holds at least."""
+        return max(self.stage_memory(layout, self.request.run_ahead or False))
 
-    def simulate(self, layout: Layout) -> Simulation:
+    def runs_ahead(self, layout: Layout) -> bool:
+        """Whether one more microbatch in flight fits into memory and gains time, unless that is given."""
+        if self.request.run_ahead is not None or not self._may_run_ahead(layout):
+            return self.request.run_ahead or False
+        return self._time_of(layout, True) <= (1 - WORTH_RUNNING_AHEAD) * self._time_of(layout, False)
+
+    def _may_run_ahead(self, layout: Layout) -> bool:
+        if self.request.run_ahead is not None:
+            return self.request.run_ahead
+        limit = self.request.memory_limit
+        return limit is None or max(self.stage_memory(layout, True)) <= limit
+
+    def simulate(self, layout: Layout, run_ahead: bool) -> Simulation:
         """The predicted step, with all of its tasks."""
         request = self.request
-        tasks = timetable(layout.replicas, request.microbatches, request.schedule)
+        tasks = timetable(layout.replicas, request.microbatches, request.schedule, run_ahead)
         passing = messages(self.costs, layout.cuts)
         return simulate(tasks, self._stages(layout), passing, self.cluster.taken(layout.devices))
 
-    def stage_memory(self, layout: Layout) -> list[int]:
+    def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
         """Bytes that a device of each stage holds at most: training state and activations in flight."""
         memory = []
         problem = self._problem
         for index, cost in enumerate(stage_costs(self.costs, layout.cuts)):
             state = self.request.state_copies * cost.parameter_bytes
-            peak = problem.flights(layout.replicas, index)
+            peak = problem.flights(layout.replicas, index, run_ahead)
             kept = 1 if problem.recomputes else peak
             memory.append(state + peak * cost.received_bytes + kept * cost.saved_bytes)
         return memory
@@ -103,7 +117,7 @@ class Predictor:
             return stages
         return [replace(stage, backward=stage.forward + stage.backward) for stage in stages]
 
-    def _time_of(self, layout: Layout) -> float:
+    def _time_of(self, layout: Layout, run_ahead: bool) -> float:
         """Predicted step time in seconds, by simulation.
 
         Where that is long, of one of several equal pipelines beside each other, and of fewer microbatches, from which
@@ -111,7 +125,7 @@ class Predictor:
         """
         request = self.request
         if 2 * request.microbatches * len(layout.replicas) <= LONGEST:
-            return self.simulate(layout).step_time
+            return self.simulate(layout, run_ahead).step_time
         beside = gcd(*layout.replicas)
         replicas = tuple(count // beside for count in layout.replicas)
         microbatches = -(-request.microbatches // beside)
@@ -122,7 +136,7 @@ class Predictor:
         one = one_of_equal(cluster, layout.replicas, beside)
 
         def time(count: int) -> float:
-            tasks = timetable(replicas, count, request.schedule)
+            tasks = timetable(replicas, count, request.schedule, run_ahead)
             return simulate(tasks, stages, passing, one, reductions=reductions).step_time
 
         most = LONGEST // (2 * len(replicas))

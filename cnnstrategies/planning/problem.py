@@ -32,6 +32,7 @@ class Problem:
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
         memory_limit: Bytes that a device may hold; unlimited when None.
         recomputes: Whether a stage keeps only its inputs and runs its forward again before the backward.
+        run_ahead: Whether stages hold one microbatch more; where it gains time and there is memory, when None.
     """
 
     costs: GraphCosts
@@ -41,6 +42,7 @@ class Problem:
     state_copies: int = 3
     memory_limit: int | None = None
     recomputes: bool = False
+    run_ahead: bool | None = None
 
     @cached_property
     def time_before(self) -> Floats:
@@ -73,10 +75,10 @@ class Problem:
         """Seconds of the whole network for one microbatch, on the quickest device."""
         return float(self.time_before[-1]) / max(self.cluster.speeds)
 
-    def flights(self, replicas: Sequence[int], stage: int) -> int:
+    def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
         """Most microbatches that a replica of a stage holds at once."""
         rounds = -(-self.microbatches // replicas[stage])
-        return min(in_flight(replicas, stage), rounds) if self.schedule == "1f1b" else rounds
+        return min(in_flight(replicas, stage, run_ahead), rounds) if self.schedule == "1f1b" else rounds
 
     def model(self, layout: Layout) -> float:
         """Step time in seconds: one microbatch through all stages and back, and what the slowest adds for the rest."""

@@ -76,6 +76,8 @@ class Programme:
         self.stages = len(replicas) if replicas else stages
         self.speed = np.array([place.speed for place in self.places.kinds])
         self.transfers = np.array([self.slices.transfer(link) for link in self.places.transfer])
+        # Where it is left open, a stage runs ahead if there is memory.
+        self.ahead = problem.memory_limit is None if problem.run_ahead is None else problem.run_ahead
         self.prunes = self.stages is None and self.devices > SMALL
 
     def solve(self, bound: float) -> dict[Layout, float]:
@@ -140,7 +142,7 @@ class Programme:
         keep = used <= self.devices
         if self.problem.schedule == "1f1b":
             # A replica that may hold only some microbatches waits for the first of them to come back.
-            window = -(-used // replicas)
+            window = self._window(used, replicas, self.ahead)
             waits = -(-self.problem.microbatches // replicas) - window
             keep &= (waits <= 0) | (waits * value <= bound * window)
         used, value, given, end = used[keep], value[keep], given[keep], end[keep]
@@ -204,13 +206,20 @@ class Programme:
         safe = np.where(fits, replicas, 1)
         kind = np.argmax(self.places.reach[:, given] >= safe[None, :], axis=0)
         rounds = -(-problem.microbatches // safe)
-        peak = np.minimum(-(-(given + safe) // safe), rounds) if problem.schedule == "1f1b" else rounds
+        window_here = self._window(given + safe, safe, bool(problem.run_ahead))
+        peak = np.minimum(window_here, rounds) if problem.schedule == "1f1b" else rounds
         fits &= peak <= window
         for number in np.unique(kind):
             there = kind == number
             period, open_ = self.slices.slowest(self.places.kinds[number], safe[there], start, end[there])
             fits[there] &= (rounds[there] - 1) * period + open_ <= bound
         return np.where(fits, replicas, NEVER), kind
+
+    @staticmethod
+    def _window(used: Integers, replicas: Integers, run_ahead: bool) -> Integers:
+        """Most microbatches that a replica holds; see :func:`cnnstrategies.pipeline.timetable.in_flight`."""
+        usual = -(-used // replicas)
+        return np.where(used > replicas, used // replicas + 1, usual) if run_ahead else usual
 
     def _prune(self, tail: Floats, start: int) -> None:
         """Forget tails that another one with fewer devices, and as much room in its machine, is no slower than."""

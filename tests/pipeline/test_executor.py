@@ -1,5 +1,6 @@
 """What runs again is what ran before, and what can start early does."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
 
+from cnnstrategies.pipeline import gradients as gradients_module
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.gradients import GradientReducer
 from cnnstrategies.pipeline.recompute import CHECKPOINTING
@@ -97,4 +99,44 @@ def test_a_microbatch_is_received_while_the_one_before_it_is_computed() -> None:
 
 def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:
     for events in run_ranks(2, events_of_a_step, (2,), []):
-        assert events[: events.index("finish")].count("reduce") == len(list(make_network().parameters()))
+        early = events[: events.index("finish")]
+        assert early.count("reduce") == len(list(make_network().parameters())) + 1, "each gradient, and the loss"
+
+
+def reductions(steps: int) -> tuple[list[str], int, int]:
+    """What a replica reduces in accumulated steps; buckets made after the first step, and hooks left at the end."""
+    images, targets = make_batch()
+    network = make_network()
+    pipeline = Pipeline(network, [], (2,), MICROBATCHES)
+    part = slice(pipeline.place.replica, None, 2)
+    events: list[str] = []
+    reduce = dist.all_reduce
+
+    def noted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        events.append("gradients" if tensor.ndim else "loss")
+        return reduce(tensor, *args, **options)
+
+    made, bucket = 0, gradients_module.Bucket
+
+    def counted(*args: Any) -> Any:
+        nonlocal made
+        made += 1
+        return bucket(*args)
+
+    for step in range(3 * steps):
+        if step == steps:
+            dist.all_reduce = noted
+            gradients_module.Bucket = counted  # type: ignore[assignment,misc]
+        pipeline.step(images[part], targets[part], F.cross_entropy, more=(step + 1) % steps > 0)
+    dist.all_reduce = reduce
+    del pipeline
+    gc.collect()
+    left = sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in network.parameters())
+    return events, made, left
+
+
+def test_accumulated_steps_are_reduced_once_in_buckets_that_are_made_once() -> None:
+    for events, made, left in run_ranks(2, reductions, 3):
+        assert events.count("gradients") == 2, "once for each of the two optimizer steps"
+        assert made == 0
+        assert left == 0, "parameters outlive their pipeline without its hooks"

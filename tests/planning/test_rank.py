@@ -34,8 +34,8 @@ def profile(parameters: list[int], batch_norm: bool = False) -> Profile:
     return Profile(costs, ((0.0001, 0.0001),) * 4, batch_norm)
 
 
-def job(parameters: list[int], samples: int = 64, hosts: int = 2, batch_norm: bool = False) -> Job:
-    return Job(profile(parameters, batch_norm), Cluster((Host(2, SLOW, FAST, price=1.0),) * hosts), samples)
+def job(parameters: list[int], samples: int = 64, batch_norm: bool = False) -> Job:
+    return Job(profile(parameters, batch_norm), Cluster((Host(1, SLOW, SLOW, price=1.0),) * 4), samples)
 
 
 def families(ranking: Ranking) -> list[str]:
@@ -121,12 +121,13 @@ def test_a_synchronous_server_hides_its_transfers_or_waits_for_them() -> None:
     one = next(quick.candidates())
     compute = quick.bound(one)
     assert quick.predict(one).step == pytest.approx(compute, rel=0.05)
-    heavy = ParameterServer(job(VGG))
+    pairs = replace(job(VGG), cluster=Cluster((Host(2, SLOW, FAST),) * 2))
+    heavy = ParameterServer(pairs)
     made = heavy.predict(one)
     # Two workers of a machine send the half that is not their own server's, and receive as much.
     assert made.step >= 1e8 * 2 * 0.5 / 1e8
     assert made.bottleneck == "nic"
-    slow = replace(job(VGG), cluster=replace(job(VGG).cluster, server_rate=1e7))
+    slow = replace(pairs, cluster=replace(pairs.cluster, server_rate=1e7))
     assert ParameterServer(slow).predict(one).bottleneck == "server"
 
 
@@ -150,8 +151,8 @@ def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None
     file = tmp_path / "strategy.yaml"
     write_overlay(file, rank(job(VGG)))
     written = yaml.safe_load(file.read_text())
-    assert written["trainer"]["devices"] == 2
-    assert written["trainer"]["num_nodes"] == 2
+    assert written["trainer"]["devices"] == 1
+    assert written["trainer"]["num_nodes"] == 4
     options = written["trainer"]["strategy"]["init_args"]
     assert (options["replicas"], options["cuts"]) == ([3, 1], ["n2"])
     assert written["data"] == {"init_args": {"global_batch_size": 63}}
