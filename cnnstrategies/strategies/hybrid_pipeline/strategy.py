@@ -33,7 +33,6 @@ from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, flatten, seen, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
-    check_callbacks,
     check_loss,
     check_module,
     check_optimizers,
@@ -46,6 +45,7 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.example import example_images
+from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
@@ -251,12 +251,12 @@ class HybridPipelineStrategy(DDPStrategy):
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
-            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         self._divide(trainer, path)
         self.model_to_device()
         if fitting:
             self._divided_module.divide_optimizers(self.optimizers)
+            show_whole_network(trainer.callbacks, self._divided_module)  # type: ignore[attr-defined]
             self._loss = loss_for(self._divided_module, self.root_device)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
@@ -516,6 +516,7 @@ class HybridPipelineStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
         if self._divided is not None:
+            show_own_stage(self._divided.callbacks)
             self._divided.restore(merge=not self._failed)
             self._in_parts = self._failed
             if self._failed:
