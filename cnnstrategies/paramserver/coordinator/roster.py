@@ -109,8 +109,13 @@ class Roster:
     def add(self, member: Member) -> None:
         """A process has registered; it takes the place of another with its number."""
         self._members[member.peer.role, member.peer.id] = member
-        self._appeared.add((member.peer.role, member.peer.id))
+        self.account_for(*member.peer[:2])
         self.bury(member.peer.role, member.peer.id, member.peer.life - 1)
+
+    def account_for(self, role: str, identity: int) -> None:
+        """Nobody waits any more for the first process of a place."""
+        if self.expects(role, identity):
+            self._appeared.add((role, identity))
 
     def bury(self, role: str, identity: int, life: int) -> None:
         """A life is over, and those before it: no message of it can register it any more."""

@@ -83,6 +83,9 @@ class HybridPipelineStrategy(DDPStrategy):
             the network has batch normalisation, so many that each has at least 8 samples, if the data module says with
             ``batch_size`` how many a process loads.
         schedule: ``1f1b``, or ``gpipe``, which holds the activations of all microbatches.
+        run_ahead: Under ``1f1b`` have stages hold the activations of one microbatch more than they need, so that
+            messages travel while they compute. By default where it gains time and fits into ``memory_limit``, as far as
+            a profile tells; with ``cuts`` and without a limit always.
         memory_limit: Bytes that a device may hold, for automatic cuts.
         batch_norm: Running statistics as after one full batch (``deferred``) or after the microbatches in turn
             (``microbatch``). In both, each microbatch is normalised by itself.
@@ -107,6 +110,7 @@ class HybridPipelineStrategy(DDPStrategy):
         cuts: list[str] | None = None,
         microbatches: int | None = None,
         schedule: Schedule = "1f1b",
+        run_ahead: bool | None = None,
         memory_limit: int | None = None,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
@@ -126,6 +130,7 @@ class HybridPipelineStrategy(DDPStrategy):
             cuts,
             microbatches,
             schedule,
+            run_ahead,
             memory_limit,
             batch_norm,
             activation_checkpointing,
@@ -285,6 +290,7 @@ class HybridPipelineStrategy(DDPStrategy):
             layout.replicas,
             layout.microbatches,
             self.request.schedule,
+            layout.run_ahead,
             self.request.batch_norm,
             self.request.activation_checkpointing,
             self.root_device,
@@ -343,7 +349,7 @@ class HybridPipelineStrategy(DDPStrategy):
             if isinstance(self._loss, StepLoss):
                 self._loss.called_with(args, kwargs)
                 self._loss.thorough = not self._loss_checked
-            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates)
+            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates, gather=True)
             if scaler is not None:
                 self._share_overflow(gradients)
             output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
