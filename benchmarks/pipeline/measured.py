@@ -138,5 +138,5 @@ def _draw(
         spans = [span for part in gathered for span in part or ()]
         names = {0: "stage 0", 1: "stage 1"}
         draw_timeline(spans, path.with_name(path.name + "_measured.png"), "Measured step", names)
-        predicted = predictor.simulate(layout).spans
+        predicted = predictor.simulate(layout, run_ahead=True).spans
         draw_timeline(predicted, path.with_name(path.name + "_predicted.png"), "Predicted step", names)

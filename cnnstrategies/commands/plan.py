@@ -137,6 +137,7 @@ def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, op
         cuts=tuple(find_cut(traced, name) for name in cuts) if cuts is not None else None,
         memory_limit=asked.memory_limit if asked else None,
         activation_checkpointing=asked.activation_checkpointing if asked else "never",
+        run_ahead=asked.run_ahead if asked else None,
         state_copies=2 + options.optimizer_states,
     )
     return make_plan(costs, _link(options, device), request, stage_costs(share, ())[0])

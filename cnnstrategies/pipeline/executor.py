@@ -76,7 +76,13 @@ class Executor:
         self.loss_sum = torch.zeros((), device=device)
 
     def train(
-        self, tasks: Sequence[Task], batch: Batch, loss: PartialLoss, scale: float | Tensor, more: bool
+        self,
+        tasks: Sequence[Task],
+        batch: Batch,
+        loss: PartialLoss,
+        scale: float | Tensor,
+        more: bool,
+        computed: Callable[[Step], None],
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run forwards and backwards of one batch.
 
@@ -86,6 +92,8 @@ class Executor:
             loss: The loss of the batch in parts; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
             more: Replicas add up their gradients in a later step.
+            computed: Called once when the rank has run all its forwards and losses, before its last backward: what it
+                starts to send then is under way while this and other ranks end the step.
 
         Returns:
             The gradient of each parameter of the reducer, of ``scale`` times the mean loss over the global batch; and
@@ -107,9 +115,12 @@ class Executor:
                         again = is_recomputed(self.checkpointing, task.microbatch == last_backward)
                         self._forward(step, task.microbatch, again)
                     else:
-                        if task.microbatch == last_backward and not more:
+                        is_last = task.microbatch == last_backward
+                        if is_last and not more:
                             self.reducer.overlap()
-                        self._backward(step, task.microbatch)
+                        self._backward(step, task.microbatch, computed if is_last else _nothing)
+            if not tasks:
+                computed(step)
             with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
                 gradients = self.reducer.finish(keep=more)
                 self.statistics.finish()
@@ -180,19 +191,23 @@ class Executor:
             if not again:
                 held.roots[None] = [step.part_of_loss(result, microbatch)]
 
-    def _backward(self, step: Step, microbatch: int) -> None:
+    def _backward(self, step: Step, microbatch: int, computed: Callable[[Step], None]) -> None:
+        if not self.last:
+            computed(step)
         with self._timed("receive", microbatch):
             gradients = step.channels.receive_backward(microbatch, step.size(microbatch))
         held = step.held[microbatch]
         with self._timed("backward", microbatch):
-            self._backpropagate(step, microbatch, held, gradients)
+            if held.arguments is not None:
+                self._run_again(step, microbatch, held)
+            if self.last:
+                computed(step)
+            self._backpropagate(held, gradients)
         with self._timed("send", microbatch):
             step.channels.send_backward(microbatch, held.leaves)
         del step.held[microbatch]
 
-    def _backpropagate(self, step: Step, microbatch: int, held: Held, gradients: dict[int, list[Tensor]]) -> None:
-        if held.arguments is not None:
-            self._run_again(step, microbatch, held)
+    def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor]]) -> None:
         roots: list[Tensor] = []
         starts: list[Tensor | None] = []
         for target, tensors in held.roots.items():
@@ -283,3 +298,7 @@ def check_rows(outputs: Any, samples: int) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _nothing(_: Step) -> None:
+    pass

@@ -14,8 +14,10 @@ from cnnstrategies.planning.request import Request, check_request
 TEN_GIGABIT = Link(bandwidth=1.25e9, latency=5e-5)
 
 
-def choose_layout(network: nn.Module, microbatch: Images, request: Request, link: Link = TEN_GIGABIT) -> Layout:
-    """The layout with the least predicted step time that the request permits.
+def choose_layout(
+    network: nn.Module, microbatch: Images, request: Request, link: Link = TEN_GIGABIT
+) -> tuple[Layout, bool]:
+    """The layout with the least predicted step time that the request permits, and whether its stages run ahead.
 
     The network is measured on its device and left as it was. Since times vary, two calls may choose differently:
     in a distributed run one rank chooses and tells the others.
@@ -31,7 +33,9 @@ def choose_layout(network: nn.Module, microbatch: Images, request: Request, link
     """
     costs = profile(trace(network), microbatch)
     check_request(costs, request)
-    return find_layout(Predictor(costs, link, request))
+    predictor = Predictor(costs, link, request)
+    layout = find_layout(predictor)
+    return layout, predictor.runs_ahead(layout)
 
 
 def find_layout(predictor: Predictor) -> Layout:

@@ -102,10 +102,11 @@ def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost)
 
 def _describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
     costs, request = predictor.costs, predictor.request
-    simulation = predictor.simulate(layout)
+    run_ahead = predictor.runs_ahead(layout)
+    simulation = predictor.simulate(layout, run_ahead)
     stages = stage_costs(costs, layout.cuts)
     passing = messages(costs, layout.cuts)
-    memory = predictor.stage_memory(layout)
+    memory = predictor.stage_memory(layout, run_ahead)
     bounds = list(itertools.pairwise((0, *layout.cuts, len(costs.nodes))))
     computing = [0.0] * len(stages)
     for span in simulation.spans:

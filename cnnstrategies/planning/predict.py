@@ -13,6 +13,8 @@ from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.simulate import Simulation, peak_in_flight, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
+WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
+
 
 class Predictor:
     """Predicts time and memory of layouts by the simulator.
@@ -27,7 +29,9 @@ class Predictor:
         self.costs = costs
         self.link = link
         self.request = request
-        self.tasks = functools.cache(lambda replicas: timetable(replicas, request.microbatches, request.schedule))
+        self.tasks = functools.cache(
+            lambda replicas, run_ahead: timetable(replicas, request.microbatches, request.schedule, run_ahead)
+        )
 
     def fixed_layout(self) -> Layout | None:
         """The layout that the user named, if so."""
@@ -48,34 +52,48 @@ class Predictor:
 
     def in_flight(self, devices: int, replicas: int) -> int:
         """Most microbatches that a replica holds with so many devices in its stage and behind it: by the timetable."""
-        return max(peak_in_flight(self.tasks((replicas, *[1] * (devices - replicas)))[0]).values())
+        tasks = self.tasks((replicas, *[1] * (devices - replicas)), self.request.run_ahead or False)
+        return max(peak_in_flight(tasks[0]).values())
 
     def time(self, layout: Layout) -> float:
         """Predicted step time in seconds, infinite where the layout does not fit into memory."""
         limit = self.request.memory_limit
         if limit is not None and self.memory(layout) > limit:
             return float("inf")
-        return self.simulate(layout).step_time
+        return self.simulate(layout, self._may_run_ahead(layout)).step_time
 
     def memory(self, layout: Layout) -> float:
-        """Bytes that the fullest device holds."""
-        return max(self.stage_memory(layout))
+        """Bytes that the fullest device holds at least."""
+        return max(self.stage_memory(layout, self.request.run_ahead or False))
 
-    def simulate(self, layout: Layout) -> Simulation:
+    def runs_ahead(self, layout: Layout) -> bool:
+        """Whether one more microbatch in flight fits into memory and gains time, unless that is given."""
+        if self.request.run_ahead is not None or not self._may_run_ahead(layout):
+            return self.request.run_ahead or False
+        least = (1 - WORTH_RUNNING_AHEAD) * self.simulate(layout, False).step_time
+        return self.simulate(layout, True).step_time <= least
+
+    def _may_run_ahead(self, layout: Layout) -> bool:
+        if self.request.run_ahead is not None:
+            return self.request.run_ahead
+        limit = self.request.memory_limit
+        return limit is None or max(self.stage_memory(layout, True)) <= limit
+
+    def simulate(self, layout: Layout, run_ahead: bool) -> Simulation:
         """The predicted step."""
         stages = [self._with_recomputation(stage) for stage in stage_costs(self.costs, layout.cuts)]
-        return simulate(self.tasks(layout.replicas), stages, messages(self.costs, layout.cuts), self.link)
+        return simulate(self.tasks(layout.replicas, run_ahead), stages, messages(self.costs, layout.cuts), self.link)
 
     def _with_recomputation(self, stage: StageCost) -> StageCost:
         if self.request.activation_checkpointing == "never":
             return stage
         return replace(stage, backward=stage.forward + stage.backward)
 
-    def stage_memory(self, layout: Layout) -> list[int]:
+    def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
         """Bytes that a device of each stage holds at most: training state and activations in flight."""
         stages = stage_costs(self.costs, layout.cuts)
         peaks: dict[int, int] = {}
-        for tasks in self.tasks(layout.replicas):
+        for tasks in self.tasks(layout.replicas, run_ahead):
             for stage, peak in peak_in_flight(tasks).items():
                 peaks[stage] = max(peaks.get(stage, 0), peak)
         memory = []

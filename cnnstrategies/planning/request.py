@@ -21,6 +21,8 @@ class Request:
         memory_limit: Bytes that a device may hold; unlimited when None.
         activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
             backward: for no microbatch, for all but the last, or for all.
+        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
+            None: where it gains time and fits into memory.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
     """
 
@@ -32,6 +34,7 @@ class Request:
     cuts: tuple[int, ...] | None = None
     memory_limit: int | None = None
     activation_checkpointing: Checkpointing = "never"
+    run_ahead: bool | None = None
     state_copies: int = 3
 
 

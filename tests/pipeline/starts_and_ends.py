@@ -10,6 +10,7 @@ imported everything: they end as programs do, and start in a fraction of the tim
 
 import argparse
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -27,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.engine import Pipeline, divide_by_names
 
 LAYOUTS = ((1, 2), (2, 1), (1, 1, 1))
 RANKS = 3
@@ -144,6 +145,19 @@ def start_torchrun(what: str, replicas: tuple[int, ...], log: Path) -> list[int]
     return [done.returncode]
 
 
+def warm_up(with_strategy: bool) -> None:
+    """Import what the ranks need, and spare them copying all that is imported when they end."""
+    if with_strategy:
+        import lightning.pytorch  # noqa: F401
+
+        import cnnstrategies.strategies  # noqa: F401
+    import sympy  # noqa: F401  # By torch's tracing.
+
+    divide_by_names(make_network(), ["0"])
+    gc.collect()
+    gc.freeze()
+
+
 def busy() -> int:
     """A process that takes a processor until it is killed."""
     parent = os.getpid()
@@ -170,10 +184,8 @@ def main() -> None:
     if arguments.rank_of:
         RUNS[arguments.rank_of](tuple(map(int, arguments.layout.split(","))))
         return
-    if arguments.strategy:
-        import lightning.pytorch  # noqa: F401  # Once, and not in every fork.
-
-        import cnnstrategies.strategies  # noqa: F401
+    if arguments.forked or arguments.strategy:
+        warm_up(bool(arguments.strategy))
     kinds = [
         ("engine, forked", arguments.forked, lambda replicas, log: fork_ranks(run_engine, replicas, log)),
         ("engine, torchrun", arguments.torchrun, lambda replicas, log: start_torchrun("engine", replicas, log)),

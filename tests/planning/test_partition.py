@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -103,6 +104,23 @@ def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
     assert tight > 5, "the limit must have changed the choice in some of the graphs"
 
 
+def test_stages_run_ahead_where_messages_take_time_and_memory_permits() -> None:
+    """A microbatch takes a stage 12 s and a message 2.4: one more in flight gains a tenth."""
+    costs = chain([1.0] * 24, sent=2400)
+    costs = replace(costs, nodes=tuple(replace(node, saved_bytes=1000) for node in costs.nodes))
+    layout, slow = Layout((12,), (1, 1)), Link(bandwidth=1000.0, latency=0.0)
+    predictor = Predictor(costs, slow, Request(2, 8))
+    assert predictor.runs_ahead(layout)
+    assert predictor.simulate(layout, True).step_time < 0.9 * predictor.simulate(layout, False).step_time
+    assert not Predictor(costs, FAST, Request(2, 8)).runs_ahead(layout), "it would gain nothing"
+    assert not predictor.runs_ahead(Layout((18,), (3, 1))), "there is room enough by rounding up"
+    fits = max(predictor.stage_memory(layout, False))
+    limited = Predictor(costs, slow, Request(2, 8, memory_limit=fits))
+    assert not limited.runs_ahead(layout)
+    assert limited.time(layout) == predictor.simulate(layout, False).step_time
+    assert Predictor(costs, FAST, Request(2, 8, run_ahead=True)).runs_ahead(layout), "the user has said so"
+
+
 def test_what_alone_fits_into_memory_is_found_far_from_what_is_fastest() -> None:
     costs = chain([1.0] * 40, parameters=[0] * 36 + [1000] * 4)
     layout = search(costs, FAST, Request(2, 8, stages=2, memory_limit=3 * 2000 + 100))
@@ -152,7 +170,7 @@ def test_a_cut_avoids_the_place_that_sends_much() -> None:
 def test_parameter_heavy_end_is_not_replicated_over_a_slow_link() -> None:
     """The shape of AlexNet and VGG: convolutions cost time, the classifier has the parameters."""
     costs = chain([1.0, 1.0, 1.0, 1.0], sent=10_000, parameters=[10**4, 10**4, 10**4, 10**9])
-    layout = search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 12))
+    layout = search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 12, run_ahead=False))
     assert layout == Layout((3,), (3, 1))
 
 
@@ -175,13 +193,22 @@ def test_no_layout_where_there_are_too_few_places_to_cut() -> None:
 def test_a_large_network_is_balanced_to_2_percent(stages: int) -> None:
     rng = random.Random(3)
     costs = chain([rng.uniform(0.5, 1.5) for _ in range(500)])
-    layout = search(costs, FAST, Request(stages, 8, stages=stages))
+    layout = search(costs, FAST, Request(stages, 8, stages=stages, run_ahead=False))
     assert layout is not None
     times = [
         sum(node.forward + node.backward for node in costs.nodes[start:end])
         for start, end in itertools.pairwise((0, *layout.cuts, 500))
     ]
     assert max(times) <= 1.02 * sum(times) / stages
+
+
+def test_a_first_stage_that_runs_ahead_gets_more_of_the_work() -> None:
+    """It hardly waits at the end: the step takes little more than M t_0, or t_0 + M t_1 where that is more."""
+    costs = chain([1.0] * 300)
+    layout = search(costs, FAST, Request(2, 8, stages=2))
+    assert layout is not None
+    assert layout.cuts[0] == pytest.approx(300 * 8 / 15, abs=2)
+    assert Predictor(costs, FAST, Request(2, 8)).time(layout) < 0.97 * 9 * 150, "of equal stages"
 
 
 def test_proposals_alone_come_near_when_the_model_is_exact() -> None:

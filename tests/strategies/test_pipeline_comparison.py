@@ -107,7 +107,8 @@ def test_an_example_is_taken_from_a_plain_loader_and_nothing_is_used_up(monkeypa
     module.trainer = trainer
     for given, expected in (
         (loader, images[:3]),
-        ([(torch.zeros(2), images[4:6])], images[4:6]),
+        (DataLoader([(torch.zeros(2), images[4:6])], batch_size=None), images[4:6]),  # type: ignore[arg-type]
+        ([loader, loader], None),
         (DataLoader(Stream()), None),
         (None, None),
     ):

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import divide_by_names
+from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint
 from cnnstrategies.pipeline.tracing import mode
-from cnnstrategies.planning.measure_network import preserved
 from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 
 # How far two ways to add up the same numbers may be apart, in parts of the greatest of them.
