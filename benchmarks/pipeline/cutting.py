@@ -27,7 +27,7 @@ def cut_between_children(network: nn.Sequential, microbatch: Tensor, microbatche
             positions[find_cut(traced, children[index - 1][0])] = index
     between = GraphCosts(costs.nodes, costs.values, tuple(sorted(positions)), costs.microbatch_size, costs.input_bytes)
     predictor = Predictor(between, LOOPBACK, Request(2, microbatches, replicas=(1, 1)))
-    layout = predictor.search(predictor.time, None)
+    layout = predictor.search()
     assert layout is not None
     cut = layout.cuts[0]
     return ordered_nodes(traced)[cut - 1].name, positions[cut]
@@ -37,7 +37,7 @@ def best_cut(network: nn.Module, microbatch: Tensor, microbatches: int, link: Li
     """The best place for two stages anywhere: the predictor, the layout and the last node's name."""
     traced = trace(network)
     predictor = Predictor(profile(traced, microbatch), link, Request(2, microbatches, replicas=(1, 1)))
-    layout = predictor.search(predictor.time, None)
+    layout = predictor.search()
     assert layout is not None
     return predictor, layout, ordered_nodes(traced)[layout.cuts[0] - 1].name
 
