@@ -7,7 +7,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
 from cnnstrategies.paramserver.core.node import Message, Peer
 
-PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view; it may be allocating
+PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
 
 
 class Admission:
@@ -79,6 +79,7 @@ class Admission:
             now,
             message.string("endpoint"),
             message.string("public_key"),
+            came=now,
         )
         known = self._roster.at(peer.role, peer.id)
         if known is not None:
@@ -115,7 +116,9 @@ class Admission:
                 self._miss(now, member, f"was silent for {timeout:g} s")
         view, blind = overdue
         for member in self._roster.members:
-            if str(member.peer) in blind:
+            # One that has not seen any yet is being set up: it imports, and loads a snapshot.
+            set_up = member.acknowledged > 0 or now - member.came > self._settings.appear
+            if str(member.peer) in blind and set_up:
                 self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
             self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
