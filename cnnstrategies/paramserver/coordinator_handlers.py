@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from cnnstrategies.paramserver import coordinator_settings
 from cnnstrategies.paramserver.control import ControlError, Message
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.dispatch import Dispatcher
@@ -11,6 +12,7 @@ from cnnstrategies.paramserver.rounds import Rounds
 from cnnstrategies.paramserver.values import Values
 
 MOST_NOTICES = 16
+CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
 HELD_TIMEOUTS = 6  # in which servers that live take up a view: one that has just come may be allocating
 
 
@@ -37,6 +39,7 @@ class CoordinatorHandlers:
         self._ended: Message | None = None
         self._silent: list[list[str | int]] = []
         self._notices: dict[str, int] = {}
+        self._promised: dict[tuple[str, int], tuple[float, Member, str]] = {}
         self._handlers: dict[str, Callable[[Message], None]] = {
             "hello": self._hello,
             "beat": self._beat,
@@ -100,6 +103,7 @@ class CoordinatorHandlers:
         if known is not None and role == WORKER and self._roster.sealed:
             self._forget_worker(identity)
         self._roster.add(member)
+        self._promised.pop((role, identity), None)
         if role == SERVER and self._ended is None:
             # A server that another replaces without having been missed has lost its state all the same.
             self._roster.lost_servers.discard(identity)
@@ -149,8 +153,15 @@ class CoordinatorHandlers:
         for member in silent:
             how = f"was silent for {self._settings.timeout:g} s"
             self._silent.append([member.role, member.id, member.incarnation])
-            # The supervision asks for the silent, ends them, and says whether another takes their place.
+            # The supervision asks for the silent, ends them, and says whether another takes their place: in a moment,
+            # unless it is gone itself.
+            if self._settings.supervised:
+                self._promise(member, how, min(self._settings.timeout, CONFIRM_SECONDS), "nobody took its place")
             self._lose(member, how, replaced=self._settings.supervised)
+        for place, (until, member, how) in list(self._promised.items()):
+            if time.monotonic() > until:
+                del self._promised[place]
+                self._lose(member, how, replaced=False)
         if (reason := self._rounds.held_too_long(HELD_TIMEOUTS * self._settings.timeout)) is not None:
             self._finish(reason)
         if not self._roster.sealed and time.monotonic() - self._began > self._settings.appear:
@@ -158,14 +169,27 @@ class CoordinatorHandlers:
             if missing:
                 self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
 
+    def _promise(self, member: Member, how: str, seconds: float, otherwise: str) -> None:
+        """Another will take the place of one that is gone, or it counts as gone for good after some seconds."""
+        until = time.monotonic() + seconds
+        self._promised[member.role, member.id] = until, member, f"{how}, and {otherwise} within {seconds:g} s"
+
     def _died(self, message: Message) -> None:
+        self._reply(message, Message("heard"))
         role, identity = message.string("role"), message.integer("id")
         member = self._roster.find(role, identity)
         incarnation = message.integer("incarnation")
         if member is None or member.incarnation != incarnation:
             # It had not registered yet, or was lost already; what matters is whether it comes back.
             member = Member(role, identity, incarnation, message.integer("process"), "this node", b"", 0.0)
-        self._lose(member, message.string("how"), message.flag("replaced"))
+        how, replaced = message.string("how"), message.flag("replaced")
+        current = self._roster.find(role, identity)
+        if current is not None and current.incarnation != incarnation:
+            return  # It was told before, and another is there.
+        self._promised.pop((role, identity), None)
+        if replaced:
+            self._promise(member, how, coordinator_settings.RESTART_SECONDS, "the one in its place did not appear")
+        self._lose(member, how, replaced)
 
     def _lose(self, member: Member, how: str, replaced: bool) -> None:
         current = self._roster.find(member.role, member.id)
@@ -254,6 +278,7 @@ class CoordinatorHandlers:
     # The end
 
     def _end(self, message: Message) -> None:
+        self._reply(message, Message("heard"))
         self._finish(message.string("message")[:4000], clean=message.flag("clean"))
 
     def _finish(self, text: str, clean: bool = False) -> None:
@@ -276,6 +301,7 @@ class CoordinatorHandlers:
         self._send(Message("ended", {"message": text, "clean": False}, (), connection))
 
     def _stop(self, message: Message) -> None:
+        self._reply(message, Message("heard"))
         self.stopped = True
 
     def _status(self, message: Message) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+RESTART_SECONDS = 60.0  # for a process that takes the place of one that has died
+
 
 @dataclass(frozen=True)
 class CoordinatorSettings:

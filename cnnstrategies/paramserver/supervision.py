@@ -75,6 +75,7 @@ class Supervision:
         self.keys = keys
         self.watched: list[Watched] = []
         self.deaths: list[str] = []
+        self._untold: list[tuple[str, Mapping[str, object]]] = []
         self._asked_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
@@ -111,6 +112,7 @@ class Supervision:
         now = time.monotonic()
         self._end_the_stopped(now)
         if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
+            self._tell_again()
             self._ask()
             self._asked_at = time.monotonic()
         if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
@@ -139,10 +141,10 @@ class Supervision:
             time.sleep(POLL)
         coordinates = any(one.role == COORDINATOR and one.code is None for one in self.watched)
         if coordinates:
-            self._send("end", {"message": "the run is over", "clean": True})
+            self._tell("end", {"message": "the run is over", "clean": True})
         self._end(SERVER, GRACE)
         if coordinates:
-            self._send("stop")
+            self._send("stop", answer="heard")
         self._end(COORDINATOR, GRACE)
         self._end(WORKER, 0.0)
 
@@ -182,9 +184,9 @@ class Supervision:
                 self._run_ends()  # It had started the services of the present session.
         elif killed:
             fields = {"role": one.role, "id": one.id, "incarnation": one.incarnation, "process": one.handle.pid}
-            self._send("died", {**fields, "how": ending(code), "replaced": replaced})
+            self._tell("died", {**fields, "how": ending(code), "replaced": replaced})
         elif code < 128:  # 128 + a signal's number: the user has stopped the run.
-            self._send("end", {"message": what, "clean": False})
+            self._tell("end", {"message": what, "clean": False})
         if replaced:
             one.restarts -= 1
             one.incarnation += 1
@@ -241,6 +243,15 @@ class Supervision:
             while (code := one.handle.poll()) is None:
                 time.sleep(POLL)
             one.code = code
+
+    def _tell(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Tell the coordinator something; while it does not say that it has heard it, it is told again."""
+        self._untold.append((kind, fields))
+        self._tell_again()
+
+    def _tell_again(self) -> None:
+        while self._untold and self._send(*self._untold[0], answer="heard") is not None:
+            del self._untold[0]
 
     def _send(self, kind: str, fields: Mapping[str, object] | None = None, answer: str = "") -> Message | None:
         """Send one message over a connection of its own; wait a moment for an answer if there will be one."""

@@ -13,15 +13,17 @@ import pytest
 import torch
 from roles import Roles, roles
 
-from cnnstrategies.paramserver import client, collectives
+from cnnstrategies.paramserver import client, collectives, coordinator_settings, supervision
 from cnnstrategies.paramserver.client import Worker
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.control import Message, parse
 from cnnstrategies.paramserver.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator_handlers import CoordinatorHandlers
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.membership import Address, Membership
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind
+from cnnstrategies.paramserver.supervision import Supervision
 
 
 @pytest.fixture
@@ -310,3 +312,73 @@ def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Pa
             return time.monotonic() < ends
 
         worker._wait_while(waiting, lambda: handle(0, Kind.VALUE))  # Which no server answers.
+
+
+# What the coordinator is told of deaths
+
+
+class Told:
+    """A coordinator's handlers without sockets: messages go in, and are kept when they come out."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.sent: list[Message] = []
+        self.handlers = CoordinatorHandlers(CoordinatorSettings("ipc://", 2, 0, **settings), self.sent.append)
+        for worker in range(2):
+            who = {"role": "worker", "id": worker, "incarnation": 0}
+            self.tell("hello", **who, process=1, host="here", endpoint="", public_key="")
+            self.tell("collect", **who, sequence=0, operation="start", seal=True)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.handlers.handle(Message(kind, {"session": 0, **fields}, (), b"%d" % fields.get("id", 9)))
+
+    def until_it_ends(self, seconds: float) -> str:
+        """Worker 1 lives, and worker 0 says nothing; why the run ends."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.tell("beat", role="worker", id=1, incarnation=0, here=1, seen=1)
+            self.handlers.look_for_the_silent()
+            for message in self.sent:
+                if message.kind == "ended":
+                    return message.string("message")
+            time.sleep(0.01)
+        return "it goes on"
+
+
+def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_it() -> None:
+    run = Told(timeout=0.2, supervised=True)
+    begun = time.monotonic()
+    assert "worker 0 (process 1 on here), which writes checkpoints and logs, was silent" in run.until_it_ends(3)
+    assert time.monotonic() - begun < 1
+
+
+def test_one_that_is_to_be_started_again_and_never_comes_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator_settings, "RESTART_SECONDS", 0.3)
+    run = Told(timeout=5.0, supervised=True)
+    died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "was killed by SIGKILL"}
+    run.tell("died", **died, replaced=True)
+    assert run.until_it_ends(0.1) == "it goes on"
+    assert "was killed by SIGKILL, and the one in its place did not appear within 0.3 s" in run.until_it_ends(3)
+
+
+@pytest.mark.parametrize("lost", ["died", "heard"])
+def test_a_death_is_told_until_it_is_heard(lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "ASK_EVERY", 0.1)
+    left = {lost: 2}
+
+    def loses(kind: str) -> bool:
+        left[kind] = left.get(kind, 0) - 1
+        return left[kind] >= 0
+
+    with LossyCoordinator(tmp_path, loses, workers=1) as lossy:
+        membership = lossy.worker(0)
+        Collectives(membership).start()
+        watch = Supervision(replace(lossy.address, role="supervision"))
+        fields = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "was killed", "replaced": False}
+        watch._tell("died", fields)
+        deadline = time.monotonic() + 10
+        while left[lost] >= 0 and time.monotonic() < deadline:
+            watch.look()
+        status = watch._send("status", answer="status")
+        assert status is not None
+        assert "was killed: with max_restarts it would return" in status.fields["ended"]["message"]
+        membership.close()
