@@ -13,6 +13,7 @@ may have several sessions, one after the other, each with a coordinator of its o
 ahead of the others knocks until the one of its session is there.
 """
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -66,6 +67,8 @@ class Coordinator:
         deadline = time.monotonic() + (BIND_SECONDS if settings.session else 0)
         while True:
             try:
+                if _is_listened_at(settings.endpoint):
+                    raise zmq.ZMQError(zmq.EADDRINUSE)  # Two runs that meet at one place; libzmq would take it over.
                 self._socket.bind(settings.endpoint)
                 return
             except zmq.ZMQError as error:
@@ -115,3 +118,13 @@ class Coordinator:
             self._handlers.handle(parse(parts, routed=True))
         except ControlError:
             self.dropped += 1
+
+
+def _is_listened_at(endpoint: str) -> bool:
+    """Whether a process listens at an ipc endpoint; that of one that was killed is only a file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except OSError:
+            return False
+        return endpoint.startswith("ipc://")

@@ -1,5 +1,6 @@
 """What the coordinator does with each kind of message, and when members are silent."""
 
+import secrets
 import time
 from collections.abc import Callable
 
@@ -7,13 +8,28 @@ from cnnstrategies.paramserver import coordinator_settings
 from cnnstrategies.paramserver.control import ControlError, Message
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.dispatch import Dispatcher
-from cnnstrategies.paramserver.roster import SERVER, WORKER, Member, Roster
+from cnnstrategies.paramserver.roster import SERVER, SUPERVISION, WORKER, Member, Roster
 from cnnstrategies.paramserver.rounds import Rounds
 from cnnstrategies.paramserver.values import Values
 
 MOST_NOTICES = 16
 CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
 HELD_TIMEOUTS = 6  # in which servers that live take up a view: one that has just come may be allocating
+# What each role sends, once it has said hello.
+_SENT_BY = {
+    WORKER: frozenset({"beat", "leave", "collect", "put", "get", "epoch", "take", "notice", "end"}),
+    SERVER: frozenset({"beat", "leave", "get"}),
+    SUPERVISION: frozenset({"died", "end", "stop", "status"}),
+}
+_REFUSED = frozenset({"beat", "collect", "epoch", "take"})
+
+
+def _sender(message: Message) -> tuple[str, int]:
+    """Who says to have sent a message."""
+    by = message.fields.get("by")
+    if not isinstance(by, list) or len(by) != 2 or not isinstance(by[0], str) or type(by[1]) is not int or by[1] < 0:
+        raise ControlError(f"{message.kind} of nobody")
+    return by[0], by[1]
 
 
 class CoordinatorHandlers:
@@ -37,6 +53,7 @@ class CoordinatorHandlers:
         self._dispatcher = Dispatcher()
         self._began = time.monotonic()
         self._ended: Message | None = None
+        self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
         self._silent: list[list[str | int]] = []
         self._notices: dict[str, int] = {}
         self._promised: dict[tuple[str, int], tuple[float, Member, str]] = {}
@@ -69,12 +86,45 @@ class CoordinatorHandlers:
         handler = self._handlers.get(message.kind)
         if handler is None:
             raise ControlError(f"unknown kind {message.kind!r}")
-        handler(message)
+        if message.kind == "hello" or self._may_send(message):
+            handler(message)
+
+    def _may_send(self, message: Message) -> bool:
+        """Whether the sender is a member whose role sends such messages; one that was a member is told that it is not.
+
+        Raises:
+            ControlError: It never was one, or its role does not.
+        """
+        role, identity = _sender(message)
+        if message.kind not in _SENT_BY.get(role, ()):
+            raise ControlError(f"{message.kind} of a {role}")
+        if role == SUPERVISION:
+            token = self._supervisions.get(identity)
+        else:
+            member = self._roster.find(role, identity)
+            token = None if member is None else member.token
+            if "role" in message.fields and (message.string("role"), message.integer("id")) != (role, identity):
+                raise ControlError(f"{message.kind} in another one's name")
+        if token is not None and secrets.compare_digest(token.encode(), message.string("token").encode()):
+            return True
+        if message.kind in _REFUSED:
+            self._refuse_the_dead(message)
+        elif message.kind == "leave":
+            self._reply(message, Message("left"))  # It has left already, and asks again, for the answer was lost.
+        else:
+            raise ControlError(f"{message.kind} of no member")
+        return False
 
     # Who is here
 
     def _hello(self, message: Message) -> None:
         role, identity = message.string("role"), message.integer("id")
+        if _sender(message) != (role, identity) or not message.string("token"):
+            raise ControlError("a hello in another one's name")
+        if role == SUPERVISION:
+            if identity < self._settings.nodes:
+                self._supervisions.setdefault(identity, message.string("token"))
+            return
         if not self._roster.expects(role, identity):
             self._refuse(
                 message.sender,
@@ -92,9 +142,11 @@ class CoordinatorHandlers:
             time.monotonic(),
             message.string("endpoint"),
             message.string("public_key"),
+            token=message.string("token"),
         )
         known = self._roster.find(role, identity)
-        if known is not None and known.connection == message.sender:
+        if known is not None and known.token == member.token:
+            known.connection = message.sender
             self._answer(known)  # It has asked again before it heard the first answer.
             return
         if known is not None and known.incarnation >= member.incarnation:
@@ -121,13 +173,16 @@ class CoordinatorHandlers:
     def _member_of(self, message: Message) -> Member | None:
         member = self._roster.find(message.string("role"), message.integer("id"))
         if member is None or member.incarnation != message.integer("incarnation"):
-            self._refuse(
-                message.sender,
-                f"{message.fields['role']} {message.fields['id']} was silent for {self._settings.timeout:g} s and "
-                "counts as dead: the run goes on without it; raise `timeout` if it was only busy",
-            )
+            self._refuse_the_dead(message)
             return None
         return member
+
+    def _refuse_the_dead(self, message: Message) -> None:
+        self._refuse(
+            message.sender,
+            f"{message.string('role')} {message.integer('id')} was silent for {self._settings.timeout:g} s and "
+            "counts as dead: the run goes on without it; raise `timeout` if it was only busy",
+        )
 
     def _beat(self, message: Message) -> None:
         member = self._member_of(message)
@@ -238,7 +293,7 @@ class CoordinatorHandlers:
         self._reply(message, Message("left"))
         member = self._roster.find(message.string("role"), message.integer("id"))
         if member is None or member.incarnation != message.integer("incarnation"):
-            return  # It has left already, and asks again, for the answer was lost.
+            return
         self._roster.remove(member)
         if member.role == WORKER:
             self._forget_worker(member.id)

@@ -1,6 +1,6 @@
 """What a coordinator is started with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 RESTART_SECONDS = 60.0  # for a process that takes the place of one that has died
 
@@ -19,6 +19,8 @@ class CoordinatorSettings:
         essential: Workers whose loss for ever ends the run: the one that writes checkpoints and logs.
         supervised: Whether a supervision may replace processes that were silent, and says if it does.
         session: Which of the sessions that follow one another at this endpoint; messages of others are not heard.
+        nodes: How many there are: each has a supervision.
+        supervisor: Secret of the supervision that starts the coordinator, node 0's.
     """
 
     endpoint: str
@@ -30,3 +32,5 @@ class CoordinatorSettings:
     essential: tuple[int, ...] = (0,)
     supervised: bool = False
     session: int = 0
+    nodes: int = 1
+    supervisor: str = field(default="", repr=False)

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import queue
+import secrets
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -39,6 +40,7 @@ class Address:
         timeout: Seconds of silence after which either side counts the other as dead.
         appear: Seconds in which the coordinator must have answered once.
         session: Which of the sessions that follow one another at this place. A coordinator hears those of its own.
+        token: Secret of this process: once it has registered, nobody else speaks in its name.
     """
 
     coordinator: str
@@ -49,6 +51,7 @@ class Address:
     timeout: float = 10.0
     appear: float = 60.0
     session: int = 0
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def fields(self) -> dict[str, object]:
         """What every message of this process says of its sender."""
@@ -56,7 +59,8 @@ class Address:
 
     def message(self, kind: str, fields: Mapping[str, object] | None = None, frames: Sequence[Buffer] = ()) -> Message:
         """A message to this session's coordinator."""
-        return Message(kind, {"session": self.session, **(fields or {})}, frames)
+        said = {"session": self.session, "by": [self.role, self.id], "token": self.token}
+        return Message(kind, {**said, **(fields or {})}, frames)
 
     def connect(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None) -> "zmq.Socket[bytes]":
         """A socket to the coordinator, with the run's keys if there are some."""

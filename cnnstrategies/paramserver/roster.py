@@ -3,12 +3,12 @@
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cnnstrategies.paramserver.control import Message, encode_fields
 from cnnstrategies.paramserver.view import ServerInfo, View, WorkerInfo
 
-SERVER, WORKER = "server", "worker"
+SERVER, WORKER, SUPERVISION = "server", "worker", "supervision"
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Member:
         public_key: Its CURVE key; empty without encryption.
         acknowledged: Number of the newest view that it has said to have seen.
         since: For a server, the number of the first view with it.
+        token: Its secret: a message without it is not its own.
     """
 
     role: str
@@ -40,6 +41,7 @@ class Member:
     public_key: str = ""
     acknowledged: int = -1
     since: int = 0
+    token: str = field(default="", repr=False)
 
     def __str__(self) -> str:
         return f"{self.role} {self.id} (process {self.process} on {self.host})"

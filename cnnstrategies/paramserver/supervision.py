@@ -2,14 +2,11 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import zmq
@@ -24,8 +21,6 @@ COORDINATOR = "coordinator"
 POLL = 0.02  # seconds
 ASK_EVERY = 1.0  # seconds
 GRACE = 5.0  # seconds
-PREFIX = "cnnstrategies-"
-LONGEST = 50  # Bytes of a temporary directory: with what follows, Linux takes 107.
 
 
 @dataclass
@@ -258,6 +253,7 @@ class Supervision:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = self.coordinator.connect(context, self.keys)
         try:
+            send(socket, self.coordinator.message("hello", self.coordinator.fields()))
             send(socket, self.coordinator.message(kind, fields))
             if answer and socket.poll(500):
                 with contextlib.suppress(ControlError):
@@ -266,19 +262,3 @@ class Supervision:
         finally:
             socket.close()
             context.term()
-
-
-def make_run_directory() -> Path:
-    """A new directory for a run's sockets and keys that only its owner can read.
-
-    Its name holds the number of this process; those of processes that are gone are removed. A socket's path cannot be
-    long, as those of the temporary directories of clusters are; then it lies in ``/tmp``.
-    """
-    place = Path(tempfile.gettempdir())
-    if len(os.fsencode(place)) > LONGEST:
-        place = Path("/tmp")
-    for old in place.glob(f"{PREFIX}*-*"):
-        number = old.name.removeprefix(PREFIX).partition("-")[0]
-        if number.isdigit() and not Path(f"/proc/{number}").exists() and old.stat().st_uid == os.getuid():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))

@@ -322,14 +322,18 @@ class Told:
 
     def __init__(self, **settings: Any) -> None:
         self.sent: list[Message] = []
-        self.handlers = CoordinatorHandlers(CoordinatorSettings("ipc://", 2, 0, **settings), self.sent.append)
+        self.handlers = CoordinatorHandlers(
+            CoordinatorSettings("ipc://", 2, 0, supervisor="secret", **settings), self.sent.append
+        )
         for worker in range(2):
             who = {"role": "worker", "id": worker, "incarnation": 0}
             self.tell("hello", **who, process=1, host="here", endpoint="", public_key="")
             self.tell("collect", **who, sequence=0, operation="start", seal=True)
 
     def tell(self, kind: str, **fields: Any) -> None:
-        self.handlers.handle(Message(kind, {"session": 0, **fields}, (), b"%d" % fields.get("id", 9)))
+        by = ["supervision", 0] if kind in ("died",) else ["worker", fields["id"]]
+        said = {"session": 0, "by": by, "token": "secret", **fields}
+        self.handlers.handle(Message(kind, said, (), b"%d" % fields.get("id", 9)))
 
     def until_it_ends(self, seconds: float) -> str:
         """Worker 1 lives, and worker 0 says nothing; why the run ends."""

@@ -6,7 +6,6 @@ The process that launches only watches: rank 0 is one of its children, and may d
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,7 @@ from cnnstrategies._lightning_private import (
     check_start,
     script_command,
 )
+from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.roster import WORKER
 from cnnstrategies.paramserver.services import StartMethod
@@ -53,7 +54,7 @@ def supervised(options: Options, layout: Layout, training: bool, method: StartMe
             yield supervision
     finally:
         if place.directory is not None:
-            shutil.rmtree(place.directory, ignore_errors=True)
+            let_go(Path(place.directory))
 
 
 @contextlib.contextmanager
