@@ -14,6 +14,7 @@ import zmq
 TAG = b"CNNPS1 "
 MAX_HEADER = 1 << 20
 LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
+MOST_PARTS = 1 << 14  # of a message: a buffer for each tensor of a module
 RECONNECT_MS = 20
 Buffer = bytes | bytearray | memoryview
 COORDINATOR = b""  # a DEALER has one peer only
@@ -80,6 +81,22 @@ def send(socket: "zmq.Socket[bytes]", message: Message, copy: bool = True) -> No
 def encode_fields(fields: dict[str, Any]) -> bytes:
     """The JSON object of a message."""
     return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
+    """The parts of the message that waits; none of one that has too many.
+
+    Raises:
+        zmq.Again: None waits.
+    """
+    parts = [socket.recv(zmq.NOBLOCK)]
+    count = 1
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(zmq.NOBLOCK)
+        count += 1
+        if count <= MOST_PARTS:
+            parts.append(part)
+    return parts if count <= MOST_PARTS else []
 
 
 def waiting(socket: "zmq.Socket[bytes]") -> bool:

@@ -21,7 +21,7 @@ from typing import Self
 
 import zmq
 
-from cnnstrategies.paramserver.control import LARGEST_MESSAGE, ControlError, parse, send
+from cnnstrategies.paramserver.control import LARGEST_MESSAGE, parse, receive, send
 from cnnstrategies.paramserver.coordinator_handlers import CoordinatorHandlers
 from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
@@ -93,7 +93,7 @@ class Coordinator:
             if self._socket in ready:
                 for _ in range(200):
                     try:
-                        parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                        parts = receive(self._socket)
                     except zmq.Again:
                         break
                     self.handle(parts)
@@ -116,7 +116,14 @@ class Coordinator:
         """Act on one message; what is not one is counted and dropped."""
         try:
             self._handlers.handle(parse(parts, routed=True))
-        except ControlError:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            IndexError,
+            OverflowError,
+        ):  # ControlError is the first
             self.dropped += 1
 
 

@@ -13,7 +13,7 @@ import zmq
 from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
-from cnnstrategies.paramserver.limits import allow_files, files_of_server
+from cnnstrategies.paramserver.limits import allow_files, files_of_server, memory_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -39,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked
 MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
 STOPPED_SECONDS = 1.0  # between two looks: then this process was stopped
+MOST_STATES = 4  # tensors of a slice's size that an optimizer of torch's keeps, and one for the update
 WORK_SECONDS = 0.002  # on slices, between two looks at the messages
 
 
@@ -114,6 +115,13 @@ class Server:
         self._heard_workers: set[int] = set()
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def declared_memory(self) -> int:
+        """Bytes that the server may come to need beside what it has now."""
+        held = sum(slice_.nbytes for slice_ in self._store.slices.values())
+        copies = MOST_STATES + self._specification.replication
+        return memory_of_server(held, copies, self._specification.workers, self._bounds.payload)
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called.
