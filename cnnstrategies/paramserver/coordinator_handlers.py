@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.values import Values
 
 MOST_NOTICES = 16
 CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
-HELD_TIMEOUTS = 6  # in which servers that live take up a view: one that has just come may be allocating
+TAKE_UP_SECONDS = 60.0  # at least, for a server that lives to take up a view: one that has just come allocates
 # What each role sends, once it has said hello.
 _SENT_BY = {
     WORKER: frozenset({"beat", "leave", "collect", "put", "get", "epoch", "take", "notice", "end"}),
@@ -217,7 +217,8 @@ class CoordinatorHandlers:
             if time.monotonic() > until:
                 del self._promised[place]
                 self._lose(member, how, replaced=False)
-        if (reason := self._rounds.held_too_long(HELD_TIMEOUTS * self._settings.timeout)) is not None:
+        seconds = max(6 * self._settings.timeout, TAKE_UP_SECONDS)
+        if (reason := self._rounds.held_too_long(seconds, self._settings.appear)) is not None:
             self._finish(reason)
         if not self._roster.sealed and time.monotonic() - self._began > self._settings.appear:
             missing = self._roster.missing()

@@ -170,14 +170,22 @@ class Rounds:
         view = self._answers[worker].view
         return view < 0 or self._roster.servers_have_seen(view)
 
-    def held_too_long(self, seconds: float) -> str | None:
-        """Which view the servers have not seen for some seconds although workers wait for it, if there is one."""
+    def held_too_long(self, seconds: float, appear: float) -> str | None:
+        """Why workers wait in vain, if they do: servers that are there do not take up a view, or some do not appear.
+
+        Args:
+            seconds: For those that are there.
+            appear: For those that are not.
+        """
         since = min(self._held.values(), default=None)
-        if since is None or time.monotonic() - since < seconds:
+        if since is None or time.monotonic() - since < min(seconds, appear):
             return None
         view = max(self._answers[worker].view for worker in self._held)
-        blind = ", ".join(self._roster.servers_behind(view)) or "a server that is to come"
-        return f"{blind} did not take up view {view} for {seconds:g} s, and the workers wait for that"
+        blind = self._roster.servers_behind(view)
+        if not blind and time.monotonic() - since < appear:
+            return None
+        who = ", ".join(blind) or "a server that is to come"
+        return f"{who} did not take up view {view} for {time.monotonic() - since:.0f} s, and the workers wait for that"
 
     def _answer(self, worker: int) -> None:
         """Send a worker its answer, or have it know that the servers are waited for."""
