@@ -14,6 +14,7 @@ LAYERS = (
     ("cli", "__main__"),
     ("commands",),
     ("callbacks", "cluster", "strategies", "classifier", "data"),
+    ("planning",),
     ("pipeline", "paramserver"),
 )
 
@@ -44,7 +45,8 @@ def graph() -> dict[str, set[str]]:
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    waiting = {name: {one for one in used if one in modules() and one != name} for name, used in graph().items()}
+    every = modules()
+    waiting = {name: {one for one in used if one in every and one != name} for name, used in graph().items()}
     while free := [name for name, used in waiting.items() if not used]:
         for name in free:
             del waiting[name]
@@ -55,7 +57,7 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_engines_know_nothing_of_lightning_or_of_what_stands_on_them():
     for name, used in graph().items():
-        if name.startswith(("cnnstrategies.pipeline", "cnnstrategies.paramserver")):
+        if name.startswith(("cnnstrategies.pipeline", "cnnstrategies.paramserver", "cnnstrategies.planning")):
             assert not [one for one in used if one.startswith("lightning")], name
 
 
@@ -66,3 +68,14 @@ def test_arrows_point_down():
             above, below = (full.removeprefix("cnnstrategies.").split(".")[0] for full in (name, one))
             if one.startswith("cnnstrategies.") and above in level and below in level:
                 assert level[above] <= level[below], f"{name} imports {one}"
+
+
+def test_what_runs_asks_the_planner_in_one_place():
+    """A pipeline's stages are chosen once, before it runs; what trains afterwards knows nothing of predictions."""
+    running = ("cnnstrategies.strategies", "cnnstrategies.callbacks", "cnnstrategies.data", "cnnstrategies.classifier")
+    asking = [
+        name
+        for name, used in graph().items()
+        if name.startswith(running) and any(one.startswith("cnnstrategies.planning") for one in used)
+    ]
+    assert asking == ["cnnstrategies.strategies.hybrid_pipeline.layout"]

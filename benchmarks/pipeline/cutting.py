@@ -2,12 +2,13 @@
 
 from torch import Tensor, nn
 
-from cnnstrategies.pipeline.costs import GraphCosts, Link
-from cnnstrategies.pipeline.layout import Layout, StageCost
-from cnnstrategies.pipeline.predict import Predictor
-from cnnstrategies.pipeline.profiling import profile
-from cnnstrategies.pipeline.request import Request
+from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
+from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.stage_costs import StageCost
 
 LOOPBACK = Link(bandwidth=2e9, latency=2e-4)
 

@@ -14,15 +14,16 @@ from networks import images
 from ranks import run_ranks
 from torch import nn
 
-from cnnstrategies.pipeline.costs import GraphCosts, Link
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.layout import Layout, stage_costs
-from cnnstrategies.pipeline.link import measure_local_link
-from cnnstrategies.pipeline.predict import Predictor
-from cnnstrategies.pipeline.profiling import profile
-from cnnstrategies.pipeline.request import Request
+from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span, draw_timeline
 from cnnstrategies.pipeline.tracing import trace
+from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.stage_costs import stage_costs
 
 STEPS = 10  # between two profiles
 
@@ -137,5 +138,5 @@ def _draw(
         spans = [span for part in gathered for span in part or ()]
         names = {0: "stage 0", 1: "stage 1"}
         draw_timeline(spans, path.with_name(path.name + "_measured.png"), "Measured step", names)
-        predicted = predictor.simulate(layout).spans
+        predicted = predictor.simulate(layout, run_ahead=True).spans
         draw_timeline(predicted, path.with_name(path.name + "_predicted.png"), "Predicted step", names)

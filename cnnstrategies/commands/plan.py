@@ -13,26 +13,28 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
-from cnnstrategies.pipeline.costs import Link
-from cnnstrategies.pipeline.layout import stage_costs
-from cnnstrategies.pipeline.link import measure_local_link
 from cnnstrategies.pipeline.microbatches import default_microbatches
-from cnnstrategies.pipeline.plan import Plan, make_plan
-from cnnstrategies.pipeline.plan_table import plan_table, summary
-from cnnstrategies.pipeline.profiling import profile
-from cnnstrategies.pipeline.request import Request
 from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.tracing import find_cut, trace
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.planning.plan import Plan, make_plan
+from cnnstrategies.planning.report import plan_table, summary
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.stage_costs import stage_costs
+from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -70,6 +72,7 @@ def main(args: Sequence[str]) -> None:
     """
     # What LightningCLI reads, and what errors are explained by.
     sys.argv = ["cnnstrategies plan", *args[1:]]
+    quieten()
     cli = PlanCLI()
     config = cli.config
     options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__dataclass_fields__})
@@ -93,16 +96,13 @@ def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, op
     """Measure the model's network on this machine and plan its layout.
 
     Args:
-        model: Its ``network`` is divided.
+        model: Its network is divided.
         data: Gives the shape of the images and the batch size.
         trainer: The trainer's arguments: devices, num_nodes, accelerator, precision, strategy.
         options: What a plan needs beyond them.
     """
-    network = getattr(model, "network", None)
-    if not isinstance(network, nn.Module):
-        raise ConfigurationError(
-            f"{type(model).__name__} has no `network`, a torch.nn.Module: it is what a pipeline divides"
-        )
+    named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
+    network = model.get_submodule(find_network(model, named))
     device = _device(trainer.accelerator)
     devices = _count(trainer.devices) * int(trainer.num_nodes)
     asked = _asked(trainer.strategy)
@@ -137,6 +137,7 @@ def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, op
         cuts=tuple(find_cut(traced, name) for name in cuts) if cuts is not None else None,
         memory_limit=asked.memory_limit if asked else None,
         activation_checkpointing=asked.activation_checkpointing if asked else "never",
+        run_ahead=asked.run_ahead if asked else None,
         state_copies=2 + options.optimizer_states,
     )
     return make_plan(costs, _link(options, device), request, stage_costs(share, ())[0])

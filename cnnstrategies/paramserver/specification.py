@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator_settings import RESTART_SECONDS
 
 Mode = Literal["sync", "async", "ssp", "local"]
 Compression = Literal["none", "fp16", "bf16", "topk", "onebit"]
 PullCompression = Literal["none", "fp16", "bf16"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+RESTART_SECONDS = 60.0  # for a process that takes the place of one that has died
 
 
 @dataclass(frozen=True)

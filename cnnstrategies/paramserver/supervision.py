@@ -1,7 +1,9 @@
 """Watches the processes of one node: restarts those that die, tells the coordinator, and leaves nothing behind."""
 
 import contextlib
+import itertools
 import os
+import secrets
 import signal
 import sys
 import time
@@ -11,15 +13,20 @@ from typing import Self
 
 import zmq
 
-from cnnstrategies.paramserver.control import ControlError, Message, parse, send
-from cnnstrategies.paramserver.membership import Address
+from cnnstrategies.paramserver.control import connect, parse, send
+from cnnstrategies.paramserver.coordinator.reporter import Reporter
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
+from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
+from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
+from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.processes import Handle, ending, is_stopped
-from cnnstrategies.paramserver.roster import SERVER, WORKER
 from cnnstrategies.paramserver.security import KeyPair
 
 COORDINATOR = "coordinator"
 POLL = 0.02  # seconds
 ASK_EVERY = 1.0  # seconds
+ANSWER_SECONDS = 0.5
 GRACE = 5.0  # seconds
 
 
@@ -70,16 +77,23 @@ class Supervision:
         self.keys = keys
         self.watched: list[Watched] = []
         self.deaths: list[str] = []
-        self._untold: list[tuple[str, Mapping[str, object]]] = []
         self._asked_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
         self._stopping = False
+        self._peer = Peer(coordinator.role, coordinator.id, 0, secrets.randbits(SECRET_BITS))
+        self._reporter = Reporter(coordinator.session)
+        self._numbers = itertools.count(1)
 
     def start(self, watched: Watched) -> None:
         """Start a process and watch it from now on."""
         watched.handle = watched.start(watched.incarnation)
         self.watched.append(watched)
+
+    @property
+    def process(self) -> int:
+        """By which the coordinator that this one starts knows it."""
+        return self._peer.process
 
     @property
     def workers(self) -> list[Watched]:
@@ -107,7 +121,6 @@ class Supervision:
         now = time.monotonic()
         self._end_the_stopped(now)
         if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
-            self._tell_again()
             self._ask()
             self._asked_at = time.monotonic()
         if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
@@ -136,10 +149,10 @@ class Supervision:
             time.sleep(POLL)
         coordinates = any(one.role == COORDINATOR and one.code is None for one in self.watched)
         if coordinates:
-            self._tell("end", {"message": "the run is over", "clean": True})
+            self._send("end", {"message": "the run is over", "clean": True})
         self._end(SERVER, GRACE)
         if coordinates:
-            self._send("stop", answer="heard")
+            self._send("stop", {"members": [[one.role, one.id] for one in self.watched]})
         self._end(COORDINATOR, GRACE)
         self._end(WORKER, 0.0)
 
@@ -164,6 +177,7 @@ class Supervision:
         what = f"{one} {ending(code)}"
         if killed or one.role != WORKER:
             self.deaths.append(what)
+        if killed:  # Whoever ends by itself has said why.
             follows = "it is started again" if replaced else "it is not replaced"
             if one.restarts and self._over:
                 follows += ": only the first session of a run has restarts"
@@ -179,9 +193,9 @@ class Supervision:
                 self._run_ends()  # It had started the services of the present session.
         elif killed:
             fields = {"role": one.role, "id": one.id, "incarnation": one.incarnation, "process": one.handle.pid}
-            self._tell("died", {**fields, "how": ending(code), "replaced": replaced})
+            self._send("died", {**fields, "how": ending(code), "replaced": replaced})
         elif code < 128:  # 128 + a signal's number: the user has stopped the run.
-            self._tell("end", {"message": what, "clean": False})
+            self._send("end", {"message": what, "clean": False})
         if replaced:
             one.restarts -= 1
             one.incarnation += 1
@@ -210,7 +224,7 @@ class Supervision:
 
     def _ask(self) -> bool:
         """Ask the coordinator whether its session goes on and who is silent, and end these; whether it has answered."""
-        answer = self._send("status", answer="status")
+        answer = self._send("status")
         if answer is None:
             return False
         ended = answer.fields.get("ended")
@@ -239,26 +253,31 @@ class Supervision:
                 time.sleep(POLL)
             one.code = code
 
-    def _tell(self, kind: str, fields: Mapping[str, object]) -> None:
-        """Tell the coordinator something; while it does not say that it has heard it, it is told again."""
-        self._untold.append((kind, fields))
-        self._tell_again()
+    def _send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
+        """Ask the coordinator over a connection of its own, for a moment; None if it has not answered by then.
 
-    def _tell_again(self) -> None:
-        while self._untold and self._send(*self._untold[0], answer="heard") is not None:
-            del self._untold[0]
-
-    def _send(self, kind: str, fields: Mapping[str, object] | None = None, answer: str = "") -> Message | None:
-        """Send one message over a connection of its own; wait a moment for an answer if there will be one."""
+        What it has not answered before, it is asked again at every occasion: no death is untold because it was busy.
+        """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self.coordinator.connect(context, self.keys)
+        socket = connect(self.coordinator, context, self.keys)
+        number = next(self._numbers)
+        answers: dict[int, Message | str] = {}
+        loop = Loop(
+            self._reporter,
+            lambda to, message: send(socket, self._peer, message),
+            lambda result: answers.update({result.call: result.value}),
+        )
         try:
-            send(socket, self.coordinator.message("hello", self.coordinator.fields()))
-            send(socket, self.coordinator.message(kind, fields))
-            if answer and socket.poll(500):
-                with contextlib.suppress(ControlError):
-                    return parse(socket.recv_multipart(), routed=False)
-            return None
+            loop.start()
+            loop.call(Call(number, kind, fields or {}))
+            until = time.monotonic() + ANSWER_SECONDS
+            while number not in answers and (left := until - time.monotonic()) > 0:
+                if socket.poll(int(1000 * loop.until_next(left)) + 1):
+                    with contextlib.suppress(ControlError):
+                        loop.message(*parse(socket.recv_multipart()))
+                loop.fire()
+            answer = answers.get(number)
+            return answer if isinstance(answer, Message) and answer.kind == DONE else None
         finally:
             socket.close()
             context.term()

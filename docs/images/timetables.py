@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from cnnstrategies.pipeline.costs import Link
-from cnnstrategies.pipeline.layout import Message, StageCost
-from cnnstrategies.pipeline.simulate import simulate
 from cnnstrategies.pipeline.timeline import draw_timeline
 from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.simulate import simulate
+from cnnstrategies.planning.stage_costs import Message, StageCost
 
 LINK = Link(bandwidth=1e9, latency=0.0)
 

@@ -1,6 +1,7 @@
 """Keys, who may connect, and where encryption may be left out."""
 
 import fcntl
+import json
 import os
 import stat
 import tempfile
@@ -21,12 +22,15 @@ from training import SGD, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.client import Worker
-from cnnstrategies.paramserver.control import ControlError, Message, parse, send
-from cnnstrategies.paramserver.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator_handlers import CoordinatorHandlers
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
+from cnnstrategies.paramserver.control import TAG, parse
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+from cnnstrategies.paramserver.core.view import ServerInfo
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.errors import ServersUnreachableError
-from cnnstrategies.paramserver.membership import Address, Membership
+from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.private_directory import (
     PREFIX,
     hold,
@@ -38,7 +42,6 @@ from cnnstrategies.paramserver.private_directory import (
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.paramserver.transport import Context, Listener, client_socket, server_socket
-from cnnstrategies.paramserver.view import FileViews, ServerInfo
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import Layout, choose_place
 
@@ -190,76 +193,84 @@ def test_a_directory_stays_while_a_process_uses_it_that_is_not_visible_here(monk
     let_go(run)
 
 
-def coordinator_with(keys: KeyPair | None, endpoint: str) -> Coordinator:
-    return Coordinator(CoordinatorSettings(endpoint, 1, 1, 5.0, supervisor="secret"), keys)
-
-
-def everything(name: str) -> list[Message]:
-    """All that anybody says, in the name of a worker, a server and the supervision."""
+def everything() -> list[list[bytes]]:
+    """All that anybody says, in the name of a worker, a server and a supervision, with numbers that are guessed."""
     victim = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "died", "replaced": False}
     said: dict[str, dict[str, Any]] = {
-        "end": {"message": "said a stranger", "clean": True}, "stop": {}, "status": {}, "died": victim,
-        "put": {"name": "specification"}, "get": {"name": "specification"}, "notice": {"name": "stop", "value": 15},
-        "leave": victim, "collect": victim | {"sequence": 0, "operation": "x"}, "beat": victim | {"here": 0, "seen": 0},
-        "epoch": victim | {"epoch": 0, "samples": 1, "chunk": 1}, "take": victim | {"epoch": 0, "processed": 0},
+        "end": {"message": "said a stranger", "clean": True}, "stop": {"members": [["worker", 0]]}, "status": {},
+        "died": victim, "put": {"name": "specification"}, "get": {"name": "specification"}, "leave": {}, "over": {},
+        "notice": {"name": "stop", "value": 15}, "collect": {"sequence": 0, "operation": "x", "seal": True},
+        "beat": {"here": 0, "seen": 0, "notices": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
+        "take": {"epoch": 0, "processed": 0, "ordinal": 1}, "probe": {"ids": [1, 2]},
     }  # fmt: skip
-    by = (["worker", 0], ["server", 0], ["supervision", 0], ["supervision", 1], ["worker", 7], None, ["worker", "x"])
-    tokens = ("", "0" * 32, 7, None)
+    names = [[role, number, life, process] for role in ("worker", "server", "supervision") for number in (0, 1, 7)
+             for life in (0, 1) for process in (0, 1, 2**62 - 1)]  # fmt: skip
     return [
-        Message(kind, {"session": 0, "by": one, "token": token, **fields})
-        for kind, fields in said.items() for one in by for token in tokens
+        [TAG + kind.encode(), json.dumps({"session": 0, "from": name, "request": 1, "floor": 0, **fields}).encode()]
+        for kind, fields in said.items() for name in names
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("has_the_key", [False, True])
 def test_a_stranger_changes_nothing_with_the_key_or_without(has_the_key: bool) -> None:
     keys = KeyPair.create()
-    with coordinator_with(keys, "tcp://127.0.0.1:*") as coordinator:
-        thread = threading.Thread(target=coordinator.run, daemon=True)
+    watch = Supervision(Address("", "supervision", 0), keys)
+    settings = CoordinatorSettings("tcp://127.0.0.1:*", 1, 1, 5.0, supervisor=watch.process)
+    with CoordinatorService(settings, keys) as service:
+        thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
-        address = Address(coordinator.endpoint, "worker", 0, 0, 0.1, 5.0)
-        membership = Membership(address, keys=keys)
+        membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 5.0), keys=keys)
         membership.wait_registered()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         own = keys if has_the_key else KeyPair.create()
         stranger = context.socket(zmq.DEALER)
         stranger.curve_serverkey = keys.public.encode()  # Which is no secret.
         stranger.curve_publickey, stranger.curve_secretkey = own.public.encode(), own.secret.encode()
-        stranger.connect(coordinator.endpoint)
-        for message in everything("stranger"):
-            send(stranger, message)
-        answers = []
+        stranger.connect(service.endpoint)
+        for message in everything():
+            stranger.send_multipart(message)
+        answers = set()
         while stranger.poll(300):
-            answers.append(parse(stranger.recv_multipart(), routed=False).kind)
-        assert set(answers) <= ({"ended", "left"} if has_the_key else set()), "nobody is told anything of the run"
+            answers.add(parse(stranger.recv_multipart())[1].kind)
+        assert answers <= ({"ended", "unknown", "UNKNOWN"} if has_the_key else set()), "nobody is told anything"
+        role = service._loop._role
+        assert isinstance(role, Coordinator)
         assert thread.is_alive()
-        roster = coordinator._handlers._roster
-        assert roster.find("worker", 0) is not None
-        assert coordinator._handlers._ended is None
-        assert not coordinator._handlers._values._values
-        assert not coordinator._handlers._notices
+        assert role._roster.at("worker", 0) is not None
+        assert role._ended is None
+        assert not role._values._values
+        assert not role._notices
         stranger.close(0)
         context.term()
         membership.close()
-        assert coordinator._handlers._ended is not None, "the worker itself may leave"
-        Supervision(Address(coordinator.endpoint, "supervision", 0, token="secret"), keys)._send("stop", answer="heard")
+        assert role._ended is not None, "the worker itself may leave"
+        watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
+        watch._send("stop", {"members": [["worker", 0], ["server", 0]]})
         thread.join(5)
         assert not thread.is_alive(), "the supervision itself may stop it"
 
 
 def test_a_member_does_what_its_role_does() -> None:
     """A server ends no run, and a worker stops no coordinator."""
-    sent: list[Message] = []
-    handlers = CoordinatorHandlers(CoordinatorSettings("ipc://", 1, 1), sent.append)
-    for role, allowed in (("worker", {"end", "put"}), ("server", set())):
-        said = {"session": 0, "by": [role, 0], "token": role}
-        place = {"role": role, "id": 0, "incarnation": 0}
-        about = {"process": 1, "host": "", "endpoint": "", "public_key": ""}
-        handlers.handle(Message("hello", {**said, **place, **about}))
-        for kind in ("end", "stop", "died", "status", "put"):
-            fields = {"message": "over", "name": "x", "how": "", "process": 1, **place}
+    role = Coordinator(CoordinatorSettings("ipc://", 1, 1))
+    role.start(0.0)
+    about = {"session": 0, "process": 1, "host": "", "endpoint": "", "public_key": ""}
+    for name, allowed in (("server", {"get"}), ("worker", {"put", "get", "end"})):
+        peer = Peer(name, 0, 0, 5)
+        role.on_message(0.0, peer, Message("hello", about, request=1))
+        for number, kind in enumerate(("put", "get", "end", "stop", "died", "status"), 2):
+            fields = {
+                "session": 0,
+                "floor": 0,
+                "message": "over",
+                "name": "x",
+                "how": "",
+                "process": 1,
+                "role": "worker",
+                "id": 0,
+            }
             try:
-                handlers.handle(Message(kind, {**said, **fields}))
+                role.on_message(0.0, peer, Message(kind, fields, request=number))
             except ControlError:
                 assert kind not in allowed
             else:

@@ -6,6 +6,7 @@ The process that launches only watches: rank 0 is one of its children, and may d
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,12 +30,12 @@ from cnnstrategies._lightning_private import (
     check_start,
     script_command,
 )
+from cnnstrategies.paramserver.coordinator.roster import WORKER
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.processes import Forked, Handle
-from cnnstrategies.paramserver.roster import WORKER
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
-from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.options import Options, check_callbacks
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, Layout, choose_place, open_supervision
@@ -54,6 +55,7 @@ def supervised(options: Options, layout: Layout, training: bool, method: StartMe
             yield supervision
     finally:
         if place.directory is not None:
+            shutil.rmtree(place.directory, ignore_errors=True)
             let_go(Path(place.directory))
 
 

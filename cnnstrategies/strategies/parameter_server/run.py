@@ -8,12 +8,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.roster import SERVER
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator, files_of_server
-from cnnstrategies.paramserver.membership import Address
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.processes import Handle
-from cnnstrategies.paramserver.roster import SERVER
 from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
@@ -161,7 +160,7 @@ def open_supervision(
             supervised=place.supervised and options.max_restarts > 0,
             session=place.session,
             nodes=layout.nodes,
-            supervisor=address.token,
+            supervisor=supervision.process,
         )
         service = CoordinatorProcess(settings, place.key_file, place.directory)
         supervision.start(Watched(COORDINATOR, 0, partial(_start, service, method)))

@@ -1,0 +1,115 @@
+"""Chunks of an epoch's samples, given to whoever asks: faster workers take more.
+
+A worker may take chunks ahead of what it has processed, so it says how far it is. What a worker that dies had taken
+and not processed is given out again: every sample is processed exactly once, or at least once after a death.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+MOST_CHUNKS = 1 << 21  # of an epoch
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Positions ``start`` to ``stop`` (exclusive) in the order of ``epoch``; empty when the epoch has no more."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class _Share:
+    """What one worker has of an epoch: chunks in the order taken, and positions processed of those."""
+
+    held: deque[Chunk] = field(default_factory=deque)
+    finished: int = 0
+    taken: int = 0
+    asked: int = -1
+    last: Chunk | None = None
+
+
+@dataclass
+class _Epoch:
+    waiting: deque[Chunk]
+    shares: dict[int, _Share] = field(default_factory=dict)
+
+
+class Dispatcher:
+    """The chunks of the epochs of one run. No sockets, no clock."""
+
+    def __init__(self) -> None:
+        self._epochs: dict[int, _Epoch] = {}
+
+    def begin(self, number: int, samples: int, chunk: int) -> None:
+        """Cut an epoch into chunks; the first worker that gets there does it, the others find it done.
+
+        What a worker left behind that died at the end of an earlier epoch comes first.
+
+        Args:
+            number: Of the epoch; it counts up.
+            samples: How many there are.
+            chunk: Samples of a chunk.
+        """
+        if number in self._epochs or chunk < 1 or samples > chunk * MOST_CHUNKS:
+            return
+        left: list[Chunk] = []
+        for old in [other for other in self._epochs if other < number]:
+            left += self._epochs[old].waiting
+            self._epochs[old].waiting.clear()
+            if old < number - 1:
+                del self._epochs[old]
+        starts = range(0, samples, chunk)
+        cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
+        self._epochs[number] = _Epoch(deque(left + cut))
+
+    def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
+        """The next chunk for a worker.
+
+        Every worker gets at least one chunk of an epoch, if there are as many: one that got none would take no part
+        in what the others do in an epoch.
+
+        Args:
+            worker: Who asks.
+            number: The epoch.
+            processed: Positions that it has processed in this epoch, in the order in which it got them.
+            workers: All that take part.
+            ordinal: How often it has asked in this epoch; it gets the same if it asks the same again.
+
+        Returns:
+            The chunk; an empty one when there are no more.
+        """
+        none = Chunk(number, 0, 0)
+        epoch = self._epochs.get(number)
+        if epoch is None:
+            return none
+        share = epoch.shares.setdefault(worker, _Share())
+        if share.last is not None and ordinal <= share.asked:
+            return share.last
+        share.asked, share.last = ordinal, none
+        while share.held and share.finished + len(share.held[0]) <= processed:
+            share.finished += len(share.held.popleft())
+        idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
+        if not epoch.waiting or (share.taken and len(epoch.waiting) <= idle):
+            return none
+        chunk = epoch.waiting.popleft()
+        share.held.append(chunk)
+        share.taken += len(chunk)
+        share.last = chunk
+        return chunk
+
+    def lose(self, worker: int) -> None:
+        """A worker has died: what it had not processed is given out again, first."""
+        for epoch in self._epochs.values():
+            share = epoch.shares.pop(worker, None)
+            if share is not None:
+                epoch.waiting.extendleft(reversed(share.held))
+
+    @staticmethod
+    def _has_some(epoch: _Epoch, worker: int) -> bool:
+        return worker in epoch.shares and epoch.shares[worker].taken > 0

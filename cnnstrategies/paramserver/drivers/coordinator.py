@@ -1,0 +1,146 @@
+"""The process of a coordinator: its socket, and who may connect."""
+
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import zmq
+
+from cnnstrategies.paramserver.control import LARGEST_MESSAGE, encode, parse, receive
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
+from cnnstrategies.paramserver.drivers.loop import Loop
+from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
+from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
+
+BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
+LONGEST_WAIT = 0.1  # seconds between two looks at whether the process that started this one is there
+ROUTES = 1 << 16  # connections that are known at a time
+AT_ONCE = 200  # messages between two looks at the timers
+
+
+class CoordinatorService:
+    """Runs the role :class:`~cnnstrategies.paramserver.coordinator.coordinator.Coordinator` over a ROUTER socket.
+
+    Args:
+        settings: Numbers and the endpoint.
+        keys: The run's CURVE keys: only processes that have them too are let in. None for no encryption.
+
+    Attributes:
+        dropped: How many messages were none.
+
+    Raises:
+        ConfigurationError: It may not open as many files as there are connections.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, keys: KeyPair | None = None) -> None:
+        allow_files(files_of_coordinator(settings.workers, settings.servers), "the coordinator")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 200)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._gatekeeper = None
+        if keys is not None:
+            public = keys.public
+            self._gatekeeper = Gatekeeper(self._context, lambda key: key == public)
+            self._socket.curve_server = True
+            self._socket.curve_publickey = keys.public.encode()
+            self._socket.curve_secretkey = keys.secret.encode()
+            self._socket.zap_domain = b"cnnstrategies"
+        self._bind(settings)
+        self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
+        self.dropped = 0
+        self._stopped = False
+        self._routes: OrderedDict[Peer, bytes] = OrderedDict()
+        self._encoded: tuple[Message | None, list[bytes]] = None, []
+        self._loop = Loop(Coordinator(settings), self._send, on_end=self._end)
+        self._loop.start()
+
+    def _bind(self, settings: CoordinatorSettings) -> None:
+        """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""
+        deadline = time.monotonic() + (BIND_SECONDS if settings.session else 0)
+        while True:
+            try:
+                if _is_listened_at(settings.endpoint):
+                    raise zmq.ZMQError(zmq.EADDRINUSE)  # Two runs that meet at one place; libzmq would take it over.
+                self._socket.bind(settings.endpoint)
+                return
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
+                    raise
+            time.sleep(LONGEST_WAIT)
+
+    def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
+        """Serve until told to stop.
+
+        Args:
+            orphaned: Asked several times a second; True ends the service.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        if self._gatekeeper is not None:
+            poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        while not (self._stopped or orphaned()):
+            ready = dict(poller.poll(int(1000 * self._loop.until_next(LONGEST_WAIT)) + 1))
+            if self._gatekeeper is not None and self._gatekeeper.socket in ready:
+                self._gatekeeper.answer()
+            if self._socket in ready:
+                for _ in range(AT_ONCE):
+                    try:
+                        self.handle(receive(self._socket))
+                    except zmq.Again:
+                        break
+            self._loop.fire()
+
+    def handle(self, frames: Sequence[bytes]) -> None:
+        """Act on one message; what is not one is counted and dropped."""
+        try:
+            sender, message = parse(frames[1:])
+            self._routes[sender] = frames[0]  # Another one after a cut.
+            self._routes.move_to_end(sender)
+            if len(self._routes) > ROUTES:
+                self._routes.popitem(last=False)
+            self._loop.message(sender, message)
+        except ControlError:
+            self.dropped += 1
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        route = self._routes.get(peer)
+        if route is None:
+            return
+        if self._encoded[0] is not message:
+            self._encoded = message, encode(COORDINATOR, message)  # A view goes to all, and is encoded once.
+        self._socket.send_multipart([route, *self._encoded[1], *message.frames], copy=False)
+
+    def _end(self, end: End) -> None:
+        self._stopped = True
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_listened_at(endpoint: str) -> bool:
+    """Whether a process listens at an ipc endpoint; that of one that was killed is only a file."""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except OSError:
+            return False
+        return True

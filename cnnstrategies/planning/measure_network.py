@@ -1,0 +1,217 @@
+"""Measure every node of a traced network on the real device with one microbatch."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.preserved import preserved
+from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
+
+
+def profile(
+    traced: fx.GraphModule,
+    microbatch: Images,
+    warm_up: int = 2,
+    repeats: int = 5,
+    budget: float = 20.0,
+) -> GraphCosts:
+    """Measure forward and backward time, activation and parameter bytes of every node.
+
+    Each sweep runs the nodes forward in order and then backward in reverse order, every node with an
+    autograd graph of its own, as if there were a cut at every node: memory and caches are those of training.
+    Between the sweeps the network is run as a whole, and the nodes' medians are scaled to the whole's median,
+    since a node measured alone pays for the measurement. The network is measured in training mode and left as
+    it was: buffers, gradients, modes and random numbers.
+
+    Args:
+        traced: The traced network, on the device that it will train on.
+        microbatch: One microbatch of input (n, C, H, W) on the same device; several where the network takes several.
+        warm_up: Sweeps before the measurement.
+        repeats: Sweeps measured; each time is their median.
+        budget: Seconds after which a slow network is measured no more, once there is one measured sweep.
+
+    Returns:
+        The costs for this microbatch size.
+    """
+    order = ordered_nodes(traced)
+    with preserved(traced), mode(traced, training=True):
+        for parameter in traced.parameters():
+            # Zeros, so that a backward adds, as it does from the second microbatch of a step on.
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        counted = _sweep(traced, order, microbatch, count=True)
+        sweeps: list[_Sweep] = []
+        wholes: list[tuple[float, float]] = []
+        end = time.monotonic() + budget
+        for index in range(warm_up + repeats):
+            if sweeps and time.monotonic() > end:
+                break
+            late = time.monotonic() > end
+            sweep = _sweep(traced, order, microbatch)
+            whole = _run_whole(traced, microbatch)
+            if index >= warm_up or late:
+                sweeps.append(sweep)
+                wholes.append(whole)
+    forward = [statistics.median(sweep.forward[node] for sweep in sweeps) for node in order]
+    backward = [statistics.median(sweep.backward[node] for sweep in sweeps) for node in order]
+    forward_scale = statistics.median(whole[0] for whole in wholes) / sum(forward)
+    backward_scale = statistics.median(whole[1] for whole in wholes) / max(sum(backward), 1e-12)
+    position = {node: index for index, node in enumerate(order)}
+    owned = _parameter_bytes(traced, order)
+    nodes = tuple(
+        NodeCost(
+            name=node.name,
+            forward=forward[index] * forward_scale,
+            backward=backward[index] * backward_scale,
+            parameter_bytes=owned[node],
+            saved_bytes=counted.saved_bytes[node],
+        )
+        for index, node in enumerate(order)
+    )
+    values = []
+    input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
+    for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
+        # The first node's stage has the images and sends them to the stages that use them once more.
+        later = tuple(sorted(position[user] for user in image.users if position.get(user, 0) > 0))
+        if later:
+            values.append(Value(0, later, input_bytes, 0))
+    for node in order:
+        consumers = tuple(sorted({position[user] for user in node.users if user in position}))
+        if consumers:
+            size, gradient = counted.sizes[node]
+            values.append(Value(position[node], consumers, size, gradient))
+    return GraphCosts(nodes, tuple(values), tuple(cut_positions(traced)), len(tree_leaves(microbatch)[0]), input_bytes)
+
+
+def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Run a function to its end on the device.
+
+    Returns:
+        Seconds and the function's result.
+    """
+    _synchronize(device)
+    start = time.perf_counter()
+    result = function()
+    _synchronize(device)
+    return time.perf_counter() - start, result
+
+
+@dataclass
+class _Sweep:
+    """What one pass over the nodes found."""
+
+    forward: dict[fx.Node, float] = field(default_factory=dict)
+    backward: dict[fx.Node, float] = field(default_factory=dict)
+    saved_bytes: dict[fx.Node, int] = field(default_factory=dict)
+    sizes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+
+
+def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Images, count: bool = False) -> _Sweep:
+    """Run the nodes forward, then backward; with ``count`` note the saved bytes, which costs time."""
+    found = _Sweep()
+    device = tree_leaves(microbatch)[0].device
+    interpreter = fx.Interpreter(traced)
+    environment: dict[fx.Node, Any] = {}
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            environment[node] = microbatch
+        elif node.op == "get_attr":
+            environment[node] = interpreter.fetch_attr(str(node.target))
+    # Storages, by address; those of the sweep all live to its end. What stays anyway belongs to no node.
+    owner: dict[int, fx.Node | None] = {
+        _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
+    }
+    saved: dict[int, int] = {}
+    outputs: dict[fx.Node, list[Tensor]] = {}
+    for node in order:
+        # A leaf cannot be changed in place; in training it is the producer's output, which can.
+        cut = _cut_with_copy if changed_in_place(traced, node) else _cut
+        inputs = {
+            source: environment[source] if source.op == "get_attr" else tree_map(cut, environment[source])
+            for source in node.all_input_nodes
+        }
+        call = partial(
+            getattr(interpreter, node.op),
+            node.target,
+            fx.node.map_arg(node.args, inputs.__getitem__),
+            fx.node.map_arg(node.kwargs, inputs.__getitem__),
+        )
+        with _recording(saved) if count else nullcontext():
+            found.forward[node], result = timed(call, device)
+        environment[node] = tree_map(_cut, result)
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs[node] = [tensor for tensor in tensors if tensor.requires_grad]
+        for address in (*map(_address, tensors), *saved):
+            owner.setdefault(address, node)
+        found.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
+    found.saved_bytes = dict.fromkeys(order, 0)
+    for address, size in saved.items():
+        if (by := owner[address]) is not None:
+            found.saved_bytes[by] += size
+    for node in reversed(order):
+        roots = outputs.pop(node)
+        backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
+        found.backward[node] = timed(backward, device)[0] if roots else 0.0
+    return found
+
+
+def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float]:
+    """Seconds of the whole network's forward and of its backward."""
+    device = tree_leaves(microbatch)[0].device
+    forward, result = timed(partial(traced, microbatch), device)
+    roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    gradients = [torch.ones_like(root) for root in roots]
+    backward, _ = timed(partial(torch.autograd.backward, roots, gradients), device)
+    return forward, backward
+
+
+@contextmanager
+def _recording(saved: dict[int, int]) -> Iterator[None]:
+    """Note address and size of the storages that autograd saves."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[_address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+def _cut(value: Any) -> Any:
+    """The value as a stage of its own would receive it: a leaf that asks for a gradient."""
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _cut_with_copy(value: Any) -> Any:
+    cut = _cut(value)
+    return cut.clone() if isinstance(cut, Tensor) else cut
+
+
+def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Bytes of the parameters of each node; a parameter used by several belongs to the first."""
+    parameters = dict(traced.named_parameters(remove_duplicate=False))
+    seen: set[nn.Parameter] = set()
+    owned: dict[fx.Node, int] = {}
+    for node in order:
+        new = {parameters[name] for name in state_names(traced, node) if name in parameters} - seen
+        seen |= new
+        owned[node] = sum(parameter.nbytes for parameter in new)
+    return owned
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

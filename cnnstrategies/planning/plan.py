@@ -1,0 +1,148 @@
+"""A plan: how a network is divided, what each stage costs, and how long a step should take."""
+
+import itertools
+from dataclasses import dataclass
+
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timetable import Task
+from cnnstrategies.planning.choose import find_layout
+from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request, check_request
+from cnnstrategies.planning.simulate import simulate
+from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan.
+
+    Attributes:
+        first: Name of its first node.
+        last: Name of its last node.
+        replicas: Its replicas.
+        cost: Its costs for one microbatch.
+        sent_bytes: Activations that it sends on for one microbatch.
+        memory: Bytes that each of its devices holds at most.
+        busy: Share of the step that each of its devices computes.
+    """
+
+    first: str
+    last: str
+    replicas: int
+    cost: StageCost
+    sent_bytes: int
+    memory: int
+    busy: float
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The same step with the whole network on every device.
+
+    Attributes:
+        step_time: Seconds.
+        sent_bytes: Bytes that all devices together send in a step.
+        memory: Bytes that each device holds at most.
+    """
+
+    step_time: float
+    sent_bytes: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its predicted step.
+
+    Attributes:
+        layout: Cuts and replicas.
+        request: What it was made for.
+        stages: The stages.
+        step_time: Seconds of forward, backward, transfers and reduction; without the optimizer's update.
+        samples: Samples of a step.
+        sent_bytes: Bytes that all devices together send in a step.
+        spans: The predicted timeline.
+        data_parallel: The comparison.
+    """
+
+    layout: Layout
+    request: Request
+    stages: tuple[StagePlan, ...]
+    step_time: float
+    samples: int
+    sent_bytes: int
+    spans: tuple[Span, ...]
+    data_parallel: DataParallel
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted throughput."""
+        return self.samples / self.step_time
+
+
+def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost) -> Plan:
+    """Find the best layout that the request permits and predict its step.
+
+    Args:
+        costs: Costs of the nodes for one microbatch.
+        link: The connection between any two devices.
+        request: Devices, schedule and what the user has fixed.
+        whole: Costs of the whole network for one device's share of the batch, for the comparison.
+
+    Raises:
+        ConfigurationError: The request contradicts itself, has more stages than the network has places to cut, or
+            does not fit into memory.
+    """
+    check_request(costs, request)
+    predictor = Predictor(costs, link, request)
+    return _describe(predictor, find_layout(predictor), whole)
+
+
+def _describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
+    costs, request = predictor.costs, predictor.request
+    run_ahead = predictor.runs_ahead(layout)
+    simulation = predictor.simulate(layout, run_ahead)
+    stages = stage_costs(costs, layout.cuts)
+    passing = messages(costs, layout.cuts)
+    memory = predictor.stage_memory(layout, run_ahead)
+    bounds = list(itertools.pairwise((0, *layout.cuts, len(costs.nodes))))
+    computing = [0.0] * len(stages)
+    for span in simulation.spans:
+        if span.kind in ("forward", "backward"):
+            computing[span.stage] += span.end - span.start
+    plans = tuple(
+        StagePlan(
+            first=costs.nodes[start].name,
+            last=costs.nodes[end - 1].name,
+            replicas=layout.replicas[index],
+            cost=stages[index],
+            sent_bytes=sum(message.bytes for (source, _), message in passing.items() if source == index),
+            memory=memory[index],
+            busy=computing[index] / layout.replicas[index] / simulation.step_time,
+        )
+        for index, (start, end) in enumerate(bounds)
+    )
+    per_microbatch = sum(message.bytes + message.gradient_bytes for message in passing.values())
+    reduced = sum(2 * (count - 1) * stage.parameter_bytes for count, stage in zip(layout.replicas, stages, strict=True))
+    return Plan(
+        layout=layout,
+        request=request,
+        stages=plans,
+        step_time=simulation.step_time,
+        samples=costs.microbatch_size * request.microbatches,
+        sent_bytes=per_microbatch * request.microbatches + reduced,
+        spans=tuple(simulation.spans),
+        data_parallel=_data_parallel(whole, predictor.link, request),
+    )
+
+
+def _data_parallel(whole: StageCost, link: Link, request: Request) -> DataParallel:
+    devices = request.devices
+    tasks = [[Task("forward", 0, rank), Task("backward", 0, rank)] for rank in range(devices)]
+    return DataParallel(
+        step_time=simulate(tasks, [whole], {}, link).step_time,
+        sent_bytes=2 * (devices - 1) * whole.parameter_bytes,
+        memory=request.state_copies * whole.parameter_bytes + whole.received_bytes + whole.saved_bytes,
+    )

@@ -1,0 +1,149 @@
+"""Profiling: what is measured, and that nothing of the network is touched."""
+
+import statistics
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cnnstrategies.pipeline.preserved import preserved
+from cnnstrategies.pipeline.tracing import trace
+from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.measure_network import profile
+
+
+class Network(nn.Module):
+    """In-place operations, a skip, a split, dropout, BatchNorm, a bare parameter, a shared layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        self.norm = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.body = nn.Conv2d(16, 16, 3, padding=1)
+        self.scale = nn.Parameter(torch.ones(16, 1, 1))
+        self.dropout = nn.Dropout(0.5)
+        self.halves = nn.Conv2d(8, 8, 1)
+        self.head = nn.Linear(8 * 16 * 16, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.stem(images)))
+        skip = x
+        x = self.body(x) * self.scale
+        x += skip
+        left, right = torch.chunk(self.dropout(x), 2, dim=1)
+        x = self.halves(left) + self.halves(right)
+        return self.head(x.flatten(1))
+
+
+def profile_of(network: nn.Module, microbatch: Tensor, repeats: int = 3) -> GraphCosts:
+    return profile(trace(network), microbatch, warm_up=1, repeats=repeats)
+
+
+@pytest.fixture
+def microbatch() -> Tensor:
+    return torch.randn(4, 3, 16, 16)
+
+
+@pytest.fixture
+def network() -> Network:
+    return Network()
+
+
+def test_every_node_costs_time_and_layers_cost_more_than_relu(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
+    times = {node.name: node for node in costs.nodes}
+    assert all(node.forward > 0 for node in costs.nodes)
+    assert times["body"].forward > times["relu"].forward
+    assert times["body"].backward > 0
+
+
+def test_parameter_bytes_count_each_parameter_once(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
+    assert costs.parameter_bytes == sum(parameter.nbytes for parameter in network.parameters())
+    owned = {node.name: node.parameter_bytes for node in costs.nodes}
+    assert owned["mul"] == network.scale.nbytes
+    assert owned["halves"] > 0
+    assert owned["halves_1"] == 0
+    shared = [index for index, node in enumerate(costs.nodes) if node.name.startswith("halves")]
+    assert shared[1] not in costs.cut_positions, "uses of the same parameters stay together"
+
+
+def test_sent_bytes_are_those_of_the_live_values(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
+    position = {node.name: index for index, node in enumerate(costs.nodes)}
+    one = 4 * 16 * 16 * 16 * 4
+    assert costs.sent_bytes[position["norm"]] == one
+    assert costs.sent_bytes[position["mul"]] == 2 * one  # the skip crosses too
+    assert costs.sent_gradient_bytes[position["mul"]] == 2 * one
+    assert costs.sent_bytes[0] == costs.sent_bytes[len(costs.nodes)] == 0
+
+
+def test_images_that_are_used_again_are_sent_without_gradient(microbatch: Tensor) -> None:
+    class TwoPaths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Conv2d(3, 2, 1), nn.Conv2d(3, 2, 1)
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.one(images) + self.two(images)
+
+    costs = profile_of(TwoPaths(), microbatch)
+    assert costs.sent_bytes[1] - costs.sent_gradient_bytes[1] == microbatch.nbytes
+
+
+def test_saved_bytes_sum_to_what_autograd_saves_for_the_whole_network(network: Network, microbatch: Tensor) -> None:
+    costs = profile_of(network, microbatch)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*network.parameters(), *network.buffers(), microbatch)}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with preserved(network), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        _alive = network.train()(microbatch)
+    assert sum(node.saved_bytes for node in costs.nodes) == pytest.approx(sum(sizes.values()), rel=0.02)
+
+
+def test_profiling_leaves_no_trace(microbatch: Tensor) -> None:
+    network = Network().eval()
+    network.body.train()
+    network.stem.weight.grad = torch.full_like(network.stem.weight, 3.0)
+    state = {name: value.clone() for name, value in network.state_dict().items()}
+    modes = [module.training for module in network.modules()]
+    random_state = torch.get_rng_state()
+    profile_of(network, microbatch, repeats=1)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [module.training for module in network.modules()] == modes
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
+    assert list(gradients) == ["stem.weight"]
+    assert torch.equal(gradients["stem.weight"], torch.full_like(network.stem.weight, 3.0))
+
+
+def test_preserved_restores_after_an_error() -> None:
+    network = nn.BatchNorm1d(3)
+
+    def fail_in_the_middle() -> None:
+        with preserved(network):
+            network(torch.randn(4, 3))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_in_the_middle()
+    assert torch.equal(network.running_mean, torch.zeros(3))
+    assert network.num_batches_tracked == 0
+
+
+def test_times_grow_with_the_work() -> None:
+    """A ratio far from 1, since the machine may be busy."""
+
+    def ratio() -> float:
+        sizes = [nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 256, 3, padding=1)]
+        small, large = profile_of(nn.Sequential(*sizes), torch.randn(4, 16, 24, 24)).nodes
+        return (large.forward + large.backward) / (small.forward + small.backward)
+
+    assert statistics.median(ratio() for _ in range(3)) > 2

@@ -1,0 +1,224 @@
+"""Partition: against exhaustive search by predicted time, and what it must respect."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.partition import best_layout
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.programme import propose
+from cnnstrategies.planning.request import Request
+
+pytestmark = pytest.mark.light
+
+GRAPHS = 200
+
+
+def random_costs(rng: random.Random) -> GraphCosts:
+    """A chain of 5 to 9 nodes with up to two skips, times over two and sizes over three orders of magnitude."""
+    size = rng.randrange(5, 10)
+    nodes = []
+    for index in range(size):
+        forward = rng.choice([1e-4, 1e-3, 3e-3, 1e-2]) * rng.uniform(0.5, 1.5)
+        parameters = int(rng.choice([0, 1e4, 1e6, 2e7]) * rng.random())
+        nodes.append(NodeCost(f"n{index}", forward, forward * rng.uniform(1, 3), parameters, int(1e6 * rng.random())))
+    values = []
+    for index in range(size - 1):
+        sent = int(rng.choice([1e3, 1e5, 1e6]) * rng.random())
+        values.append(Value(index, (index + 1,), sent, sent))
+    for _ in range(rng.randrange(3)):
+        start = rng.randrange(size - 2)
+        sent = int(1e5 * rng.random())
+        values.append(Value(start, (rng.randrange(start + 2, size),), sent, sent))
+    return GraphCosts(tuple(nodes), tuple(values), tuple(range(1, size)), microbatch_size=1, input_bytes=1000)
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for bars in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(right - left for left, right in itertools.pairwise((0, *bars, total)))
+
+
+def all_layouts(costs: GraphCosts, request: Request) -> Iterator[Layout]:
+    free = request.stages is None and request.replicas is None
+    for devices in range(1, request.devices + 1) if free else [request.devices]:
+        for count in [request.stages] if request.stages else range(1, devices + 1):
+            for replicas in [request.replicas] if request.replicas else compositions(devices, count):
+                if max(replicas) <= request.microbatches:
+                    for cuts in itertools.combinations(costs.cut_positions, len(replicas) - 1):
+                        yield Layout(cuts, replicas)
+
+
+def random_request(rng: random.Random) -> Request:
+    devices, microbatches = rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8])
+    schedule = rng.choice(["gpipe", "1f1b"])
+    kind = rng.choice(["free", "stages", "replicas"])
+    stages = rng.randrange(1, devices + 1)
+    if kind == "free" or stages * microbatches < devices:
+        return Request(devices, microbatches, schedule)
+    if kind == "stages":
+        return Request(devices, microbatches, schedule, stages=stages)
+    possible = [parts for parts in compositions(devices, stages) if max(parts) <= microbatches]
+    return Request(devices, microbatches, schedule, replicas=rng.choice(possible))
+
+
+def random_link(rng: random.Random) -> Link:
+    return Link(bandwidth=rng.choice([1e7, 1e8, 1e9, 1e10]), latency=rng.choice([0, 1e-4, 1e-3]))
+
+
+def test_within_5_percent_of_exhaustive_search_on_random_graphs() -> None:
+    rng = random.Random(1)
+    worse = []
+    for number in range(GRAPHS):
+        costs, link, request = random_costs(rng), random_link(rng), random_request(rng)
+        predictor = Predictor(costs, link, request)
+        found = predictor.search(predictor.time, None)
+        assert found is not None
+        best = min(map(predictor.time, all_layouts(costs, request)))
+        if predictor.time(found) > 1.05 * best:
+            worse.append((number, request, link, found, predictor.time(found) / best))
+    assert not worse
+
+
+def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
+    rng = random.Random(2)
+    tight = 0
+    for _ in range(40):
+        costs, link = random_costs(rng), random_link(rng)
+        request = Request(3, 4, "1f1b", stages=3)
+        free = Predictor(costs, link, request)
+        memories = sorted(free.memory(layout) for layout in all_layouts(costs, request))
+        limit = int(memories[len(memories) // 3]) + 1
+        limited = Request(3, 4, "1f1b", stages=3, memory_limit=limit)
+        predictor = Predictor(costs, link, limited)
+        found = predictor.search(predictor.time, limit)
+        assert found is not None
+        assert predictor.memory(found) <= limit
+        best = min(map(predictor.time, all_layouts(costs, limited)))
+        assert predictor.time(found) <= 1.05 * best
+        tight += free.memory(free.search(free.time, None) or found) > limit
+    assert tight > 5, "the limit must have changed the choice in some of the graphs"
+
+
+def test_stages_run_ahead_where_messages_take_time_and_memory_permits() -> None:
+    """A microbatch takes a stage 12 s and a message 2.4: one more in flight gains a tenth."""
+    costs = chain([1.0] * 24, sent=2400)
+    costs = replace(costs, nodes=tuple(replace(node, saved_bytes=1000) for node in costs.nodes))
+    layout, slow = Layout((12,), (1, 1)), Link(bandwidth=1000.0, latency=0.0)
+    predictor = Predictor(costs, slow, Request(2, 8))
+    assert predictor.runs_ahead(layout)
+    assert predictor.simulate(layout, True).step_time < 0.9 * predictor.simulate(layout, False).step_time
+    assert not Predictor(costs, FAST, Request(2, 8)).runs_ahead(layout), "it would gain nothing"
+    assert not predictor.runs_ahead(Layout((18,), (3, 1))), "there is room enough by rounding up"
+    fits = max(predictor.stage_memory(layout, False))
+    limited = Predictor(costs, slow, Request(2, 8, memory_limit=fits))
+    assert not limited.runs_ahead(layout)
+    assert limited.time(layout) == predictor.simulate(layout, False).step_time
+    assert Predictor(costs, FAST, Request(2, 8, run_ahead=True)).runs_ahead(layout), "the user has said so"
+
+
+def test_what_alone_fits_into_memory_is_found_far_from_what_is_fastest() -> None:
+    costs = chain([1.0] * 40, parameters=[0] * 36 + [1000] * 4)
+    layout = search(costs, FAST, Request(2, 8, stages=2, memory_limit=3 * 2000 + 100))
+    assert layout == Layout((38,), (1, 1))
+
+
+def test_no_stage_has_more_replicas_than_there_are_microbatches() -> None:
+    """Though three for the convolutions and one for the classifier would have nothing to reduce over a slow link."""
+    costs = chain([1.0, 1.0, 1.0, 1.0], sent=10_000, parameters=[10**4, 10**4, 10**4, 10**9])
+    layout = search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 2, stages=2))
+    assert layout is not None
+    assert layout.replicas == (2, 2)
+
+
+def chain(times: list[float], sent: int = 1, parameters: list[int] | None = None) -> GraphCosts:
+    nodes = [
+        NodeCost(f"n{index}", time / 3, 2 * time / 3, parameters[index] if parameters else 0)
+        for index, time in enumerate(times)
+    ]
+    values = [Value(index, (index + 1,), sent, sent) for index in range(len(times) - 1)]
+    return GraphCosts(tuple(nodes), tuple(values), tuple(range(1, len(times))), microbatch_size=1, input_bytes=0)
+
+
+def search(costs: GraphCosts, link: Link, request: Request) -> Layout | None:
+    predictor = Predictor(costs, link, request)
+    return predictor.search(predictor.time, request.memory_limit)
+
+
+FAST = Link(bandwidth=1e12, latency=0.0)
+
+
+def test_equal_nodes_are_cut_in_the_middle() -> None:
+    assert search(chain([1.0] * 8), FAST, Request(2, 8, stages=2)) == Layout((4,), (1, 1))
+
+
+def test_a_cut_avoids_the_place_that_sends_much() -> None:
+    costs = chain([1.0, 1.0, 1.0, 1.0])
+    large = 10**9
+    values = [Value(i, (i + 1,), large if i == 1 else 10, large if i == 1 else 10) for i in range(3)]
+    costs = GraphCosts(costs.nodes, tuple(values), costs.cut_positions, 1, 0)
+    slow = Link(bandwidth=1e8, latency=0.0)
+    layout = search(costs, slow, Request(2, 4, stages=2))
+    assert layout is not None
+    assert layout.cuts[0] in (1, 3)
+
+
+def test_parameter_heavy_end_is_not_replicated_over_a_slow_link() -> None:
+    """The shape of AlexNet and VGG: convolutions cost time, the classifier has the parameters."""
+    costs = chain([1.0, 1.0, 1.0, 1.0], sent=10_000, parameters=[10**4, 10**4, 10**4, 10**9])
+    layout = search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 12, run_ahead=False))
+    assert layout == Layout((3,), (3, 1))
+
+
+def test_data_parallel_is_chosen_when_parameters_are_few() -> None:
+    costs = chain([1.0, 1.5, 1.0, 0.7], sent=10**7, parameters=[10, 10, 10, 10])
+    assert search(costs, Link(bandwidth=1e8, latency=0.0), Request(4, 8)) == Layout((), (4,))
+
+
+def test_only_permitted_positions_are_cut() -> None:
+    costs = chain([1.0] * 8)
+    costs = GraphCosts(costs.nodes, costs.values, (1, 6), 1, 0)
+    assert search(costs, FAST, Request(2, 8, stages=2)) == Layout((6,), (1, 1))
+
+
+def test_no_layout_where_there_are_too_few_places_to_cut() -> None:
+    assert search(GraphCosts(chain([1.0] * 8).nodes, (), (4,), 1, 0), FAST, Request(3, 8, stages=3)) is None
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_large_network_is_balanced_to_2_percent(stages: int) -> None:
+    rng = random.Random(3)
+    costs = chain([rng.uniform(0.5, 1.5) for _ in range(500)])
+    layout = search(costs, FAST, Request(stages, 8, stages=stages, run_ahead=False))
+    assert layout is not None
+    times = [
+        sum(node.forward + node.backward for node in costs.nodes[start:end])
+        for start, end in itertools.pairwise((0, *layout.cuts, 500))
+    ]
+    assert max(times) <= 1.02 * sum(times) / stages
+
+
+def test_a_first_stage_that_runs_ahead_gets_more_of_the_work() -> None:
+    """It hardly waits at the end: the step takes little more than M t_0, or t_0 + M t_1 where that is more."""
+    costs = chain([1.0] * 300)
+    layout = search(costs, FAST, Request(2, 8, stages=2))
+    assert layout is not None
+    assert layout.cuts[0] == pytest.approx(300 * 8 / 15, abs=2)
+    assert Predictor(costs, FAST, Request(2, 8)).time(layout) < 0.97 * 9 * 150, "of equal stages"
+
+
+def test_proposals_alone_come_near_when_the_model_is_exact() -> None:
+    """Without transfers and replicas the closed form is the step time of gpipe."""
+    rng = random.Random(4)
+    for _ in range(20):
+        costs = chain([rng.uniform(0.1, 2.0) for _ in range(9)])
+        request = Request(3, 5, "gpipe", stages=3, replicas=(1, 1, 1))
+        predictor = Predictor(costs, FAST, request)
+        time: Callable[[Layout], float] = predictor.time
+        proposed = min(propose(predictor.problem(None), 3, None, (1, 1, 1)), key=time)
+        assert time(proposed) <= 1.05 * min(map(time, all_layouts(costs, request)))
+        assert best_layout(predictor.problem(None), time, 3, None, (1, 1, 1)) is not None

@@ -1,0 +1,125 @@
+"""Plans: numbers that can be worked out by hand, the comparison with data parallel, and refusals."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.plan import Plan, make_plan
+from cnnstrategies.planning.report import format_bytes, plan_table, verdict
+from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.stage_costs import StageCost, stage_costs
+
+pytestmark = pytest.mark.light
+
+FAST = Link(bandwidth=1e12, latency=0.0)
+SLOW = Link(bandwidth=1e6, latency=0.0)
+
+
+def costs(parameters: tuple[int, int, int, int] = (400, 400, 400, 400)) -> GraphCosts:
+    """Four nodes of 10 ms forward and 20 ms backward, 1000 bytes between them, 5000 kept each."""
+    return GraphCosts(
+        nodes=tuple(NodeCost(f"n{i}", 0.01, 0.02, size, 5000) for i, size in enumerate(parameters)),
+        values=tuple(Value(i, (i + 1,), 1000, 1000) for i in range(3)),
+        cut_positions=(1, 2, 3),
+        microbatch_size=2,
+        input_bytes=700,
+    )
+
+
+def plan(request: Request, link: Link = FAST, of: GraphCosts | None = None) -> Plan:
+    of = of or costs()
+    one = stage_costs(of, ())[0]
+    share = request.microbatches / request.devices
+    whole = StageCost(4, share * one.forward, share * one.backward, one.parameter_bytes, 700, int(share * 20000))
+    return make_plan(of, link, request, whole)
+
+
+def test_stages_times_memory_and_step_by_hand() -> None:
+    made = plan(Request(2, 4, "1f1b", stages=2, state_copies=4))
+    assert made.layout == Layout((2,), (1, 1))
+    assert made.step_time == pytest.approx(0.06 + 4 * 0.06)
+    assert made.samples_per_second == pytest.approx(8 / 0.3)
+    first, last = made.stages
+    assert (first.first, first.last, last.first, last.last) == ("n0", "n1", "n2", "n3")
+    assert first.sent_bytes == 1000
+    assert last.sent_bytes == 0
+    assert first.memory == 4 * 800 + 2 * (700 + 10000), "1f1b holds 2 microbatches in the first of 2 stages"
+    assert last.memory == 4 * 800 + 1 * (1000 + 10000)
+    assert first.busy == pytest.approx(4 * 0.06 / 0.3)
+    assert made.sent_bytes == 4 * 2000
+
+
+def test_gpipe_holds_all_microbatches_and_checkpointing_only_their_inputs() -> None:
+    held = plan(Request(2, 4, "gpipe", stages=2, state_copies=2))
+    assert held.stages[0].memory == 2 * 800 + 4 * (700 + 10000)
+    light = plan(Request(2, 4, "gpipe", stages=2, state_copies=2, activation_checkpointing="always"))
+    assert light.stages[0].memory == 2 * 800 + 4 * 700 + 10000
+    assert light.step_time == pytest.approx(held.step_time * 4 / 3), "the forward runs twice"
+
+
+def test_named_cuts_are_kept() -> None:
+    assert plan(Request(2, 4, cuts=(3,))).layout == Layout((3,), (1, 1))
+    assert plan(Request(4, 4, cuts=(1,), replicas=(3, 1))).layout == Layout((1,), (3, 1))
+
+
+def test_data_parallel_is_named_when_it_is_faster_and_when_it_is_slower() -> None:
+    faster = plan(Request(2, 4, stages=2))
+    assert faster.data_parallel.step_time == pytest.approx(0.24, rel=0.01)
+    assert "Data parallel would be faster: 1.25 times as fast" in verdict(faster)
+    heavy = costs((400, 400, 400, 10**6))
+    slower = plan(Request(4, 8), SLOW, heavy)
+    assert slower.layout == Layout((3,), (3, 1))
+    assert "Data parallel would be slower" in verdict(slower)
+    assert slower.data_parallel.sent_bytes == 2 * 3 * heavy.parameter_bytes
+    assert slower.sent_bytes < slower.data_parallel.sent_bytes / 100
+
+
+def test_data_parallel_that_does_not_fit_is_said_not_to_fit() -> None:
+    limited = plan(Request(2, 4, stages=2, state_copies=2, memory_limit=25_000))
+    assert "does not fit into memory_limit=24 KiB" in verdict(limited)
+
+
+def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
+    output = io.StringIO()
+    made = plan(Request(4, 8, stages=2, replicas=(3, 1)))
+    Console(file=output, width=80).print(plan_table(made))
+    text = output.getvalue()
+    assert "stage 1: n3 to n3" in text
+    assert "30.00" in text
+    assert f"{made.step_time * 1e3:.1f} ms for 16 samples" in text
+    size = 999 * 2**20
+    cost = StageCost(150, 1.2345, 12.345, size, size, size)
+    wide = [replace(stage, cost=cost, sent_bytes=size, memory=size, busy=1.0) for stage in made.stages]
+    Console(file=output, width=80).print(plan_table(replace(made, stages=tuple(wide))))
+    assert "12345.00" in output.getvalue()
+    assert "…" not in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(2, 4, stages=3, cuts=(1,)), "cuts makes 2 stages, but stages=3: leave one of them out"),
+        (Request(3, 4, replicas=(3, 1)), r"replicas=\[3, 1\] need 4 devices, but there are 3"),
+        (Request(8, 8, stages=5), "has 3 places to cut; use at most 4 stages"),
+        (Request(4, 2, replicas=(3, 1)), "microbatches=2 are fewer than the 3 replicas"),
+        (Request(8, 2, stages=2), "microbatches=2 keep at most 4 devices busy"),
+        (Request(3, 4, cuts=(1,)), "3 devices do not divide evenly into 2 stages: give replicas"),
+        (Request(2, 4, stages=2, memory_limit=100), "a device needs .* bytes; raise the limit"),
+        (Request(2, 4, cuts=(1,), memory_limit=100), "a device needs .* bytes; raise the limit"),
+        (Request(2, 4, "zigzag", stages=2), "schedule='zigzag': accepted are gpipe and 1f1b"),
+    ],
+)
+def test_impossible_requests_are_refused_with_the_remedy(request_: Request, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan(request_)
+
+
+def test_sizes_have_units() -> None:
+    assert [format_bytes(size) for size in (0, 1023, 1536, 234 * 2**20, 5 * 2**30, 15 * 2**30)] == [
+        "0 B", "1.0 KiB", "1.5 KiB", "234 MiB", "5.00 GiB", "15 GiB",
+    ]  # fmt: skip

@@ -1,0 +1,126 @@
+"""The simulator against times that can be worked out by hand."""
+
+import pytest
+
+from cnnstrategies.pipeline.timetable import Kind, Task, timetable
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.simulate import peak_in_flight, simulate
+from cnnstrategies.planning.stage_costs import Message, StageCost
+
+pytestmark = pytest.mark.light
+
+FREE = Link(bandwidth=float("inf"), latency=0.0)
+
+
+def stage(forward: float, backward: float, parameter_bytes: int = 0) -> StageCost:
+    return StageCost(
+        nodes=1, forward=forward, backward=backward, parameter_bytes=parameter_bytes, received_bytes=0, saved_bytes=0
+    )
+
+
+KINDS: tuple[Kind, Kind] = ("forward", "backward")
+
+
+def gpipe(stages: int, microbatches: int) -> list[list[Task]]:
+    return timetable([1] * stages, microbatches, "gpipe")
+
+
+def chain(stages: int, size: int = 1) -> dict[tuple[int, int], Message]:
+    return {(index, index + 1): Message(size, size) for index in range(stages - 1)}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 5])
+def test_one_device_takes_the_sum(microbatches: int) -> None:
+    step = simulate(gpipe(1, microbatches), [stage(1.0, 2.0)], {}, FREE)
+    assert step.step_time == pytest.approx(3.0 * microbatches)
+
+
+@pytest.mark.parametrize("times", [[1.0, 1.0], [1.0, 3.0], [2.0, 1.0, 4.0], [3.0, 1.0, 1.0, 2.0]])
+@pytest.mark.parametrize("microbatches", [1, 2, 7])
+def test_gpipe_takes_sum_plus_slowest_times_m_minus_one(times: list[float], microbatches: int) -> None:
+    """T = sum t_i + (M - 1) max t_i, for forward and backward each."""
+    stages = [stage(time, 2 * time) for time in times]
+    step = simulate(gpipe(len(times), microbatches), stages, chain(len(times)), FREE)
+    assert step.step_time == pytest.approx(3 * (sum(times) + (microbatches - 1) * max(times)))
+
+
+def test_a_message_costs_latency_and_bytes_by_bandwidth_each_way() -> None:
+    link = Link(bandwidth=100.0, latency=0.5)
+    step = simulate(gpipe(2, 1), [stage(1.0, 1.0), stage(1.0, 1.0)], {(0, 1): Message(200, 100)}, link)
+    assert step.step_time == pytest.approx(4.0 + (0.5 + 2.0) + (0.5 + 1.0))
+
+
+def test_messages_of_one_port_follow_each_other() -> None:
+    """Two microbatches of 2 s on the wire, made 1 s apart: the second arrives 2 s after the first."""
+    link = Link(bandwidth=100.0, latency=0.0)
+    step = simulate(gpipe(2, 2), [stage(1.0, 0.0), stage(0.0, 0.0)], {(0, 1): Message(200, 0)}, link)
+    arrivals = [span.end for span in step.spans if span.kind == "send"]
+    assert arrivals == pytest.approx([3.0, 5.0])
+
+
+def test_two_senders_share_the_receivers_port() -> None:
+    tasks = [
+        [Task("forward", 0, 0), Task("backward", 0, 0)],
+        [Task("forward", 0, 1), Task("backward", 0, 1)],
+        [Task(kind, 1, m) for kind in KINDS for m in range(2)],
+    ]
+    link = Link(bandwidth=100.0, latency=0.0)
+    step = simulate(tasks, [stage(1.0, 0.0), stage(0.0, 0.0)], {(0, 1): Message(200, 0)}, link)
+    assert [span.end for span in step.spans if span.kind == "send"] == pytest.approx([3.0, 5.0])
+
+
+def test_messages_overlap_with_computation() -> None:
+    link = Link(bandwidth=100.0, latency=0.0)
+    step = simulate(gpipe(2, 4), [stage(1.0, 0.0), stage(1.0, 0.0)], {(0, 1): Message(100, 0)}, link)
+    assert step.step_time == pytest.approx(1.0 + 1.0 + 4.0)
+
+
+def test_a_value_that_skips_a_stage_is_waited_for() -> None:
+    slow = Link(bandwidth=1.0, latency=0.0)
+    skip = {(0, 2): Message(10, 0), (1, 2): Message(0, 0), (0, 1): Message(0, 0)}
+    step = simulate(gpipe(3, 1), [stage(1.0, 1.0)] * 3, skip, slow)
+    assert step.step_time == pytest.approx(1.0 + 10.0 + 2.0)
+
+
+def test_reduce_overlaps_with_the_last_backward_but_for_its_last_bucket() -> None:
+    tasks = [[Task("forward", 0, m), Task("backward", 0, m)] for m in range(2)]
+    link = Link(bandwidth=100.0, latency=0.0)
+    cost = [stage(1.0, 4.0, parameter_bytes=300)]
+    # A ring of two moves each byte once each way: 300 bytes in 3 s, hidden by a backward of 4 s but for 1 s.
+    assert simulate(tasks, cost, {}, link, bucket_bytes=100).step_time == pytest.approx(5.0 + 1.0)
+    assert simulate(tasks, cost, {}, link, bucket_bytes=1000).step_time == pytest.approx(5.0 + 3.0)
+
+
+def test_ring_all_reduce_sends_each_byte_twice_but_for_the_own_share() -> None:
+    link = Link(bandwidth=100.0, latency=0.0)
+    assert link.all_reduce_time(400, 4) == pytest.approx(2 * 3 / 4 * 400 / 100)
+    assert link.all_reduce_time(400, 1) == 0.0
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    tasks = [[Task("backward", 0, 0), Task("forward", 0, 0)], [Task("forward", 1, 0), Task("backward", 1, 0)]]
+    with pytest.raises(ValueError, match=r"rank 0 waits for ever for the inputs of .*backward"):
+        simulate(tasks, [stage(1.0, 1.0)] * 2, chain(2), FREE)
+
+
+@pytest.mark.parametrize("replicas", [[1, 1], [3, 1], [1, 3], [1, 4, 1], [2, 2], [2, 1, 3], [1, 1, 1, 1]])
+@pytest.mark.parametrize(("schedule", "run_ahead"), [("gpipe", False), ("1f1b", False), ("1f1b", True)])
+def test_every_timetable_can_be_carried_out(replicas: list[int], schedule: str, run_ahead: bool) -> None:
+    stages = len(replicas)
+    for microbatches in (1, 3, 8, 13):
+        tasks = timetable(replicas, microbatches, schedule, run_ahead)
+        step = simulate(tasks, [stage(1.0, 2.0)] * stages, chain(stages), FREE)
+        assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
+
+
+def test_1f1b_and_gpipe_take_the_same_time_when_stages_are_equal_and_transfers_free() -> None:
+    times = [
+        simulate(timetable([1] * 4, 8, schedule), [stage(1.0, 2.0)] * 4, chain(4), FREE).step_time
+        for schedule in ("gpipe", "1f1b")
+    ]
+    assert times == pytest.approx([3.0 * (4 + 7)] * 2)
+
+
+def test_peak_in_flight_counts_forwards_without_their_backward() -> None:
+    assert peak_in_flight(gpipe(1, 5)[0]) == {0: 5}
+    assert peak_in_flight([Task("forward", 0, 0), Task("backward", 0, 0), Task("forward", 0, 1)]) == {0: 1}
