@@ -187,7 +187,9 @@ def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_i
         role.on_message(tick / 10, workers[1], beat)
         for effect in role.on_timer(tick / 10, "tick"):
             if isinstance(effect, Send) and effect.message.kind == "ended":
-                assert "worker 0 (process 1 on here), which writes" in effect.message.string("message")
+                assert "worker 0 (process 1 on here) was silent for 2 s, and nobody took" in effect.message.string(
+                    "message"
+                )
                 assert tick / 10 < 5, "the time-out, and as long for a supervision"
                 return
     raise AssertionError("it goes on")
