@@ -131,7 +131,8 @@ class Worker:
             while not (answers := self._ask(self._leaders(), joins=True)):
                 self._meet()
         else:
-            answers = self._ask(self._everyone(), joins=True)
+            while not (answers := self._ask(self._everyone(), joins=True)):
+                self._meet()  # The only server has died, and another takes its place.
         steps = [step for step, _, _ in answers.values()]
         # Never back where servers take a push with the number of an older one for the same push again.
         self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
