@@ -88,10 +88,11 @@ class Pipeline:
         divisions = (self.blueprint.training, self.blueprint.evaluation)
         pairs = neighbours(divisions, self.placement, microbatches)
         self.transport = Transport(self.placement, pairs, self.device, timeout)
-        group = self._stage_group(timeout)
+        # No variable of this function: what was raised and caught while the network was traced can keep its frame.
+        self._group = self._stage_group(timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-        self.reducer = GradientReducer(self._trainable(), group, bucket_bytes)
+        self.reducer = GradientReducer(self._trainable(), self._group, bucket_bytes)
         channels = {
             training: Channels(
                 self.blueprint.division(training),
@@ -103,7 +104,7 @@ class Pipeline:
             )
             for training in (True, False)
         }
-        statistics = RunningStatistics(self.module, batch_norm, group, calls)
+        statistics = RunningStatistics(self.module, batch_norm, self._group, calls)
         self.executor = Executor(
             self.module,
             self.place,
@@ -111,7 +112,7 @@ class Pipeline:
             channels,
             self.reducer,
             statistics,
-            OtherBuffers(self.module, statistics.buffers, group),
+            OtherBuffers(self.module, statistics.buffers, self._group),
             activation_checkpointing,
             self.transport,
             self.device,
@@ -295,8 +296,9 @@ class Pipeline:
         self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
-        if self.reducer.group is not None:
-            dist.destroy_process_group(self.reducer.group)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._group = None
         for user in (self.reducer, self.executor.statistics, self.executor.buffers):
             user.group = None
         self.transport.close()
