@@ -24,8 +24,7 @@ Batch = tuple[Tensor, Tensor]
 class ImageClassifier(LightningModule):
     """Trains any CNN to classify images.
 
-    It keeps the contract that the strategies build on: ``network`` is the module that is divided, and
-    :meth:`loss` is the mean loss over a batch; the steps call ``self.network(images)`` once. Batches are
+    Its steps call ``self.network(images)`` once, and :meth:`loss` is the mean loss over a batch. Batches are
     ``(images, targets)`` with images (N, C, H, W) and targets (N,), or ``(images, indices)`` for predict.
 
     Logged, over all samples of all ranks, each counted once: ``train_loss``, ``train_acc``, ``val_loss``,

@@ -1,13 +1,9 @@
 """Importing the package is light, and registers its strategies with Lightning in whatever order the two come."""
 
 import importlib
-import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
-
-from conftest import ROOT
 
 import cnnstrategies
 from cnnstrategies._after_import import after_import
@@ -33,15 +29,3 @@ def test_the_package_waits_for_lightning():
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert run.stdout == "lightning.pytorch\n", run.stderr
     assert all(getattr(cnnstrategies, name).__name__.endswith(name) for name in cnnstrategies.__all__)
-
-
-def test_pip_and_uv_install_the_same_versions_from_the_public_index():
-    locked = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
-    versions = {(package["name"], package.get("version")) for package in locked}
-    pinned = re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    pinned = {(re.sub(r"[-_.]+", "-", name).lower(), version) for name, version in pinned}
-    assert len(pinned) > 90
-    assert pinned <= versions
-    files = [file for package in locked for file in (*package.get("wheels", ()), package.get("sdist"))]
-    assert {file["url"].split("/")[2] for file in files if file} == {"files.pythonhosted.org"}
-    assert {package["source"].get("registry") for package in locked} == {"https://pypi.org/simple", None}

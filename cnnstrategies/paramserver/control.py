@@ -17,7 +17,7 @@ TAG = b"CNNPS2 "
 MAX_HEADER = 1 << 20
 LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
 RECONNECT_MS = 20
-ROLES = frozenset(("worker", "server", "supervision", "coordinator"))
+ROLES = ("worker", "server", "supervision", "coordinator")
 
 
 def connect(address: Address, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None) -> "zmq.Socket[bytes]":
@@ -67,9 +67,11 @@ def parse(frames: Sequence[bytes]) -> tuple[Peer, Message]:
     if not isinstance(fields, dict):
         raise ControlError("no JSON object")
     named = Message(kind, fields)
-    role, *numbers = fields.pop("from", None) or [None]
-    if role not in ROLES or len(numbers) != 3 or any(type(one) is not int or not 0 <= one < 1 << 32 for one in numbers):
+    sender = fields.pop("from", None)
+    if not isinstance(sender, list) or len(sender) != 4 or sender[0] not in ROLES:
         raise ControlError(f"{kind}: no sender")
+    if any(type(one) is not int or not 0 <= one < 1 << 32 for one in sender[1:]):
+        raise ControlError(f"{kind}: a sender without numbers")
     request = named.integer("request")
     del fields["request"]
-    return Peer(role, *numbers), Message(kind, fields, list(frames[2:]), request)
+    return Peer(*sender), Message(kind, fields, list(frames[2:]), request)

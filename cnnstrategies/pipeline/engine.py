@@ -1,7 +1,7 @@
 """`Pipeline`: one rank of a network that is cut into replicated stages, for a script with plain torch."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -18,9 +18,10 @@ from cnnstrategies.pipeline.connections import neighbours
 from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
-from cnnstrategies.pipeline.outputs import OutputGatherer
+from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
+from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -42,6 +43,8 @@ class Pipeline:
         replicas: Replicas of each stage.
         microbatches: Microbatches of a step, over all replicas.
         schedule: ``1f1b`` or ``gpipe``.
+        run_ahead: Under 1f1b have stages hold one microbatch more than is needed, so that messages travel while they
+            compute.
         batch_norm: Running statistics as after the microbatches in turn (``microbatch``) or after one full batch
             (``deferred``).
         activation_checkpointing: Recompute a microbatch's activations in its backward: for no microbatch, for all but
@@ -67,6 +70,7 @@ class Pipeline:
         replicas: Sequence[int],
         microbatches: int,
         schedule: Schedule = "1f1b",
+        run_ahead: bool = True,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
         device: torch.device | str = "cpu",
@@ -81,18 +85,17 @@ class Pipeline:
         self.device = torch.device(device)
         self.rank = dist.get_rank()
         self.place = self.placement.place(self.rank)
-        self.tasks = tasks_of(self.place, replicas, microbatches, schedule)
+        self.tasks = tasks_of(self.place, replicas, microbatches, schedule, run_ahead)
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
         divisions = (self.blueprint.training, self.blueprint.evaluation)
         pairs = neighbours(divisions, self.placement, microbatches)
         self.transport = Transport(self.placement, pairs, self.device, timeout)
-        # No variable of this function: what was raised and caught while the network was traced can keep its frame.
-        self._group = self._stage_group(timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-        self.reducer = GradientReducer(self._trainable(), self._group, bucket_bytes)
+        # No variable here holds the group: torch keeps this frame until its garbage is collected.
+        self.reducer = GradientReducer(self._trainable(), self._stage_group(timeout), bucket_bytes)
         channels = {
             training: Channels(
                 self.blueprint.division(training),
@@ -104,7 +107,7 @@ class Pipeline:
             )
             for training in (True, False)
         }
-        statistics = RunningStatistics(self.module, batch_norm, self._group, calls)
+        statistics = RunningStatistics(self.module, batch_norm, self.reducer.group, calls)
         self.executor = Executor(
             self.module,
             self.place,
@@ -112,11 +115,12 @@ class Pipeline:
             channels,
             self.reducer,
             statistics,
-            OtherBuffers(self.module, statistics.buffers, self._group),
+            OtherBuffers(self.module, statistics.buffers, self.reducer.group),
             activation_checkpointing,
             self.transport,
             self.device,
         )
+        self._gathering: Gathering | None = None
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
 
     @property
@@ -204,7 +208,12 @@ class Pipeline:
         return merged
 
     def train(
-        self, batch: Batch, loss: Loss | PartialLoss, scale: float | Tensor = 1.0, more: bool = False
+        self,
+        batch: Batch,
+        loss: Loss | PartialLoss,
+        scale: float | Tensor = 1.0,
+        more: bool = False,
+        gather: bool = False,
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
@@ -215,6 +224,7 @@ class Pipeline:
             scale: Factor on the loss.
             more: Another batch follows before the optimizer's step. A stage with replicas then keeps its gradients
                 and adds them to those of the next batch, so that the replicas exchange them once.
+            gather: :meth:`gather` will follow; the outputs leave while the last backwards run.
 
         Returns:
             For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, added to those of
@@ -224,6 +234,21 @@ class Pipeline:
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
         """
+
+        def send_outputs(step: Step) -> None:
+            if gather and self.gatherer.knows(self._kind(batch)):
+                self._gathering = self.gatherer.start(batch.split, step.outputs, self._kind(batch))
+
+        return self._train(batch, loss, scale, more, send_outputs)
+
+    def _train(
+        self,
+        batch: Batch,
+        loss: Loss | PartialLoss,
+        scale: float | Tensor,
+        more: bool,
+        computed: Callable[[Step], None],
+    ) -> tuple[list[Tensor | None], dict[int, Any]]:
         if not _same(self._trainable(), self.parameters):
             raise ConfigurationError(
                 "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
@@ -232,7 +257,8 @@ class Pipeline:
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
             parts.begin(batch)
-        return self.executor.train(self.tasks, batch, parts, scale, more)
+        self._gathering = None
+        return self.executor.train(self.tasks, batch, parts, scale, more, computed)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -245,14 +271,11 @@ class Pipeline:
 
     def mean_loss(self) -> float:
         """The loss of the last step's batch, as the last stage has added it up; a collective."""
-        return float(self._mean_loss())
-
-    def _mean_loss(self) -> Tensor:
         loss = self.executor.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
                 dist.all_reduce(loss)
-        return loss
+        return float(loss)
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.
@@ -261,9 +284,9 @@ class Pipeline:
             batch: The batch.
             outputs: What :meth:`train` or :meth:`evaluate` returned for it.
         """
-        kind: Hashable = (self.module.training, batch.image_shape, batch.image_dtype, self._autocast())
+        gathering, self._gathering = self._gathering, None
         with self.transport.collective("gathering the outputs"):
-            return self.gatherer.gather(batch.split, outputs, kind)
+            return (gathering or self.gatherer.start(batch.split, outputs, self._kind(batch))).finish()
 
     def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
@@ -278,7 +301,15 @@ class Pipeline:
             The mean loss over the global batch, on every rank.
         """
         batch = self.share(images, *(() if targets is None else (targets,)), everywhere=False)
-        gradients, _ = self.train(batch, loss, more=more)
+        total, under_way = torch.zeros((), dtype=torch.float64, device=self.device), None
+
+        def add_up_loss(step: Step) -> None:
+            nonlocal under_way
+            total.add_(step.loss_sum)
+            if self.placement.world_size > 1:
+                under_way = dist.all_reduce(total, async_op=True)
+
+        gradients, _ = self._train(batch, loss, 1.0, more, add_up_loss)
         shared = self.reducer.group is not None  # The gradients' memory is used again.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
@@ -286,7 +317,11 @@ class Pipeline:
                     parameter.grad = parameter.grad + gradient
                 else:
                     parameter.grad = gradient.clone() if shared else gradient
-        return self._mean_loss()
+        if under_way is not None:
+            with self.transport.collective("adding up the loss"):
+                under_way.wait()
+            under_way = None  # It keeps the group's threads alive.
+        return total
 
     def close(self) -> None:
         """Give the connections between the ranks back, after the last step; a collective.
@@ -296,9 +331,8 @@ class Pipeline:
         self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-        self._group = None
+        if self.reducer.group is not None:
+            dist.destroy_process_group(self.reducer.group)
         for user in (self.reducer, self.executor.statistics, self.executor.buffers):
             user.group = None
         self.transport.close()
@@ -311,9 +345,11 @@ class Pipeline:
         if kind is None:
             self.close()
 
-    def _autocast(self) -> Hashable:
+    def _kind(self, batch: Batch) -> Hashable:
+        """What structure and types of the outputs depend on."""
         kind = self.device.type
-        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return self.module.training, batch.image_shape, batch.image_dtype, autocast
 
     def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """The replicas of this rank's stage; every rank takes part in making every group."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
@@ -76,7 +77,13 @@ class Executor:
         self.loss_sum = torch.zeros((), device=device)
 
     def train(
-        self, tasks: Sequence[Task], batch: Batch, loss: PartialLoss, scale: float | Tensor, more: bool
+        self,
+        tasks: Sequence[Task],
+        batch: Batch,
+        loss: PartialLoss,
+        scale: float | Tensor,
+        more: bool,
+        computed: Callable[[Step], None],
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run forwards and backwards of one batch.
 
@@ -86,6 +93,8 @@ class Executor:
             loss: The loss of the batch in parts; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
             more: Replicas add up their gradients in a later step.
+            computed: Called once when the rank has run all its forwards and losses, before its last backward: what it
+                starts to send then is under way while this and other ranks end the step.
 
         Returns:
             The gradient of each parameter of the reducer, of ``scale`` times the mean loss over the global batch; and
@@ -107,9 +116,12 @@ class Executor:
                         again = is_recomputed(self.checkpointing, task.microbatch == last_backward)
                         self._forward(step, task.microbatch, again)
                     else:
-                        if task.microbatch == last_backward and not more:
+                        is_last = task.microbatch == last_backward
+                        if is_last and not more:
                             self.reducer.overlap()
-                        self._backward(step, task.microbatch)
+                        self._backward(step, task.microbatch, computed if is_last else _nothing)
+            if not tasks:
+                computed(step)
             with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
                 gradients = self.reducer.finish(keep=more)
                 self.statistics.finish()
@@ -173,32 +185,36 @@ class Executor:
             if not self.last:
                 roots = step.channels.send_forward(microbatch, size, self._named(step, result), training=True)
                 if not again:
-                    held.roots.update(roots.items())
+                    held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
                 return
             check_rows(result, step.batch.split.sizes[microbatch])
             step.outputs[microbatch] = tree_map(_detached, result)
             if not again:
-                held.roots[None] = [step.part_of_loss(result, microbatch)]
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
 
-    def _backward(self, step: Step, microbatch: int) -> None:
+    def _backward(self, step: Step, microbatch: int, computed: Callable[[Step], None]) -> None:
+        if not self.last:
+            computed(step)
         with self._timed("receive", microbatch):
             gradients = step.channels.receive_backward(microbatch, step.size(microbatch))
         held = step.held[microbatch]
         with self._timed("backward", microbatch):
-            self._backpropagate(step, microbatch, held, gradients)
+            if held.arguments is not None:
+                self._run_again(step, microbatch, held)
+            if self.last:
+                computed(step)
+            self._backpropagate(held, gradients)
         with self._timed("send", microbatch):
             step.channels.send_backward(microbatch, held.leaves)
         del step.held[microbatch]
 
-    def _backpropagate(self, step: Step, microbatch: int, held: Held, gradients: dict[int, list[Tensor]]) -> None:
-        if held.arguments is not None:
-            self._run_again(step, microbatch, held)
-        roots: list[Tensor] = []
+    def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor]]) -> None:
+        roots: list[GradientEdge] = []
         starts: list[Tensor | None] = []
-        for target, tensors in held.roots.items():
-            arrived = [None] * len(tensors) if target is None else gradients[target]
-            for root, start in zip(tensors, arrived, strict=True):
-                if root.requires_grad:
+        for target, edges in held.roots.items():
+            arrived = [None] * len(edges) if target is None else gradients[target]
+            for root, start in zip(edges, arrived, strict=True):
+                if root is not None:
                     roots.append(root)
                     starts.append(start)
         if roots:
@@ -213,9 +229,10 @@ class Executor:
         with self.statistics.microbatch(microbatch, again=True):
             result = self.module(*held.arguments)
             if self.last:
-                held.roots = {None: [step.part_of_loss(result, microbatch)]}
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
             else:
-                held.roots.update(step.channels.roots(self._named(step, result)).items())
+                roots = step.channels.roots(self._named(step, result))
+                held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
         now.restore()
 
     def _expect(self, step: Step, tasks: Sequence[Task]) -> None:
@@ -279,3 +296,12 @@ def check_rows(outputs: Any, samples: int) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where gradients of tensors enter the graph; without the tensors, which may take memory until then."""
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _nothing(_: Step) -> None:
+    pass

@@ -60,9 +60,11 @@ class MeanLoss(PartialLoss):
         mean = self.loss(outputs, targets)
         if self.weight is None:
             return mean * (self._batch.split.sizes[microbatch] / self._batch.split.samples)
-        share = torch.as_tensor(self.weight(targets) / self._whole, dtype=mean.dtype, device=mean.device)
+        share = self.weight(targets) / self._whole
         # A microbatch that counts for nothing may have no mean.
-        return torch.where(share > 0, mean, _nothing(outputs)) * share
+        if isinstance(share, Tensor):
+            return torch.where(share > 0, mean, _nothing(outputs)) * share.to(mean.dtype)
+        return mean * share if share else _nothing(outputs)
 
 
 class WeighedLoss(PartialLoss):
@@ -90,7 +92,7 @@ class WeighedLoss(PartialLoss):
     def begin(self, batch: Batch) -> None:
         """Start on another batch."""
         self._batch = batch
-        self._faded: tuple[Any, dict[int, Tensor]] | None = None
+        self._other_probe: tuple[Any, dict[int, Tensor]] | None = None
         self._probe: tuple[Any, dict[int, Tensor]] | None = None
 
     def part(self, outputs: Any, microbatch: int) -> Tensor:
@@ -128,29 +130,41 @@ class WeighedLoss(PartialLoss):
         self, outputs: Any, microbatch: int, factors: Mapping[int, float | None]
     ) -> None:
         """Refuse a loss whose factors depend on the outputs; those of other microbatches are not known yet."""
-        if self._faded is None:
-            self._faded = self._whole(tree_map(_fade, outputs))
-        for leaf, factor in self._compared(*self._faded, microbatch).items():
+        if self._other_probe is None:
+            self._other_probe = self._whole(outputs, phase=1.0)
+        gradients = self._other_probe[1]
+        for leaf, factor in self._compared(*self._other_probe, microbatch).items():
             before = factors.get(leaf)
-            if factor is not None and before is not None and abs(factor - before) > SAME * abs(before):
+            if factor is None or before is None or leaf not in gradients:
+                continue
+            allowed = max(SAME, ROUNDING * torch.finfo(gradients[leaf].dtype).eps)
+            if abs(factor - before) > allowed * abs(before):
                 raise ConfigurationError(
                     f"how much a microbatch counts in the loss of its batch depends on what the network returns: "
                     f"{before:.6g} for some outputs and {factor:.6g} for others, as where a loss is divided by the "
                     f"number of samples that the network is sure of. {ADVICE}"
                 )
 
-    def _whole(self, outputs: Any, microbatch: int | None = None) -> tuple[Any, dict[int, Tensor]]:
+    def _whole(self, outputs: Any, microbatch: int | None = None, phase: float = 0.0) -> tuple[Any, dict[int, Tensor]]:
         """Outputs for the whole batch, and the gradients of its loss.
 
+        They are those of a microbatch, repeated, and each number by another part smaller: a loss that compares
+        samples shows it only where these differ. What may be probabilities remains within 0 and 1.
+
         Args:
-            outputs: Those of a microbatch, which are repeated.
-            microbatch: Which one's rows get these in their order.
+            outputs: Those of a microbatch.
+            microbatch: Which one's rows get these in their order, as they are.
+            phase: Makes them other ones.
         """
         size = next(len(leaf) for leaf in tree_leaves(outputs) if _differentiable(leaf))
         rows = torch.arange(self._batch.split.samples) % size
+        own = torch.tensor([], dtype=torch.int64)
         if microbatch is not None:
-            rows[self._batch.split.global_rows(microbatch)] = torch.arange(size)
-        everything = tree_map(partial(_taken, rows=rows), outputs)
+            own = self._batch.split.global_rows(microbatch)
+            rows[own] = torch.arange(size)
+        everything = tree_map(
+            partial(_varied, as_they_are=own, phase=phase), tree_map(partial(_taken, rows=rows), outputs)
+        )
         return everything, self._gradients(everything, None)
 
     def _compared(self, everything: Any, gradients: dict[int, Tensor], microbatch: int) -> dict[int, float | None]:
@@ -223,12 +237,14 @@ def _nothing(outputs: Any) -> Tensor:
     return torch.stack([leaf.sum() * 0 for leaf in tree_leaves(outputs) if _differentiable(leaf)]).sum()
 
 
-def _fade(leaf: Any) -> Any:
-    """Other outputs than the network's, which may be probabilities: smaller from row to row."""
+def _varied(leaf: Any, as_they_are: Tensor, phase: float) -> Any:
+    """An output whose numbers are multiplied, each with another one between 0.5 and 1, but for some rows."""
     if not _differentiable(leaf):
         return leaf
-    steps = torch.arange(len(leaf), device=leaf.device) % 3 + 1
-    return leaf.detach() / steps.to(leaf.dtype).reshape(-1, *[1] * (leaf.ndim - 1))
+    numbers = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32).reshape(leaf.shape)
+    shares = (0.75 + 0.25 * torch.sin(numbers * 2.3 + phase)).to(leaf.dtype)
+    shares[as_they_are.to(leaf.device)] = 1.0
+    return leaf * shares
 
 
 def _taken(leaf: Any, rows: Tensor) -> Any:

@@ -110,17 +110,26 @@ class Placement:
         return [f"stage {one.stage}, replica {one.replica} (rank {rank})" for rank, one in enumerate(self._places)]
 
 
-def in_flight(replicas: Sequence[int], stage: int) -> int:
+def in_flight(replicas: Sequence[int], stage: int, run_ahead: bool = False) -> int:
     """Most microbatches whose activations a replica of a stage holds at once under 1f1b.
 
     With equal replication it is ``stages - stage``. In general it is the number of ranks from this stage on over the
     stage's replicas, rounded up (PipeDream's NOAM, Narayanan et al. 2019, for each stage): fewer would leave ranks
     behind it idle or, where a stage is wider than the one before it, wait for each other for ever.
+
+    Args:
+        replicas: Replicas of each stage.
+        stage: The stage.
+        run_ahead: Hold one more where rounding up has added nothing, so that a message may take a while before a rank
+            waits for it; not in the last stage, whose backward needs no other.
     """
-    return -(-sum(replicas[stage:]) // replicas[stage])
+    ranks, own = sum(replicas[stage:]), replicas[stage]
+    return ranks // own + 1 if run_ahead and ranks > own else -(-ranks // own)
 
 
-def tasks_of(place: Place, replicas: Sequence[int], microbatches: int, schedule: str = "1f1b") -> list[Task]:
+def tasks_of(
+    place: Place, replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
+) -> list[Task]:
     """One rank's computations in order; see :func:`timetable`.
 
     Raises:
@@ -130,7 +139,7 @@ def tasks_of(place: Place, replicas: Sequence[int], microbatches: int, schedule:
         raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
     stage = place.stage
     own = range(place.replica, microbatches, replicas[stage])
-    ahead = len(own) if schedule == "gpipe" else min(in_flight(replicas, stage), len(own))
+    ahead = len(own) if schedule == "gpipe" else min(in_flight(replicas, stage, run_ahead), len(own))
     order = [Task("forward", stage, microbatch) for microbatch in own[:ahead]]
     for index, microbatch in enumerate(own):
         order.append(Task("backward", stage, microbatch))
@@ -139,7 +148,9 @@ def tasks_of(place: Place, replicas: Sequence[int], microbatches: int, schedule:
     return order
 
 
-def timetable(replicas: Sequence[int], microbatches: int, schedule: str = "1f1b") -> list[list[Task]]:
+def timetable(
+    replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
+) -> list[list[Task]]:
     """Each rank's computations in order.
 
     ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` starts a microbatch's
@@ -150,6 +161,7 @@ def timetable(replicas: Sequence[int], microbatches: int, schedule: str = "1f1b"
         replicas: Replicas of each stage.
         microbatches: Microbatches of a step, over all replicas.
         schedule: ``gpipe`` or ``1f1b``.
+        run_ahead: Under 1f1b hold one microbatch more than is needed; see :func:`in_flight`.
 
     Returns:
         For each replica of each stage its tasks, stage by stage. One that gets no microbatch has none.
@@ -162,4 +174,4 @@ def timetable(replicas: Sequence[int], microbatches: int, schedule: str = "1f1b"
     if not replicas or min(replicas) < 1:
         raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
     places = [Place(stage, replica) for stage, count in enumerate(replicas) for replica in range(count)]
-    return [tasks_of(place, replicas, microbatches, schedule) for place in places]
+    return [tasks_of(place, replicas, microbatches, schedule, run_ahead) for place in places]

@@ -13,29 +13,9 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
-
-
-@contextmanager
-def preserved(network: nn.Module) -> Iterator[None]:
-    """Put a network's buffers and gradients and the random numbers back as they were.
-
-    Parameters are expected not to change: nothing here steps an optimizer.
-    """
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
-    devices = {tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"}
-    device_type = next(iter(devices)).type if devices else "cuda"
-    try:
-        with torch.random.fork_rng(devices=list(devices), device_type=device_type):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
 
 
 def profile(

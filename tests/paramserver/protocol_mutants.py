@@ -35,7 +35,7 @@ MUTANTS = [
         "core.requests:Asking",
         'again = [self.open[number].message for number in message.integers("ids") if number in self.open]',
         "again = []",
-        seed=1,
+        seed=4,
     ),
     ProtocolMutant(
         "only one probe is sent",
@@ -56,14 +56,14 @@ MUTANTS = [
         "coordinator.coordinator:Coordinator",
         "            self._send(member.peer, self._ended)\n            return\n        if message.integer",
         "            return\n        if message.integer",
-        seed=27,
+        seed=25,
     ),
     ProtocolMutant(
         "who missed a view is not told again",
         "coordinator.coordinator:Coordinator",
         'if message.integer("here") < self._roster.number:',
         "if False:",
-        seed=9,
+        seed=7,
     ),
     ProtocolMutant(
         "nobody is missed",
@@ -74,8 +74,8 @@ MUTANTS = [
     ),
     ProtocolMutant(
         "a pause of the coordinator is taken for the silence of others",
-        "coordinator.admission:Admission",
-        "if passed > PAUSE * timeout:",
+        "coordinator.coordinator:Coordinator",
+        "if passed > PAUSE * self._settings.timeout:",
         "if False:",
     ),
     ProtocolMutant(
@@ -90,14 +90,14 @@ MUTANTS = [
         "coordinator.meetings:Rounds",
         "        self._pending.pop(worker, None)\n",
         "",
-        seed=77,
+        seed=13,
     ),
     ProtocolMutant(
         "a collective asked for again is another",
         "coordinator.meetings:Rounds",
         "told is not None and told.peer == peer and told.asked == sequence",
         "False",
-        seed=1,
+        seed=8,
     ),
     ProtocolMutant(
         "workers begin before all servers know them",

@@ -18,7 +18,7 @@ def test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number(tmp_p
     settings = CoordinatorSettings(f"ipc://{tmp_path}/c", 100, 10)
     CoordinatorService(settings).close()
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == (files_of_coordinator(100, 10), 1000)
-    needed = files_of_coordinator(300, 10)
+    needed = files_of_coordinator(500, 10)
     with pytest.raises(ConfigurationError, match=f"the coordinator needs {needed} open files.*may have 1000"):
         CoordinatorService(CoordinatorSettings(f"ipc://{tmp_path}/c", 500, 10))
     with pytest.raises(ConfigurationError, match=f"server 0 needs {files_of_server(500, 1)} open files"):

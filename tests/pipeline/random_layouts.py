@@ -41,6 +41,7 @@ class Case:
         bucket_bytes: Size of the buckets in which gradients are summed.
         seed: Of network, cuts and batches.
         placement: How the ranks are numbered.
+        run_ahead: Whether stages hold one microbatch more than they need.
     """
 
     replicas: tuple[int, ...]
@@ -52,6 +53,7 @@ class Case:
     bucket_bytes: int
     seed: int
     placement: Any = "stages"
+    run_ahead: bool = False
 
 
 class Skips(nn.Module):
@@ -99,6 +101,7 @@ def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
             rng.choice((30, 200, 10**6)),
             rng.randrange(10**9),
             rng.choice(ORDERS),
+            rng.random() < 0.7,
         )
 
 
@@ -138,6 +141,7 @@ class Trial:
             case.replicas,
             case.microbatches,
             case.schedule,
+            run_ahead=case.run_ahead,
             activation_checkpointing=case.recompute,
             bucket_bytes=case.bucket_bytes,
             placement=case.placement,
@@ -147,7 +151,7 @@ class Trial:
             gradients, loss, outputs = expected
             own = _own(pipeline, rows)
             batch = pipeline.share(images[own], targets[own], everywhere=case.seed % 2 == 0)
-            found, made = pipeline.train(batch, F.mse_loss)
+            found, made = pipeline.train(batch, F.mse_loss, gather=True)
             for parameter, gradient in zip(pipeline.parameters, found, strict=True):
                 _compare(gradient, gradients[names[parameter]], names[parameter])
             _compare(torch.tensor(pipeline.mean_loss(), dtype=torch.float64), loss, "loss")

@@ -279,10 +279,18 @@ class World:
 
         return self._collective("all_reduce", tensor.detach().clone(), tensor, combine, group, async_op)
 
-    def broadcast(self, tensor: Tensor, src: int | None = None, group: Any = None, group_src: int | None = None) -> Any:
+    def broadcast(
+        self,
+        tensor: Tensor,
+        src: int | None = None,
+        group: Any = None,
+        group_src: int | None = None,
+        async_op: bool = False,
+    ) -> Any:
         source = self.member(group).ranks.index(src) if src is not None else group_src
         assert source is not None
-        return self._collective("broadcast", tensor.detach().clone(), tensor, lambda parts: parts[source], group)
+        part = tensor.detach().clone()
+        return self._collective("broadcast", part, tensor, lambda parts: parts[source], group, async_op)
 
     def all_gather_into_tensor(self, output: Tensor, tensor: Tensor, group: Any = None) -> Any:
         return self._collective("all_gather", tensor.detach().clone(), output, torch.cat, group)

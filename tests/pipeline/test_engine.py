@@ -202,6 +202,33 @@ def test_running_statistics_of_batch_norm(replicas: tuple[int, ...]) -> None:
     } <= compared
 
 
+def gathered(replicas: tuple[int, ...]) -> list[tuple[bool, Tensor, Tensor]]:
+    """Outputs of training steps of several sizes: whether they were under way before the last backward, and they."""
+    network = make_network()
+    alone = copy.deepcopy(network)
+    pipeline = Pipeline(network, CUTS[len(replicas)], replicas, 4)
+    freeze_norm(pipeline.module)
+    freeze_norm(alone)
+    compared = []
+    early: list[Any] = []
+    finish = pipeline.reducer.finish
+    pipeline.reducer.finish = lambda keep: (early.append(pipeline._gathering), finish(keep))[1]  # type: ignore[method-assign]
+    for images, targets in global_batches(4, (9, 4, 1)):
+        batch = pipeline.share(part(pipeline, images), part(pipeline, targets))
+        _, outputs = pipeline.train(batch, F.cross_entropy, gather=True)
+        compared.append((early[-1] is not None, pipeline.gather(batch, outputs), alone(images).detach()))
+    return compared
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
+def test_outputs_of_training_leave_while_the_last_backward_runs(replicas: tuple[int, ...]) -> None:
+    """From the second step on: in the first one their structure is waited for."""
+    for results in run_ranks(sum(replicas), gathered, replicas):
+        assert [early for early, _, _ in results] == [False, True, True, True]
+        for _, got, expected in results:
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
 def evaluate(replicas: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     network = make_network().eval()
     alone = copy.deepcopy(network)
@@ -247,16 +274,22 @@ class Saved:
 def peak(replicas: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """Most microbatches in flight, and most bytes that autograd saved at once."""
     peaks = {}
-    for schedule, recompute in (("1f1b", "never"), ("gpipe", "never"), ("gpipe", "always")):
+    for schedule, run_ahead, recompute in (
+        ("1f1b", False, "never"),
+        ("1f1b", True, "never"),
+        ("gpipe", False, "never"),
+        ("gpipe", False, "always"),
+    ):
         layers = [nn.Sequential(nn.Conv2d(8 if i else 1, 8, 3, padding=1), nn.Tanh()) for i in range(6)]
         network = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())).double()
-        pipeline = Pipeline(network, ["1", "3"], replicas, 8, schedule=schedule, activation_checkpointing=recompute)
+        options: Any = {"schedule": schedule, "run_ahead": run_ahead, "activation_checkpointing": recompute}
+        pipeline = Pipeline(network, ["1", "3"], replicas, 8, **options)
         meter = Meter()
         images, targets = global_batches(1, (16,))[0]
         with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda saved: saved.tensor):
             pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
         assert meter.now == 0, "a step leaves no activations behind"
-        peaks[f"{schedule} {recompute}"] = (pipeline.executor.peak_held, meter.most)
+        peaks[f"{schedule} {recompute}{' ahead' * run_ahead}"] = (pipeline.executor.peak_held, meter.most)
     return peaks
 
 
@@ -266,6 +299,7 @@ def test_peak_memory_holds_the_microbatches_in_flight_alone() -> None:
     for stage, peaks in enumerate(results):
         held, saved = peaks["1f1b never"]
         assert held == min(3 - stage, 8) == in_flight((1, 1, 1), stage)
+        assert peaks["1f1b never ahead"][0] == held + (stage < 2) == in_flight((1, 1, 1), stage, run_ahead=True)
         assert peaks["gpipe never"][0] == 8
         # Two layers, each of which saves its input and its output, and what the weights take.
         assert saved <= held * 4.5 * microbatch + 40_000

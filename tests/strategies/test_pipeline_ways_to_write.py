@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
-from ranks import run_ranks
+from lightning.pytorch.callbacks import BaseFinetuning
+from ranks import run_apart, run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 SAMPLES = 15  # Steps of 6, 6 and 3.
@@ -66,6 +69,7 @@ class Data(Dataset[Any]):
 class Module(LightningModule):
     kind = "labels"
     cut = "0"
+    epochs = 1
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
@@ -145,7 +149,7 @@ class Transfer(Module):
 
         self.net = squeezenet1_1(num_classes=CLASSES, dropout=0.0)
         self.net.features[0] = nn.Conv2d(1, 64, 3, padding=1, stride=2)
-        self.net.features[2] = nn.Identity()
+        self.net.features[2] = nn.BatchNorm2d(64).eval()  # Keeps its statistics, though the module is trained.
         self.net.requires_grad_(False)
         self.net.features[8].requires_grad_(True)
         self.net.classifier[1] = nn.Conv2d(512, CLASSES, 1)
@@ -184,6 +188,10 @@ class Segmentation(Module):
         loss = self.loss(self.unet(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self.loss(self.unet(x), y), batch_size=len(x))
 
 
 class DeepLab(nn.Module):
@@ -330,22 +338,205 @@ class DictBatch(Module):
         assert len(batch["size"]) == 2
         return losses[counts].mean()
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", (self.cnn(batch["image"]).argmax(1) == batch["label"]).double().mean(), batch_size=6)
+
+
+class Sizes(DictOutputs):
+    """Images of another size in each batch, which the dataset makes itself."""
+
+    def batches(self) -> DataLoader[Any]:
+        whole = [torch.stack(parts) for parts in zip(*(Data("pixels")[index] for index in range(6)), strict=True)]
+        return DataLoader([(whole[0][..., :size], whole[1][..., :size]) for size in (8, 6, 4)], batch_size=None)
+
+
+class Unfreezing(BaseFinetuning):
+    """As in Lightning's documentation: more of the network is trained, in a group of its own, from an epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.cnn[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.cnn[0], optimizer, initial_denom_lr=2)
+
+
+class Finetuned(Module):
+    """The optimizer begins with a part of the parameters, of both stages later."""
+
+    cut = "0.1"
+    epochs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = classifier()
+
+    def configure_callbacks(self) -> Any:
+        return [Unfreezing()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.cnn(batch[0]), batch[1])
+
+    def on_train_end(self) -> None:
+        groups = self.trainer.optimizers[0].param_groups
+        self.named = [group["lr"] for group in groups], self.trainer.callbacks[0].state_dict()
+
 
 WAYS = (
     *(Classifier, Boring, Transfer, Segmentation, DictOutputs, MultiTask),
-    *(Transformer, AutoEncoder, Siamese, DictBatch),
+    *(Transformer, AutoEncoder, Siamese, DictBatch, Sizes, Finetuned),
 )
 
 
-def fit(kind: type[Module], strategy: Any, devices: int) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
+class Encoder(Module):
+    """Lightning's LitAutoEncoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+
+class Gan(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = classifier()
+
+
+class Detector(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.models import detection
+
+        self.model = detection.ssdlite320_mobilenet_v3_large(weights_backbone=None)
+
+
+class Compiled(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model, backend="eager")
+
+
+class CompiledLayer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].compile(backend="eager")
+
+
+class Recomputing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+
+class Checkpointed(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Recomputing()
+
+
+REFUSED_BEFORE = (
+    (Encoder, r"shared out over self.encoder, self.decoder: make one nn.Module of them that the steps call once"),
+    (Gan, "automatic_optimization=False"),
+    (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),
+    (Compiled, "Compiled.model is compiled: .* leave out torch.compile"),
+    (CompiledLayer, "CompiledLayer.model.0 is compiled"),
+    (Checkpointed, "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing"),
+)
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED_BEFORE)
+def test_what_cannot_be_divided_is_refused_before_processes_start(kind: type[Module], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(kind, strategy := HybridPipelineStrategy(), 2)
+    assert strategy._launcher.procs == []
+
+
+class ImagesAsTargets(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        return F.mse_loss(self.auto(x), x)
+
+
+class WithOption(Siamese):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (a, b), _ = batch
+        return self.siamese(a, b, scale=2.0).sum()
+
+
+class Swapping(Siamese):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (a, b), _ = batch
+        return (self.siamese(a, b) if batch_idx == 0 else self.siamese(b, a)).mean()
+
+
+class OtherName(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.networks = [self.model]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.networks[0](x)
+
+
+class Contrastive(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        embedded = F.normalize(self(batch[0]))
+        return F.cross_entropy(embedded @ embedded.T, torch.arange(len(embedded)))
+
+
+class Penalised(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1]) + sum(p.square().sum() for p in self.model.parameters())
+
+
+REFUSED_IN_A_STEP = (
+    (ImagesAsTargets, r"computes with the images of the batch \(mse_loss\).* a second time, as targets"),
+    (WithOption, r"self.siamese is called with scale=2.0 besides the images: .* set it in its __init__"),
+    (Swapping, r"called with another tensor of the batch as 'left' than in the first step"),
+    (OtherName, r"the whole Sequential is called, which is divided"),
+    (Contrastive, "not made of losses of its samples"),
+    (Penalised, "computed from the weights themselves"),
+)
+
+
+def refusal(kind: type[Module]) -> str:
+    strategy = HybridPipelineStrategy(cuts=[kind.cut], microbatches=3, start_method="fork")
+    try:
+        fit(kind, strategy, 2)
+    except Exception as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED_IN_A_STEP)
+def test_what_a_step_does_that_a_pipeline_cannot_follow_is_refused_by_name(kind: type[Module], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(run_apart(refusal, kind))
+
+
+def fit(
+    kind: type[Module], strategy: Any, devices: int, loading: int = 1
+) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
     torch.manual_seed(0)
     model = kind().double()
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, precision="64-true",
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=kind.epochs, precision="64-true",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(Data(kind.kind), 6))
+    data = Data(kind.kind)
+    shard = 0 if loading == 1 else dist.get_rank() % loading
+    sampler = DistributedSampler(data, loading, shard, shuffle=False)
+    loader = DataLoader(data, 6 // loading, sampler=sampler)
+    trainer.fit(model, model.batches() if hasattr(model, "batches") else loader, loader)
     return model, model.state_dict(), dict(trainer.callback_metrics)
 
 
@@ -356,9 +547,10 @@ def both_ways(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, s
     for kind in kinds:
         one, weights, logged = fit(kind, "auto", 1)
         strategy = HybridPipelineStrategy(replicas=replicas, cuts=[one.cut], microbatches=microbatches)
-        other, divided, also_logged = fit(kind, strategy, sum(replicas))
+        other, divided, also_logged = fit(kind, strategy, sum(replicas), replicas[0])
         assert list(weights) == list(divided)
         counted = [model.counted() if hasattr(model, "counted") else {} for model in (one, other)]
+        assert getattr(one, "named", None) == getattr(other, "named", None)
         try:
             torch.testing.assert_close(divided, weights, rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(also_logged, logged, rtol=1e-12, atol=1e-14)
@@ -368,6 +560,10 @@ def both_ways(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, s
     return wrong
 
 
-@pytest.mark.parametrize(("replicas", "microbatches"), [([1, 1], 3)])
-def test_ten_modules_train_as_on_one_device(replicas: list[int], microbatches: int) -> None:
-    assert run_ranks(sum(replicas), both_ways, WAYS, replicas, microbatches)[0] == {}
+def test_ten_modules_train_as_on_one_device() -> None:
+    assert run_ranks(2, both_ways, WAYS, [1, 1], 3)[0] == {}
+
+
+def test_so_do_replicas_of_the_first_stage_and_of_the_last() -> None:
+    assert run_ranks(3, both_ways, (DictBatch, Siamese), [2, 1], 4)[0] == {}
+    assert run_ranks(3, both_ways, (Classifier, MultiTask), [1, 2], 4)[0] == {}

@@ -7,8 +7,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
 from cnnstrategies.paramserver.core.node import Message, Peer
 
-PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view; it may be allocating
-PAUSE = 0.25  # of the time-out
+PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
 
 
 class Admission:
@@ -39,12 +38,12 @@ class Admission:
         self._watchdog = watchdog
         self._forget = forget
         self._finish = finish
-        self._began = self._looked = 0.0
+        self._began = 0.0
         self._told: set[Peer] = set()
 
     def begin(self, now: float) -> None:
         """Wait for the members from now on."""
-        self._began = self._looked = now
+        self._began = now
 
     # Joining
 
@@ -80,6 +79,7 @@ class Admission:
             now,
             message.string("endpoint"),
             message.string("public_key"),
+            came=now,
         )
         known = self._roster.at(peer.role, peer.id)
         if known is not None:
@@ -103,12 +103,7 @@ class Admission:
             over: Whether the run is over, and nobody's loss matters any more.
             overdue: A view, and the servers that live and have not taken it up in good time.
         """
-        passed, self._looked = now - self._looked, now
         timeout = self._settings.timeout
-        if passed > PAUSE * timeout:
-            # This process was stopped, not the others silent.
-            for member in self._roster.members:
-                member.seen += passed
         if over:
             for member in self._roster.members:
                 if now - member.seen > timeout:
@@ -121,7 +116,9 @@ class Admission:
                 self._miss(now, member, f"was silent for {timeout:g} s")
         view, blind = overdue
         for member in self._roster.members:
-            if str(member.peer) in blind:
+            # One that has not seen any yet is being set up: it imports, and loads a snapshot.
+            set_up = member.acknowledged > 0 or now - member.came > self._settings.appear
+            if str(member.peer) in blind and set_up:
                 self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
             self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
@@ -140,6 +137,8 @@ class Admission:
             return
         self._told.add(member.peer)
         self._roster.bury(role, identity, life)
+        if not replaced:
+            self._roster.account_for(role, identity)
         known = self._roster.at(role, identity)
         if known is not None and known.peer.life > life:
             return

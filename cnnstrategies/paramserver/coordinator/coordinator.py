@@ -27,6 +27,7 @@ from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, 
 
 TICK = "tick"
 NOTICES = 64  # names
+PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 
 
 class Coordinator:
@@ -44,6 +45,7 @@ class Coordinator:
         self.dropped = 0
         self._settings = settings
         self._tick = max(0.02, settings.timeout / 20)
+        self._looked = self._asleep = 0.0
         self._effects: Effects = []
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
@@ -53,7 +55,7 @@ class Coordinator:
         self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
         self._ended: Message | None = None
-        self._stopping = False
+        self._stopping: float | None = None
         self._notices: dict[str, int] = {}
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
@@ -91,6 +93,7 @@ class Coordinator:
 
     def start(self, now: float) -> Effects:
         """Begin to wait for the members."""
+        self._looked = now
         self._admission.begin(now)
         return [Timer(TICK, now + self._tick)]
 
@@ -102,25 +105,33 @@ class Coordinator:
         """
         session = message.integer("session")
         if session == self._settings.session:
-            self._handle(now, sender, message)
+            self._handle(self._awake(now), sender, message)
         elif session > self._settings.session and self._ended is not None:
             self._effects.append(End("makes room for the next session", clean=True))
         return self._take_effects()
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
-        overdue = self._rounds.overdue(now, PATIENCE * self._settings.timeout)
-        self._admission.look(now, self._ended is not None, overdue)
+        awake = self._awake(now)
+        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
+        self._admission.look(awake, self._ended is not None, overdue)
         if self._ended is None:
-            trouble = self._watchdog.look(now, self._waits())
+            trouble = self._watchdog.look(awake, self._waits())
             if trouble is not None:
                 self._finish(trouble)
-        self._after_change(now)
+        self._after_change(awake)
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
 
     def on_call(self, now: float, call: Call) -> Effects:
         """Nothing is asked of it by its own process."""
         return []
+
+    def _awake(self, now: float) -> float:
+        """The time without that in which this process was stopped: then not the others were silent."""
+        passed, self._looked = now - self._looked, now
+        if passed > PAUSE * self._settings.timeout:
+            self._asleep += passed
+        return now - self._asleep
 
     def _take_effects(self) -> Effects:
         effects, self._effects = self._effects, []
@@ -141,8 +152,10 @@ class Coordinator:
             if handler is None:
                 raise ControlError(f"a supervision does not say {message.kind!r}")
             handler(now, sender, message)
-        elif message.kind == "over" and member is not None:
-            self._roster.remove(member, left=True)
+        elif message.kind == "over":
+            self._roster.account_for(sender.role, sender.id)
+            if member is not None:
+                self._roster.remove(member, left=True)
         elif member is None:
             self._turn_away(sender, message)
         elif message.kind == "beat":
@@ -152,9 +165,6 @@ class Coordinator:
         self._after_change(now)
 
     def _request(self, now: float, member: Member, message: Message) -> None:
-        handler = self._handlers.get(message.kind)
-        if handler is None:
-            raise ControlError(f"unknown kind {message.kind!r}")
         if self._ended is not None and message.kind != "leave":
             self._send(member.peer, self._ended)
             return
@@ -163,10 +173,10 @@ class Coordinator:
         if not new:
             return
         try:
-            handler(now, member, message)
-        except ControlError as error:
-            self._answer(member.peer, Message(REFUSED, {"message": str(error)}, request=message.request))
-            raise
+            self._handlers[message.kind](now, member, message)
+        except (ControlError, KeyError, TypeError) as error:
+            text = f"`{message.kind}` has other contents: {error}"
+            self._answer(member.peer, Message(REFUSED, {"message": text}, request=message.request))
 
     def _probe(self, sender: Peer, member: Member | None, message: Message) -> None:
         if member is not None:
@@ -175,15 +185,12 @@ class Coordinator:
             self._send(sender, Message(UNKNOWN, {"ids": message.integers("ids")}))
 
     def _blames(self, peer: Peer, request: int) -> Sequence[str]:
-        wait = self._waits().get(str(peer))
-        return wait.others if wait is not None else ()
+        return self._rounds.blames(peer) or ["whoever is to tell it"]
 
-    def _waits(self) -> dict[str, Wait]:
+    def _waits(self) -> list[Wait]:
         workers = tuple(f"{WORKER} {one}" for one in sorted(self._roster.group))
-        waits = {str(peer): Wait(f"get {name}", workers, False) for peer, name in self._values.waiting.items()}
-        for peer, (operation, others) in self._rounds.waiting.items():
-            waits[str(peer)] = Wait(operation, tuple(others))
-        return waits
+        gets = [Wait(f"get {name}", who, workers, False) for name, who in self._values.waiting.items()]
+        return self._rounds.waits + gets
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._effects.append(Send(peer, message))
@@ -241,8 +248,10 @@ class Coordinator:
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
-        if self._stopping and not self._roster.members:
-            self._effects.append(End("was told to stop", clean=True))
+        if self._stopping is not None and not self._roster.members:
+            late = now - self._stopping > self._settings.timeout
+            if late or not self._roster.missing():
+                self._effects.append(End("was told to stop", clean=True))
         if self._ended is not None:
             return
         self._rounds.complete(now)
@@ -312,11 +321,13 @@ class Coordinator:
             self._roster.tell_all(self._ended)
 
     def _stop(self, now: float, sender: Peer, message: Message) -> None:
-        """End, once the members of other nodes know it; those of the sender's it has ended itself."""
+        """End, once the members of other nodes know why; those of the sender's it has ended itself."""
         self._send(sender, Message(DONE, request=message.request))
         self._finish("the run is over", clean=True)
-        self._stopping = True
+        self._stopping = now if self._stopping is None else self._stopping
         ended = {(one[0], one[1]) for one in message.fields["members"]}
+        for place in ended:
+            self._roster.account_for(*place)
         for member in self._roster.members:
             if member.peer[:2] in ended:
                 self._roster.remove(member, left=True)

@@ -1,9 +1,11 @@
 """The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cnnstrategies.paramserver.coordinator.roster import Member, Roster
+from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, Wait
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
@@ -157,16 +159,30 @@ class Rounds:
         return 0, []
 
     @property
-    def waiting(self) -> dict[Peer, tuple[str, list[str]]]:
+    def waits(self) -> list[Wait]:
         """Who waits, in which collective, and for whom."""
-        absent = [f"worker {one}" for one in sorted(self._roster.group - self._pending.keys())]
-        found = {one.peer: (one.operation, absent) for one in self._pending.values()}
-        everyone = [f"worker {one}" for one in sorted(self._roster.group)]
-        found |= {one.peer: ("join", everyone) for one in self._joiners.values()}
+        group = tuple(f"worker {one}" for one in sorted(self._roster.group))
+        found = []
+        if self._pending:
+            operation = next(iter(self._pending.values())).operation
+            here = tuple(f"worker {one}" for one in sorted(self._pending))
+            present = set(here)
+            found.append(Wait(operation, here, tuple(name for name in group if name not in present)))
+        if self._joiners:
+            found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), group))
         for result, replies in self._held:
-            servers = self._roster.not_seen(result.view)
-            found |= {one.peer: (one.operation, servers) for one, _ in replies}
+            who = tuple(str(one.peer) for one, _ in replies)
+            found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
         return found
+
+    def blames(self, peer: Peer) -> list[str]:
+        """Some of those for whom a worker waits, if it waits in a collective."""
+        if peer.id in self._pending:
+            absent = (one for one in self._roster.group if one not in self._pending)
+            return [f"worker {one}" for one in itertools.islice(absent, MOST_NAMED)]
+        if peer.id in self._joiners:
+            return ["the others' next boundary"]
+        return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]
 
     def _hold(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
         if result.view and self._roster.not_seen(result.view):

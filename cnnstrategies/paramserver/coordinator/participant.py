@@ -69,8 +69,7 @@ class Participant:
         if message.kind == "view":
             return self._take_view(message)
         if message.kind == "ended":
-            over = Send(COORDINATOR, Message("over", {"session": self._address.session}))
-            return [over, *self._end(message.string("message"), message.flag("clean"))]
+            return self._told_end(message)
         if message.kind == "notices":
             self.notices = {name: value for name, value in message.fields["notices"].items() if type(value) is int}
         return []
@@ -138,7 +137,7 @@ class Participant:
     def _answered(self, now: float, request: Request, message: Message) -> Effects:
         kind = request.message.kind
         if message.kind == REFUSED and kind == "hello":
-            return self._end(message.string("message"), message.flag("clean"))
+            return self._told_end(message)
         if kind == "hello":
             return [*self._take_view(message), *self._beat()]
         if kind == "leave":
@@ -171,6 +170,10 @@ class Participant:
     def _beat_later(self, now: float) -> Effects:
         self._beat_at = now + self._address.heartbeat
         return [Timer(BEAT, self._beat_at)]
+
+    def _told_end(self, message: Message) -> Effects:
+        over = Send(COORDINATOR, Message("over", {"session": self._address.session}))
+        return [over, *self._end(message.string("message"), message.flag("clean"))]
 
     def _end(self, reason: str, clean: bool) -> Effects:
         if self.ended is not None:

@@ -22,6 +22,7 @@ class Member:
         endpoint: Where a server listens.
         public_key: Its CURVE key; empty without encryption.
         acknowledged: Number of the newest view that it has said to have seen.
+        came: When it has registered.
         since: For a server, the number of the first view with it.
     """
 
@@ -32,6 +33,7 @@ class Member:
     endpoint: str = ""
     public_key: str = ""
     acknowledged: int = -1
+    came: float = 0.0
     since: int = 0
 
     def __str__(self) -> str:
@@ -109,8 +111,13 @@ class Roster:
     def add(self, member: Member) -> None:
         """A process has registered; it takes the place of another with its number."""
         self._members[member.peer.role, member.peer.id] = member
-        self._appeared.add((member.peer.role, member.peer.id))
+        self.account_for(*member.peer[:2])
         self.bury(member.peer.role, member.peer.id, member.peer.life - 1)
+
+    def account_for(self, role: str, identity: int) -> None:
+        """Nobody waits any more for the first process of a place."""
+        if self.expects(role, identity):
+            self._appeared.add((role, identity))
 
     def bury(self, role: str, identity: int, life: int) -> None:
         """A life is over, and those before it: no message of it can register it any more."""

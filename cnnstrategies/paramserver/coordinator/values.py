@@ -48,9 +48,9 @@ class Values:
             waiting.pop(peer, None)
 
     @property
-    def waiting(self) -> dict[Peer, str]:
-        """Who waits, for which name."""
-        return {peer: name for name, waiting in self._waiting.items() for peer in waiting}
+    def waiting(self) -> dict[str, tuple[str, ...]]:
+        """Who waits for each name."""
+        return {name: tuple(map(str, waiting)) for name, waiting in self._waiting.items() if waiting}
 
     def _reply(self, peer: Peer, request: int, name: str) -> None:
         self._answer(peer, Message(DONE, {"name": name}, self._values[name], request))

@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.simulation.toys import Toys
 from cnnstrategies.paramserver.simulation.world import World
 
 TIMEOUT = 1.0
-BUSY = 3.0  # seconds in which faults begin
+BUSY = 1.5  # seconds in which faults begin
 HORIZON = 100.0  # no run takes longer
 LINES = 60  # of a trace
 

@@ -92,6 +92,7 @@ class Toys:
     # Programs
 
     def _serve(self, participant: Participant) -> Program:
+        yield from _newer_view(participant, -1)
         yield Ask("get", {"name": "specification"})
         seen = View(0, (), ())
         while True:
@@ -101,6 +102,7 @@ class Toys:
 
     def _work(self, participant: Participant) -> Program:
         yield Sleep(self._seconds(0.0, 0.3))
+        yield from _newer_view(participant, -1)
         if participant.peer.id == 0:
             yield Ask("put", {"name": "specification"}, (b"text",))
         for _ in range(SETUP):

@@ -2,9 +2,10 @@
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
@@ -31,6 +32,7 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
             f"parts of {name}.{path} are gone: an earlier run with strategy hybrid_pipeline has failed and left each "
             "rank its own stage alone; build the module anew and go on from the last checkpoint"
         )
+    _check_kind(module, path, network)
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{name} sets automatic_optimization=False: strategy hybrid_pipeline runs forward and backward itself; "
@@ -44,6 +46,25 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
             "each stage trains its own part of that only"
         )
     return path
+
+
+def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
+    """Refuse networks that cannot be cut by what they are."""
+    for kind in type(network).__mro__:
+        if kind.__module__.startswith("torchvision.models.detection."):
+            raise ConfigurationError(
+                f"{type(module).__name__}.{path} is a {kind.__name__} of torchvision: it takes lists of images and "
+                "boxes and computes its losses in forward, so that there is nothing to cut between images and "
+                "outputs; use strategy ddp (a pipeline trains networks that map images to outputs, from which the "
+                "step computes the loss)"
+            )
+    compiled = [f"{path}.{name}".rstrip(".") for name, child in network.named_modules() if is_compiled(child)]
+    if compiled or getattr(module, "compile_backend", None) is not None:
+        raise ConfigurationError(
+            f"{type(module).__name__}.{compiled[0] if compiled else path} is compiled: strategy hybrid_pipeline cuts "
+            "the network's graph itself and runs the stages as they are; leave out torch.compile (compile_backend in "
+            "ImageClassifier), or use strategy ddp"
+        )
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:

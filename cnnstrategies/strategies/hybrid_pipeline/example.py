@@ -1,6 +1,5 @@
 """A microbatch to measure and compare the network with, before training."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,14 +55,12 @@ def on_device_of(network: nn.Module, images: Images) -> Images:
 
 def _samples(loader: Any, size: int) -> Any:
     """A batch of the first samples of the data; nothing that a sampler or an iterator gives is used up."""
-    if isinstance(loader, DataLoader):
-        dataset: Any = loader.dataset
-        if isinstance(dataset, IterableDataset):
-            return None
-        if loader.batch_size is None and loader.batch_sampler is None:
-            return loader.collate_fn(dataset[0])
-        return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
-    return loader[0] if isinstance(loader, Sequence) and loader else None
+    dataset: Any = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+        return None
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 
 def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:

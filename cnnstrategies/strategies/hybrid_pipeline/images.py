@@ -64,5 +64,6 @@ class ImagesElsewhere(Tensor):
         raise ConfigurationError(
             f"the step, or a callback, computes with the images of the batch ({name}) outside the network: with "
             "strategy hybrid_pipeline the first stage alone has them, and takes them as they come; do it in the "
-            "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are"
+            "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are (a loss that "
+            "compares with the images needs them in the batch a second time, as targets)"
         )

@@ -35,11 +35,13 @@ class ChosenLayout:
         cuts: Names of modules, or positions.
         replicas: Replicas of each stage.
         microbatches: Microbatches of a global batch.
+        run_ahead: Whether stages hold one microbatch more than they need.
     """
 
     cuts: Sequence[str | int]
     replicas: tuple[int, ...]
     microbatches: int
+    run_ahead: bool
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class LayoutRequest:
     cuts: Sequence[str] | None
     microbatches: int | None
     schedule: Schedule
+    run_ahead: bool | None
     memory_limit: int | None
     batch_norm: BatchNormMode
     activation_checkpointing: Checkpointing
@@ -156,7 +159,9 @@ class LayoutRequest:
         samples = _loaded_samples(trainer)
         microbatches = self.microbatches_on(devices, network, samples)
         if self.cuts is not None or self.stage_count == 1:
-            return ChosenLayout(self.cuts or [], replicas, microbatches)
+            # Without a profile nobody knows what fits.
+            run_ahead = self.memory_limit is None if self.run_ahead is None else self.run_ahead
+            return ChosenLayout(self.cuts or [], replicas, microbatches, run_ahead)
         images = example((samples or USUAL_SAMPLES) * replicas[0] // microbatches)
         if images is None:
             raise ConfigurationError(
@@ -172,17 +177,18 @@ class LayoutRequest:
                 replicas=replicas,
                 memory_limit=self.memory_limit,
                 activation_checkpointing=self.activation_checkpointing,
+                run_ahead=self.run_ahead,
             )
             network.to(device)
             try:
-                layout = choose_layout(network, on_device_of(network, images), request)
-                chosen = [list(layout.cuts)]
+                layout, run_ahead = choose_layout(network, on_device_of(network, images), request)
+                chosen = [(list(layout.cuts), run_ahead)]
             except ConfigurationError as error:
                 chosen = [str(error)]
         dist.broadcast_object_list(chosen, 0)
         if isinstance(chosen[0], str):
             raise ConfigurationError(chosen[0])
-        return ChosenLayout(chosen[0], replicas, microbatches)
+        return ChosenLayout(chosen[0][0], replicas, microbatches, chosen[0][1])
 
 
 def _loaded_samples(trainer: Trainer) -> int | None:
