@@ -226,11 +226,7 @@ class Executor:
         assert held.random is not None
         now = RandomState(self.device)
         held.random.restore()
-        enabled, dtype = step.autocast
-        with (
-            torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False),
-            self.statistics.microbatch(microbatch, again=True),
-        ):
+        with self.statistics.microbatch(microbatch, again=True):
             result = self.module(*held.arguments)
             if self.last:
                 held.roots[None] = _edges([step.part_of_loss(result, microbatch)])

@@ -149,6 +149,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._in_parts = False
         self._loss_checked = False
         self._accumulates = False
+        self._overflow = torch.zeros(())
 
     # Before the processes start
 
@@ -246,6 +247,7 @@ class HybridPipelineStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self._check()
         self._failed = self._loss_checked = False
+        self._overflow = torch.zeros((), device=self.root_device)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         path = check_module(self.lightning_module, self.network_path)
@@ -343,7 +345,8 @@ class HybridPipelineStrategy(DDPStrategy):
         if not self._loss_checked:
             warn_of_small_microbatches(self._divided_module.network, batch.split)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        # Left on the device: reading a number there would wait for all that was computed.
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
         with self.precision_plugin.train_step_context():
             assert self._loss is not None
             if isinstance(self._loss, StepLoss):
@@ -413,10 +416,21 @@ class HybridPipelineStrategy(DDPStrategy):
         check_loss(loss.detach(), self._pipeline.mean_loss(), isinstance(self._loss, MeanLoss))
 
     def _share_overflow(self, gradients: list[Tensor | None]) -> None:
-        """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale."""
-        finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
-        if not self.reduce_boolean_decision(finite) and finite:
-            next(g for g in gradients if g is not None).fill_(float("inf"))
+        """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale.
+
+        Once for each step of the optimizer: what an earlier one of its batches has brought is kept until then.
+        """
+        own = [gradient for gradient in gradients if gradient is not None]
+        if own:
+            finite = torch.isfinite(torch.nn.utils.get_total_norm(own, float("inf")))
+            self._overflow = torch.maximum(self._overflow, 1.0 - finite.float())
+        if self._accumulates:
+            return
+        if self.world_size > 1:
+            dist.all_reduce(self._overflow, op=ReduceOp.MAX)
+        if own:
+            own[0].masked_fill_(self._overflow > 0, float("inf"))
+        self._overflow = torch.zeros_like(self._overflow)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
