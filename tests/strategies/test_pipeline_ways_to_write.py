@@ -567,3 +567,38 @@ def test_ten_modules_train_as_on_one_device() -> None:
 def test_so_do_replicas_of_the_first_stage_and_of_the_last() -> None:
     assert run_ranks(3, both_ways, (DictBatch, Siamese), [2, 1], 4)[0] == {}
     assert run_ranks(3, both_ways, (Classifier, MultiTask), [1, 2], 4)[0] == {}
+
+
+class Predicting(Siamese):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        (a, b), y = batch
+        return {"together": self.siamese(a, b), "label": y}
+
+
+class Naming(DictBatch):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"names": batch["name"], "logits": self.cnn(batch["image"])}
+
+
+def predictions() -> list[tuple[Any, Any]]:
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    pairs = []
+    for kind in (Predicting, Naming):
+        found = []
+        strategy = HybridPipelineStrategy(cuts=[kind.cut], microbatches=3)
+        for devices, how in ((1, "auto"), (2, strategy)):
+            torch.manual_seed(0)
+            trainer = Trainer(
+                accelerator="cpu", devices=devices, strategy=how, precision="64-true", logger=False,
+                enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False,
+            )  # fmt: skip
+            found.append(trainer.predict(kind().double(), DataLoader(Data(kind.kind), 6)))
+        pairs.append((found[0], found[1]))
+    return pairs
+
+
+def test_predictions_stand_beside_what_the_batch_says_of_them() -> None:
+    (together, also_together), (named, also_named) = run_ranks(2, predictions)[0]
+    torch.testing.assert_close(also_together, together)
+    assert [batch["names"] for batch in also_named] == [batch["names"] for batch in named]
+    torch.testing.assert_close([batch["logits"] for batch in also_named], [batch["logits"] for batch in named])
