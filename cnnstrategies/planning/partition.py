@@ -49,6 +49,8 @@ def best_layout(
         search.look_at([Layout((), (problem.cluster.devices,))])
     for first in range(0, PROPOSALS, LIKELY):
         search.look_at(layout for layout, _ in proposals[first : first + LIKELY])
+    if stages is None and replicas is None:
+        search.look_at(_by_machines(problem))
     if replicas is None:
         search.look_at(other for layout in search.best(REFINED) for other in _with_two_stages_swapped(layout))
         if stages is None:
@@ -58,6 +60,11 @@ def best_layout(
         starts.setdefault(layout.replicas, layout)
     for start in itertools.islice(starts.values(), REFINED):
         search.descend(start, problem.microbatches if replicas is None else 0)
+    if replicas is None and not search.is_large:
+        # With other replicas the best cuts may be far off.
+        for start in search.best(2):
+            moved = {one for one in search.neighbours(start) if one.replicas != start.replicas}
+            search.look_at(other for one in moved for other in search.neighbours(one))
     if search.shortest == math.inf:
         return None
     # A device that gains less than 2 % is better left out.
@@ -105,12 +112,17 @@ class _Search:
             self.times[layout] = self.predict(layout)
             self.shortest = min(self.shortest, self.times[layout])
 
+    def neighbours(self, layout: Layout, most_replicas: int | None = None) -> set[Layout]:
+        """Layouts that differ little."""
+        spare = self.problem.cluster.devices - layout.devices if self.free else None
+        most = self.problem.microbatches if most_replicas is None else most_replicas
+        return set(_neighbours(layout, self.problem.costs.cut_positions, most, spare))
+
     def descend(self, start: Layout, most_replicas: int) -> None:
         """Move to the best neighbour while that is faster."""
         here = start
         for _ in range(STEPS):
-            spare = self.problem.cluster.devices - here.devices if self.free else None
-            neighbours = set(_neighbours(here, self.problem.costs.cut_positions, most_replicas, spare))
+            neighbours = self.neighbours(here, most_replicas)
             self.look_at(neighbours)
             best = min((one for one in neighbours if one in self.times), key=self.times.__getitem__, default=here)
             if self.times[best] >= self.times[here]:
@@ -163,6 +175,17 @@ def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
             for pair in both:
                 replicas = (*layout.replicas[:stage], *pair, *layout.replicas[stage + 1 :])
                 yield Layout(tuple(sorted((*layout.cuts, cut))), replicas)
+
+
+def _by_machines(problem: Problem) -> Iterator[Layout]:
+    """One stage on all devices of some machines, or a stage on each of two."""
+    counts = [host.devices for host in reversed(problem.cluster.hosts)]
+    for total in itertools.accumulate(counts):
+        if total <= problem.microbatches:
+            yield Layout((), (total,))
+    if len(counts) > 1 and max(counts[:2]) <= problem.microbatches:
+        for cut in problem.costs.cut_positions:
+            yield Layout((cut,), (counts[1], counts[0]))
 
 
 def _with_two_stages_swapped(layout: Layout) -> Iterator[Layout]:
