@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -42,3 +42,11 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` has returned, or was compiled in its place by ``compile()``.
+
+    The class of the first is public nowhere, and importing it takes seconds.
+    """
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None

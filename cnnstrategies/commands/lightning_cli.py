@@ -28,7 +28,7 @@ from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.processes import ended_by
 
 

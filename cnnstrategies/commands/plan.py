@@ -13,7 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.commands.lightning_cli import CLI
@@ -34,6 +34,7 @@ from cnnstrategies.planning.plan import Plan, make_plan
 from cnnstrategies.planning.report import plan_table, summary
 from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.stage_costs import stage_costs
+from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -95,16 +96,13 @@ def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, op
     """Measure the model's network on this machine and plan its layout.
 
     Args:
-        model: Its ``network`` is divided.
+        model: Its network is divided.
         data: Gives the shape of the images and the batch size.
         trainer: The trainer's arguments: devices, num_nodes, accelerator, precision, strategy.
         options: What a plan needs beyond them.
     """
-    network = getattr(model, "network", None)
-    if not isinstance(network, nn.Module):
-        raise ConfigurationError(
-            f"{type(model).__name__} has no `network`, a torch.nn.Module: it is what a pipeline divides"
-        )
+    named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
+    network = model.get_submodule(find_network(model, named))
     device = _device(trainer.accelerator)
     devices = _count(trainer.devices) * int(trainer.num_nodes)
     asked = _asked(trainer.strategy)

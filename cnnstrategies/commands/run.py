@@ -19,8 +19,8 @@ from cnnstrategies.commands.failures import explain_run_error
 from cnnstrategies.commands.interrupt import heeds_signals
 from cnnstrategies.commands.refuse import shows_tracebacks
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.supervision import make_run_directory
-from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import (
     cannot_be_sent,
     failed_elsewhere,

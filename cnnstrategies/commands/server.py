@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.membership import Address
-from cnnstrategies.paramserver.roster import SERVER
+from cnnstrategies.paramserver.coordinator.roster import SERVER
+from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.clocks import StaleClock
 from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.pushes import Begin
 from cnnstrategies.paramserver.roll_call import RollCall
 from cnnstrategies.paramserver.shard import Pull, Shard
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.view import View
 
 
 class Asynchronous:

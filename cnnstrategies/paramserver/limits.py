@@ -8,8 +8,8 @@ OWN_FILES = 256  # of a process besides its connections: its program, its data, 
 
 
 def files_of_coordinator(workers: int, servers: int) -> int:
-    """Files of a coordinator: two connections of each worker, and one for each supervision's question."""
-    return OWN_FILES + 3 * workers + 3 * servers
+    """Files of a coordinator: a connection of each member, and one for each supervision's question."""
+    return OWN_FILES + 2 * workers + 2 * servers
 
 
 def files_of_server(workers: int, servers: int) -> int:

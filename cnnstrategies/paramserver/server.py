@@ -12,6 +12,7 @@ import zmq
 
 from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
+from cnnstrategies.paramserver.core.view import RunEnded, View, ViewSource
 from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
 from cnnstrategies.paramserver.limits import allow_files, files_of_server
 from cnnstrategies.paramserver.messages import (
@@ -33,7 +34,6 @@ from cnnstrategies.paramserver.snapshots import Snapshots
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.synchronous import Synchronous
 from cnnstrategies.paramserver.transport import IO_THREADS, Context, Listener, Received, receive, server_socket
-from cnnstrategies.paramserver.view import RunEnded, View, ViewSource
 
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked

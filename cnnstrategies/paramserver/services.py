@@ -18,12 +18,12 @@ from typing import Any, Literal, NoReturn
 import zmq
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
-from cnnstrategies.paramserver.membership import Address, Membership
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent, name_process
 
 SPECIFICATION = "specification"  # the name under which rank 0 publishes it
@@ -48,7 +48,7 @@ class CoordinatorProcess:
 
     def run(self) -> None:
         """Serve until told to stop, or until the one that has started it is gone."""
-        with Coordinator(self.settings, load_keys(self.key_file)) as coordinator:
+        with CoordinatorService(self.settings, load_keys(self.key_file)) as coordinator:
             coordinator.run(lambda: os.getppid() != self.starter)
         if os.getppid() != self.starter and self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -85,7 +85,6 @@ class ServerProcess:
         # Here: torch makes up most of a program's start, and the coordinator needs none of it.
         import torch
 
-        from cnnstrategies.paramserver.collectives import get
         from cnnstrategies.paramserver.server import Server
         from cnnstrategies.paramserver.specification import Specification
         from cnnstrategies.paramserver.transport import Listener
@@ -101,7 +100,8 @@ class ServerProcess:
         membership = Membership(self.address, reached, public, run_keys)
         views = membership.source()
         try:
-            (text,) = get(membership, SPECIFICATION, run_keys)
+            membership.wait_registered()
+            (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
             specification = Specification.from_json(bytes(text).decode())
             Server(specification, views, self.address.id, listener, keys, self.insecure).run()
         except RunEnded as ended:

@@ -11,6 +11,7 @@ from typing import Any
 from cnnstrategies.paramserver.backlog import Backlog
 from cnnstrategies.paramserver.clipping import GlobalNorm
 from cnnstrategies.paramserver.clocks import SyncClock
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.decision import Decision
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.post import Post
@@ -20,7 +21,6 @@ from cnnstrategies.paramserver.roll_call import RollCall
 from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.updater import Updater
-from cnnstrategies.paramserver.view import View
 
 
 class Synchronous:

@@ -4,11 +4,12 @@ import functools
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
@@ -18,7 +19,19 @@ from cnnstrategies.pipeline.transport import TARGETS, Pending, Transport
 HEADER_BYTES = 1024
 WORD = 8  # bytes
 
-Spec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a tensor
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a row of a tensor
+
+Images = Tensor | tuple[Tensor, ...]  # A tuple where the network takes several.
+
+
+class Header(NamedTuple):
+    """What a replica of the first stage tells the others of its part of a batch."""
+
+    rows: int
+    shape: Any
+    dtype: Any
+    specs: list[Spec]
+    form: Any
 
 
 @dataclass(frozen=True)
@@ -28,20 +41,20 @@ class Batch:
     Attributes:
         split: Its microbatches.
         images: The rank's own images (n, C, H, W) in the first stage; None elsewhere.
-        image_shape: Shape of one image.
-        image_dtype: Type of the images.
+        image_shape: Shape of one image; of several, where the network takes several.
+        image_dtype: Type of the images; likewise.
         rest: What the batch holds besides images, over all replicas and in the order of one process: targets (N, ...)
             for training. Empty where only the last stage has them.
-        form: What kind of container it came in.
+        forms: What each replica of the first stage has sent along; None from those without samples.
         parcels: In the last stage what each replica of the first sends of it, where that is not in ``rest``.
     """
 
     split: Split
-    images: Tensor | None
-    image_shape: tuple[int, ...]
-    image_dtype: torch.dtype
+    images: Images | None
+    image_shape: tuple[Any, ...]
+    image_dtype: torch.dtype | tuple[torch.dtype, ...]
     rest: tuple[Tensor, ...]
-    form: str
+    forms: tuple[Any, ...]
     parcels: Mapping[int, "Parcel"] = field(default_factory=dict)
 
     def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
@@ -75,9 +88,9 @@ class Parcel:
 
 
 def share_batch(
-    images: Tensor | None,
+    images: Images | None,
     rest: Sequence[Tensor],
-    form: str,
+    form: Any,
     microbatches: int,
     placement: Placement,
     transport: Transport,
@@ -87,10 +100,10 @@ def share_batch(
     """Make the global batch known to all ranks; a collective.
 
     Args:
-        images: This replica's images (n, C, H, W), with n = 0 or None where it has none; ignored after the first
-            stage.
+        images: This replica's images (n, C, H, W), or several such tensors, with n = 0 or None where it has none;
+            ignored after the first stage.
         rest: This replica's other tensors, each with n rows.
-        form: What kind of container they came in.
+        form: Plain data that is sent along.
         microbatches: Microbatches of a full step.
         placement: The numbering of the ranks.
         transport: Its control group carries the sizes.
@@ -107,62 +120,84 @@ def share_batch(
     transport.settle()
     place = placement.place(transport.rank)
     own = images if place.stage == 0 else None
-    header = None if own is None or not len(own) else _header(own, rest, form)
+    header = None if own is None or not len(tree_leaves(own)[0]) else _header(own, rest, form)
     headers = _all_headers(header, placement, transport)
-    rows = tuple(0 if one is None else one[0][0][0] for one in headers)
+    rows = tuple(0 if one is None else one.rows for one in headers)
+    forms = tuple(None if one is None else one.form for one in headers)
     split = Split(rows, microbatches)
     if not split.samples:
-        return Batch(split, None, (), torch.float32, (), form)
-    (shape, dtype), specs, form = next(one for one in headers if one is not None)
-    sizes = {(one[0][0][1:], one[0][1]) for one in headers if one is not None}
-    if len(sizes) > 1:
-        raise ConfigurationError(
-            f"the replicas of the first stage have images of different sizes in one step, {sorted(map(str, sizes))}: "
-            "give all the same, which may be another in the next step"
-        )
+        return Batch(split, None, (), torch.float32, (), forms)
+    like = next(one for one in headers if one is not None)
+    for what, found in (
+        ("sizes", {one.shape for one in headers if one is not None}),
+        ("types", {one.dtype for one in headers if one is not None}),
+    ):
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"the replicas of the first stage have images of different {what} in one step, "
+                f"[{', '.join(sorted(map(str, found)))}]: give all the same, which may be another in the next step"
+            )
     whole: tuple[Tensor, ...] = ()
     parcels: dict[int, Parcel] = {}
     if everywhere:
-        whole = _bring_everywhere(rest, specs, split, placement, transport, device)
+        whole = _bring_everywhere(rest, like.specs, split, placement, transport, device)
     elif placement.stages == 1:
         parcels = {place.replica: Parcel(_common(split, place.replica, 1, 0), [one.to(device) for one in rest])}
     elif place.stage == 0:
         _post(rest, split, placement, transport, device)
     elif place.stage == placement.stages - 1:
-        parcels = _expect(specs, split, placement, transport, device)
-    return Batch(split, own, shape[1:], dtype, whole, form, parcels)
+        parcels = _expect(like.specs, split, placement, transport, device)
+    return Batch(split, own, like.shape, like.dtype, whole, forms, parcels)
 
 
-def _header(images: Tensor, rest: Sequence[Tensor], form: str) -> Any:
-    for tensor in rest:
-        if not isinstance(tensor, Tensor) or len(tensor) != len(images):
+def _header(images: Images, rest: Sequence[Tensor], form: Any) -> Header:
+    several = tree_leaves(images)
+    rows = len(several[0])
+    for tensor in (*several, *rest):
+        if not isinstance(tensor, Tensor) or len(tensor) != rows:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigurationError(
-                f"a batch of {len(images)} images comes with {shape}: everything in a batch must be a tensor "
-                "with one row per image"
+                f"a batch of {rows} images comes with {shape}: everything in a batch must be a tensor with one row "
+                "per image"
             )
-    return (tuple(images.shape), images.dtype), [(tuple(one.shape), one.dtype) for one in rest], form
+    shape, dtype = tree_map(_row_shape, images), tree_map(lambda tensor: tensor.dtype, images)
+    return Header(rows, shape, dtype, [(_row_shape(one), one.dtype) for one in rest], form)
 
 
-def _all_headers(header: Any, placement: Placement, transport: Transport) -> list[Any]:
+def _row_shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape[1:])
+
+
+def _all_headers(header: Header | None, placement: Placement, transport: Transport) -> list[Header | None]:
     """Those of the first stage's replicas."""
-    own = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-    if header is not None:
-        data = pickle.dumps(header)
-        assert len(data) <= HEADER_BYTES, f"a header of {len(data)} bytes: too many tensors in a batch"
+    data = b"" if header is None else pickle.dumps(header)
+    table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
+    lengths = [int.from_bytes(one[:WORD], "little") for one in table]
+    found = [one[WORD : WORD + length] for one, length in zip(table, lengths, strict=True)]
+    if max(lengths) > HEADER_BYTES - WORD:  # Names of files and the like.
+        table = _gather_bytes(data, max(lengths), transport)
+        found = [one[:length] for one, length in zip(table, lengths, strict=True)]
+    return [_read(found[rank]) for rank in placement.ranks(0)]
+
+
+def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
+    """Those of every rank, filled up with zeros."""
+    own = torch.zeros(size, dtype=torch.uint8)
+    if data:
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    everyones = own.new_empty(placement.world_size * HEADER_BYTES)
-    if placement.world_size > 1:
-        dist.all_gather_into_tensor(everyones, own, group=transport.control)
-    else:
-        everyones = own
+    world = dist.get_world_size()
+    if world == 1:
+        return [own.numpy().tobytes()]
+    everyones = own.new_empty(world * size)
+    dist.all_gather_into_tensor(everyones, own, group=transport.control)
     table = everyones.numpy().tobytes()
-    return [_read(table[rank * HEADER_BYTES : (rank + 1) * HEADER_BYTES]) for rank in placement.ranks(0)]
+    return [table[rank * size : (rank + 1) * size] for rank in range(world)]
 
 
 @functools.lru_cache(maxsize=64)  # Most are like others, and those of the next step like these.
-def _read(data: bytes) -> Any:
-    return pickle.loads(data) if any(data[:1]) else None
+def _read(data: bytes) -> Header | None:
+    header: Header | None = pickle.loads(data) if data else None
+    return header
 
 
 def _common(split: Split, replica: int, replicas: int, other: int) -> dict[int, int]:
@@ -196,7 +231,7 @@ def _expect(
         microbatches = _common(split, replica, placement.replicas[last], own)
         if microbatches:
             rows = sum(microbatches.values())
-            buffers = [torch.empty((rows, *shape[1:]), dtype=dtype, device=device) for shape, dtype in specs]
+            buffers = [torch.empty((rows, *shape), dtype=dtype, device=device) for shape, dtype in specs]
             coming = [transport.receive(buffer, rank, TARGETS, "targets") for buffer in buffers]
             for one in coming:
                 transport.owe(one)
@@ -218,8 +253,8 @@ def _bring_everywhere(
     words = 0
     for rows in split.rows:
         for index, (shape, dtype) in enumerate(specs):
-            places[index].append((words, (rows, *shape[1:]), dtype))
-            words += -(-rows * torch.Size(shape[1:]).numel() * dtype.itemsize // WORD) if rows else 0
+            places[index].append((words, (rows, *shape), dtype))
+            words += -(-rows * torch.Size(shape).numel() * dtype.itemsize // WORD) if rows else 0
     buffer = torch.zeros(words, dtype=torch.int64, device=device)
     place = placement.place(transport.rank)
     if place.stage == 0 and split.rows[place.replica]:

@@ -215,7 +215,7 @@ class Channels:
         self._received_headers.clear()
         self._sent_headers.clear()
 
-    def inputs(self, values: dict[str, Any], images: Tensor | None) -> tuple[Any, ...]:
+    def inputs(self, values: dict[str, Any], images: Any) -> tuple[Any, ...]:
         """The stage's arguments in order."""
         return tuple(
             images if name == IMAGES and self.stage == 0 else values[name]

@@ -1,5 +1,6 @@
 """Which ranks send each other activations, and in which order they connect."""
 
+import math
 from collections.abc import Iterable
 
 from cnnstrategies.pipeline.stage import Division
@@ -19,8 +20,12 @@ def neighbours(divisions: Iterable[Division], placement: Placement, microbatches
     stages = {(route.source, target) for one in divisions for route in one.routes for target in route.targets}
     if placement.stages > 1:
         stages.add((0, placement.stages - 1))  # Targets.
-    rank_of = placement.rank_of
-    return {(rank_of(source, m), rank_of(target, m)) for source, target in stages for m in range(microbatches)}
+    pairs = set()
+    for source, target in stages:
+        senders, receivers = placement.ranks(source), placement.ranks(target)
+        for m in range(min(microbatches, math.lcm(len(senders), len(receivers)))):
+            pairs.add((senders[m % len(senders)], receivers[m % len(receivers)]))
+    return pairs
 
 
 def connection_rounds(pairs: Iterable[Edge]) -> list[list[Edge]]:

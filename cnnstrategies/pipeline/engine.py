@@ -10,17 +10,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, share_batch
+from cnnstrategies.pipeline.batch import Batch, Images, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.connections import neighbours
 from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
+from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
-from cnnstrategies.pipeline.step import Loss, Step
+from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -91,10 +92,10 @@ class Pipeline:
         divisions = (self.blueprint.training, self.blueprint.evaluation)
         pairs = neighbours(divisions, self.placement, microbatches)
         self.transport = Transport(self.placement, pairs, self.device, timeout)
-        group = self._stage_group(timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-        self.reducer = GradientReducer(self._trainable(), group, bucket_bytes)
+        # No variable here holds the group: torch keeps this frame until its garbage is collected.
+        self.reducer = GradientReducer(self._trainable(), self._stage_group(timeout), bucket_bytes)
         channels = {
             training: Channels(
                 self.blueprint.division(training),
@@ -106,7 +107,7 @@ class Pipeline:
             )
             for training in (True, False)
         }
-        statistics = RunningStatistics(self.module, batch_norm, group, calls)
+        statistics = RunningStatistics(self.module, batch_norm, self.reducer.group, calls)
         self.executor = Executor(
             self.module,
             self.place,
@@ -114,12 +115,11 @@ class Pipeline:
             channels,
             self.reducer,
             statistics,
-            OtherBuffers(self.module, statistics.buffers, group),
+            OtherBuffers(self.module, statistics.buffers, self.reducer.group),
             activation_checkpointing,
             self.transport,
             self.device,
         )
-        self._samples = 0
         self._gathering: Gathering | None = None
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
 
@@ -148,13 +148,14 @@ class Pipeline:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
-    def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple", everywhere: bool = True) -> Batch:
+    def share(self, images: Images | None, *rest: Tensor, form: Any = None, everywhere: bool = True) -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
 
         Args:
-            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``; elsewhere ignored.
+            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``, or a tuple where
+                the network takes several tensors; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
-            form: Travels with the batch: what kind of container the caller took it from.
+            form: Plain data that travels with the batch.
             everywhere: Bring ``rest`` to every rank; else straight to the last stage, which needs it for the loss.
         """
         with self.transport.collective("sharing a batch"):
@@ -207,23 +208,28 @@ class Pipeline:
         return merged
 
     def train(
-        self, batch: Batch, loss: Loss, scale: float | Tensor = 1.0, more: bool = False, gather: bool = False
+        self,
+        batch: Batch,
+        loss: Loss | PartialLoss,
+        scale: float | Tensor = 1.0,
+        more: bool = False,
+        gather: bool = False,
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
         Args:
             batch: What :meth:`share` returned.
-            loss: Mean loss from the network's outputs and the targets (n, ...); called in the last stage for each
-                microbatch.
+            loss: Mean loss from the network's outputs and the targets (n, ...), or a loss in parts; called in the
+                last stage for each microbatch.
             scale: Factor on the loss.
             more: Another batch follows before the optimizer's step. A stage with replicas then keeps its gradients
                 and adds them to those of the next batch, so that the replicas exchange them once.
             gather: :meth:`gather` will follow; the outputs leave while the last backwards run.
 
         Returns:
-            For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, added to
-            those of the batches before it that were kept, the same on all replicas of the stage, or None; and in the
-            last stage the outputs of this rank's microbatches.
+            For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, added to those of
+            the batches before it that were kept, the same on all replicas of the stage, or None; and in the last
+            stage the outputs of this rank's microbatches.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
@@ -236,16 +242,23 @@ class Pipeline:
         return self._train(batch, loss, scale, more, send_outputs)
 
     def _train(
-        self, batch: Batch, loss: Loss, scale: float | Tensor, more: bool, computed: Callable[[Step], None]
+        self,
+        batch: Batch,
+        loss: Loss | PartialLoss,
+        scale: float | Tensor,
+        more: bool,
+        computed: Callable[[Step], None],
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         if not _same(self._trainable(), self.parameters):
             raise ConfigurationError(
                 "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
                 "the beginning of one (on_train_epoch_start); with plain torch call refresh() on every rank afterwards"
             )
-        self._samples = batch.split.samples
+        parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
+        if self.last:
+            parts.begin(batch)
         self._gathering = None
-        return self.executor.train(self.tasks, batch, loss, scale, more, computed)
+        return self.executor.train(self.tasks, batch, parts, scale, more, computed)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -257,12 +270,12 @@ class Pipeline:
         return self.executor.evaluate(own, batch)
 
     def mean_loss(self) -> float:
-        """The mean loss over the samples of the last step, as the last stage computed it; a collective."""
+        """The loss of the last step's batch, as the last stage has added it up; a collective."""
         loss = self.executor.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
                 dist.all_reduce(loss)
-        return float(loss) / self._samples
+        return float(loss)
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.
@@ -307,15 +320,22 @@ class Pipeline:
         if under_way is not None:
             with self.transport.collective("adding up the loss"):
                 under_way.wait()
-        return total / batch.split.samples
+            under_way = None  # It keeps the group's threads alive.
+        return total
 
     def close(self) -> None:
-        """Give the connections between the ranks back, after the last step; a collective."""
+        """Give the connections between the ranks back, after the last step; a collective.
+
+        The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
+        """
+        self._gathering = None
         self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
+        for user in (self.reducer, self.executor.statistics, self.executor.buffers):
+            user.group = None
         self.transport.close()
 
     def __enter__(self) -> Self:

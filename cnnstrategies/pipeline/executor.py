@@ -16,9 +16,10 @@ from cnnstrategies.pipeline.batchnorm import RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import GradientReducer
+from cnnstrategies.pipeline.losses import PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_recomputed
 from cnnstrategies.pipeline.stage import StageModule
-from cnnstrategies.pipeline.step import Held, Loss, Step
+from cnnstrategies.pipeline.step import Held, Step
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
 from cnnstrategies.pipeline.transport import Transport
@@ -42,7 +43,7 @@ class Executor:
         device: Where the stage runs.
 
     Attributes:
-        loss_sum: In the last stage the sum of the losses of the last step's samples on this rank.
+        loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         peak_held: Most microbatches whose activations were held at once in the last step.
         watchers: Called with each span of a step; while there are none, nothing is timed. On a GPU timing synchronises
             at each task.
@@ -79,7 +80,7 @@ class Executor:
         self,
         tasks: Sequence[Task],
         batch: Batch,
-        loss: Loss,
+        loss: PartialLoss,
         scale: float | Tensor,
         more: bool,
         computed: Callable[[Step], None],
@@ -89,7 +90,7 @@ class Executor:
         Args:
             tasks: This rank's part of the timetable; tasks of empty microbatches are left out here.
             batch: The global batch.
-            loss: Mean loss of a microbatch from the network's outputs and the targets; runs in the last stage.
+            loss: The loss of the batch in parts; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
             more: Replicas add up their gradients in a later step.
             computed: Called once when the rank has run all its forwards and losses, before its last backward: what it
@@ -189,7 +190,7 @@ class Executor:
             check_rows(result, step.batch.split.sizes[microbatch])
             step.outputs[microbatch] = tree_map(_detached, result)
             if not again:
-                held.roots[None] = _edges([step.weighted_loss(result, microbatch)])
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
 
     def _backward(self, step: Step, microbatch: int, computed: Callable[[Step], None]) -> None:
         if not self.last:
@@ -232,7 +233,7 @@ class Executor:
         ):
             result = self.module(*held.arguments)
             if self.last:
-                held.roots[None] = _edges([step.weighted_loss(result, microbatch)])
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
             else:
                 roots = step.channels.roots(self._named(step, result))
                 held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())

@@ -39,11 +39,16 @@ class Split:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """For each microbatch the first row and the row after the last, counted in its replica's samples."""
+        replicas = len(self.rows)
+        # For each replica the size of its microbatches, and how many have one more.
+        shares = [
+            divmod(rows, len(range(replica, self.microbatches, replicas)) or 1)
+            for replica, rows in enumerate(self.rows)
+        ]
         bounds = []
         for microbatch in range(self.microbatches):
-            index, replica = divmod(microbatch, len(self.rows))
-            count = len(range(replica, self.microbatches, len(self.rows)))
-            size, extra = divmod(self.rows[replica], count)
+            index, replica = divmod(microbatch, replicas)
+            size, extra = shares[replica]
             start = index * size + min(index, extra)
             bounds.append((start, start + size + (index < extra)))
         return tuple(bounds)

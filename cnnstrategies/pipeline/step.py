@@ -1,6 +1,6 @@
 """One step or evaluation of a rank: the batch, what is computed with it, and what is kept on the way."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map
 
-from cnnstrategies.pipeline.batch import Batch
+from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.losses import PartialLoss
 from cnnstrategies.pipeline.recompute import RandomState
-
-Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
@@ -42,17 +42,17 @@ class Step:
         batch: The global batch.
         channels: The rank's traffic in this mode.
         device: Where the stage runs.
-        loss: Mean loss of a microbatch; not needed where nothing is trained.
+        loss: The loss of the batch in parts; not needed where nothing is trained.
         scale: Factor on the loss.
         held: The microbatches between forward and backward.
         outputs: In the last stage what the network returned for each of the rank's microbatches.
-        loss_sum: In the last stage the sum of the losses of the samples so far.
+        loss_sum: In the last stage the sum of the parts so far.
     """
 
     batch: Batch
     channels: Channels
     device: torch.device
-    loss: Loss | None = None
+    loss: PartialLoss | None = None
     scale: float | Tensor = 1.0
     held: dict[int, Held] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
@@ -75,18 +75,17 @@ class Step:
         """What the shapes and types of a microbatch's values depend on."""
         return self.batch.split.sizes[microbatch], *self._kind
 
-    def images(self, microbatch: int) -> Tensor | None:
+    def images(self, microbatch: int) -> Images | None:
         """A microbatch's images, in the first stage."""
         if self.batch.images is None:
             return None
         start, stop = self.batch.split.bounds[microbatch]
-        return self.batch.images[start:stop]
+        own: Images = tree_map(lambda images: images[start:stop], self.batch.images)
+        return own
 
-    def weighted_loss(self, outputs: Any, microbatch: int) -> Tensor:
-        """The microbatch's part of the mean over the global batch."""
+    def part_of_loss(self, outputs: Any, microbatch: int) -> Tensor:
+        """What the microbatch adds to the loss of the global batch, times the scale."""
         assert self.loss is not None
-        targets = self.batch.rest_of(microbatch)
-        mean = self.loss(outputs, targets[0] if len(targets) == 1 else targets)
-        size = self.batch.split.sizes[microbatch]
-        self.loss_sum = self.loss_sum + mean.detach() * size
-        return mean * (self.scale * size / self.batch.split.samples)
+        part = self.loss.part(outputs, microbatch)
+        self.loss_sum = self.loss_sum + part.detach()
+        return part * self.scale

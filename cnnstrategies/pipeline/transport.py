@@ -182,10 +182,10 @@ class Transport:
     def close(self) -> None:
         """Give the connections back; no rank may wait for a message any more."""
         assert not self._owed, "everything has been settled"
-        for group in self._ways.values():
+        groups = [*self._ways.values(), *([] if self.control is dist.group.WORLD else [self.control])]
+        for group in groups:
             dist.destroy_process_group(group)
-        if self.control is not dist.group.WORLD:
-            dist.destroy_process_group(self.control)
+        self._ways, self.control = {}, None  # A group's threads end with the last that refers to it.
 
     @property
     def me(self) -> str:

@@ -1,8 +1,9 @@
 """Choose the layout of a network: profile it, then search."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import Link
@@ -14,7 +15,7 @@ TEN_GIGABIT = Link(bandwidth=1.25e9, latency=5e-5)
 
 
 def choose_layout(
-    network: nn.Module, microbatch: Tensor, request: Request, link: Link = TEN_GIGABIT
+    network: nn.Module, microbatch: Images, request: Request, link: Link = TEN_GIGABIT
 ) -> tuple[Layout, bool]:
     """The layout with the least predicted step time that the request permits, and whether its stages run ahead.
 

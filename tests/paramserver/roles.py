@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.paramserver.view import FileViews, ServerInfo, View, WorkerInfo
 
 
 class Roles:

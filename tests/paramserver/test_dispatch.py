@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cnnstrategies.paramserver import dispatch
+from cnnstrategies.paramserver.coordinator import dispatch
 
 pytestmark = pytest.mark.light
 

@@ -9,17 +9,13 @@ from typing import Any
 
 import pytest
 
-from cnnstrategies.paramserver import collectives
+from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
-from cnnstrategies.paramserver.control import Message, parse
-from cnnstrategies.paramserver.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
-from cnnstrategies.paramserver.membership import Address, Membership
-
-
-@pytest.fixture
-def quick_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "PROBE_SECONDS", 0.05)
+from cnnstrategies.paramserver.control import parse
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.membership import Membership
 
 
 class LossyCoordinator:
@@ -33,24 +29,22 @@ class LossyCoordinator:
 
     def __init__(self, directory: Path, loses: Callable[[str], bool], workers: int = 2, **settings: Any) -> None:
         endpoint = f"ipc://{directory}/coordinator"
-        self._coordinator = Coordinator(CoordinatorSettings(endpoint, workers, 0, 5.0, **settings))
+        self._service = CoordinatorService(CoordinatorSettings(endpoint, workers, 0, 5.0, **settings))
         self.address = Address(endpoint, "worker", 0, 0, 0.05, 5.0)
-        handle, send = self._coordinator.handle, self._coordinator._handlers._send
+        handle, send = self._service.handle, self._service._send
 
-        def lossy_handle(parts: Any) -> None:
-            if not loses(parse(parts, routed=True).kind):
-                handle(parts)
+        def lossy_handle(frames: Any) -> None:
+            if not loses(parse(frames[1:])[1].kind):
+                handle(frames)
 
-        def lossy_send(message: Message) -> None:
+        def lossy_send(peer: Peer, message: Message) -> None:
             if not loses(message.kind):
-                send(message)
+                send(peer, message)
 
-        self._coordinator.handle = lossy_handle  # type: ignore[method-assign]
-        handlers = self._coordinator._handlers
-        for owner in (handlers, handlers._roster, handlers._rounds, handlers._values):
-            owner._send = lossy_send
+        self._service.handle = lossy_handle  # type: ignore[method-assign]
+        self._service._loop._send = lossy_send
         self._stopping = False
-        self._thread = threading.Thread(target=self._coordinator.run, args=(lambda: self._stopping,), daemon=True)
+        self._thread = threading.Thread(target=self._service.run, args=(lambda: self._stopping,), daemon=True)
         self._thread.start()
 
     def worker(self, number: int) -> Membership:
@@ -62,7 +56,7 @@ class LossyCoordinator:
     def __exit__(self, *_: object) -> None:
         self._stopping = True
         self._thread.join(10)
-        self._coordinator.close()
+        self._service.close()
 
 
 def together(functions: list[Callable[[], Any]], seconds: float = 20) -> list[Any]:
@@ -85,10 +79,10 @@ def together(functions: list[Callable[[], Any]], seconds: float = 20) -> list[An
     return [results[number] for number in range(len(functions))]
 
 
-def work(membership: Membership) -> Any:
+def work(member: Membership) -> Any:
     """Everything that a worker asks of the coordinator."""
-    run = Collectives(membership)
-    me = membership.address.id
+    run = Collectives(member)
+    me = member.address.id
     if me == 0:
         run.put("name", [b"value"])
     found: list[Any] = [bytes(run.get("name")[0])]
@@ -102,13 +96,11 @@ def work(membership: Membership) -> Any:
         chunks.append((chunk.start, chunk.stop))
         processed += len(chunk)
     run.barrier("end")
-    run.close()
-    membership.close()
+    member.close()
     return found, chunks
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.usefixtures("quick_probes")
 def test_collectives_bring_the_same_when_a_third_of_all_messages_is_lost(seed: int, tmp_path: Path) -> None:
     chance, lock = random.Random(seed), threading.Lock()
 
@@ -129,10 +121,9 @@ def test_collectives_bring_the_same_when_a_third_of_all_messages_is_lost(seed: i
     assert sorted(mine + yours) == [(start, start + 2) for start in range(0, 20, 2)]
 
 
-KINDS = ("collect", "result", "put", "kept", "get", "value", "epoch", "take", "chunk", "leave", "left")
+KINDS = ("hello", "beat", "pong", "collect", "put", "get", "epoch", "take", "leave", "done", "probe", "unknown")
 
 
-@pytest.mark.usefixtures("quick_probes")
 def test_the_first_of_each_kind_is_lost(tmp_path: Path) -> None:
     """One that is sent only once, or in one case only, is not left to chance."""
     left = dict.fromkeys(KINDS, 2)
@@ -150,30 +141,26 @@ def test_the_first_of_each_kind_is_lost(tmp_path: Path) -> None:
     assert all(count < 0 for count in left.values()), left
 
 
-@pytest.mark.usefixtures("quick_probes")
 def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     with LossyCoordinator(tmp_path, lambda kind: kind == "collect", workers=1) as lossy:
-        membership = Membership(Address(lossy.address.coordinator, "worker", 0, 0, 0.05, 0.5))
-        run = Collectives(membership)
+        member = Membership(Address(lossy.address.coordinator, "worker", 0, 0, 0.05, 0.5))
+        run = Collectives(member)
         with pytest.raises(RuntimeError, match=r"worker 0: the coordinator at ipc:.* has not answered `end` for"):
             run.barrier("end")
-        run.close()
-        membership.close()
+        member.close()
 
 
-@pytest.mark.usefixtures("quick_probes")
 def test_who_waits_is_told_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(collectives, "WARN_SECONDS", 0.3)
+    monkeypatch.setattr(membership, "WARN_SECONDS", 0.3)
 
-    def late(membership: Membership, seconds: float) -> None:
-        run = Collectives(membership)
+    def late(member: Membership, seconds: float) -> None:
+        run = Collectives(member)
         time.sleep(seconds)
         run.barrier("second")
-        run.close()
 
     with LossyCoordinator(tmp_path, lambda kind: False) as lossy:
         members = [lossy.worker(number) for number in range(2)]

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -331,11 +332,13 @@ def test_impossible_cuts_are_refused() -> None:
         divide_by_names(make_network(), ["head"])
 
 
-def one_after_another() -> tuple[list[Tensor], int]:
-    """Two pipelines of a network in turn, each closed after a step: the weights after each, and groups not closed."""
+def one_after_another() -> tuple[list[Tensor], int, list[str]]:
+    """Two pipelines of a network in turn: the weights after each, groups then left, and threads after the last group.
+
+    The pipelines are still there when the threads are counted: a script's variables are, when the interpreter ends.
+    """
     network = make_network()
-    states = []
-    groups_left = 0
+    states, pipelines = [], []
     for replicas in ((2, 1), (1, 2)):
         pipeline = Pipeline(network, CUTS[2], replicas, 6)
         freeze_norm(pipeline.module)
@@ -345,12 +348,14 @@ def one_after_another() -> tuple[list[Tensor], int]:
         optimizer.step()
         network.load_state_dict(pipeline.merge(), strict=False)
         pipeline.close()
-        groups_left += pipeline.reducer.group in dist.distributed_c10d._world.pg_map
+        pipelines.append(pipeline)
         states.append(network.head.weight.detach().clone())
-    return states, groups_left
+    groups_left = len(dist.distributed_c10d._world.pg_map) - 1
+    dist.destroy_process_group()
+    return states, groups_left, [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
 
 
-def test_a_closed_pipeline_leaves_no_group_and_another_can_follow() -> None:
+def test_a_closed_pipeline_leaves_no_group_or_thread_and_another_can_follow() -> None:
     alone = make_network()
     freeze_norm(alone)
     ((images, targets),) = global_batches(1, (12,))
@@ -361,7 +366,8 @@ def test_a_closed_pipeline_leaves_no_group_and_another_can_follow() -> None:
         F.cross_entropy(alone(images), targets).backward()
         optimizer.step()
         expected.append(alone.head.weight.detach().clone())
-    for got, groups_left in run_ranks(3, one_after_another):
+    for got, groups_left, threads in run_ranks(3, one_after_another):
         assert groups_left == 0
+        assert len(threads) == 1, f"of a group that has ended: {threads}"
         for weights, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(weights, wanted)

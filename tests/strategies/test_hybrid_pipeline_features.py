@@ -317,26 +317,25 @@ class OwnModule(LightningModule):
     def __init__(self, broken: str = "") -> None:
         super().__init__()
         self.broken = broken
-        if broken not in ("network", "other name", "several"):
+        if broken not in ("network", "several"):
             self.network = network()
         if broken == "bare stage":
             self.network = nn.Sequential(nn.Identity(), nn.Flatten(), nn.ReLU(), nn.Linear(36, 3))
-        if broken in ("other name", "several"):
+        if broken == "several":
             self.criterion = nn.CrossEntropyLoss()  # Has no parameters.
-        if broken == "other name":
-            self.net = network()
         if broken == "twice named":
             self.net = self.network
         if broken == "several":
             self.features, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 2)
-        if broken == "loss":
-            self.loss = None
         if broken == "parameters":
             self.temperature = nn.Parameter(torch.ones(()))
         self.automatic_optimization = broken != "manual"
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
+
+    def loss_weight(self, targets: Tensor) -> int:
+        return len(targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images, targets = batch
@@ -353,12 +352,10 @@ class OwnModule(LightningModule):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("network", r"OwnModule has none: set it in __init__"),
-        ("other name", r"OwnModule has none: rename self.net to self.network, and call"),
-        ("several", r"OwnModule has none: make one nn.Module self.network of self.features, self.head,"),
+        ("network", r"one submodule of OwnModule, and none has parameters to train: build it in __init__"),
+        ("several", r"shared out over self.features, self.head: make one nn.Module of them"),
         ("twice named", r"OwnModule.net shares parameters with OwnModule.network: .* leave out self.net"),
-        ("loss", r"no method loss\(outputs, targets\)"),
-        ("parameters", "trainable parameters outside network"),
+        ("parameters", r"parameters of its own \(temperature\) beside those of self.network"),
         ("manual", "automatic_optimization=False"),
     ],
 )

@@ -1,15 +1,16 @@
 """From what a user asks of the hybrid pipeline to a layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, has_batch_norm
 from cnnstrategies.pipeline.engine import check_layout, divide_by_names
 from cnnstrategies.pipeline.layout import even_replicas
@@ -19,6 +20,7 @@ from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.planning.choose import choose_layout
 from cnnstrategies.planning.request import Request
+from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 
 BATCH_NORM = ("microbatch", "deferred")
 DEFAULT_STAGES = 2
@@ -133,8 +135,22 @@ class LayoutRequest:
         if self.cuts is not None:
             divide_by_names(network, self.cuts)
 
-    def choose(self, network: nn.Module, trainer: Trainer, devices: int, device: torch.device) -> ChosenLayout:
+    def choose(
+        self,
+        network: nn.Module,
+        trainer: Trainer,
+        devices: int,
+        device: torch.device,
+        example: Callable[[int], Images | None],
+    ) -> ChosenLayout:
         """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective.
+
+        Args:
+            network: The whole network.
+            trainer: The trainer.
+            devices: Devices of the run.
+            device: That of this rank.
+            example: Gives a microbatch of so many images, if one can be had.
 
         Raises:
             ConfigurationError: The size of the images is not known, or no layout fits into memory.
@@ -146,7 +162,12 @@ class LayoutRequest:
             # Without a profile nobody knows what fits.
             run_ahead = self.memory_limit is None if self.run_ahead is None else self.run_ahead
             return ChosenLayout(self.cuts or [], replicas, microbatches, run_ahead)
-        images = _example(trainer, (samples or USUAL_SAMPLES) * replicas[0] // microbatches)
+        images = example((samples or USUAL_SAMPLES) * replicas[0] // microbatches)
+        if images is None:
+            raise ConfigurationError(
+                "cuts are chosen by a profile, and the size of the images is not known: name the cuts, set "
+                "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
+            )
         chosen: list[Any] = [None]
         if trainer.global_rank == 0:
             request = Request(
@@ -158,9 +179,9 @@ class LayoutRequest:
                 activation_checkpointing=self.activation_checkpointing,
                 run_ahead=self.run_ahead,
             )
-            dtype = next(network.parameters()).dtype
+            network.to(device)
             try:
-                layout, run_ahead = choose_layout(network.to(device), images.to(device, dtype), request)
+                layout, run_ahead = choose_layout(network, on_device_of(network, images), request)
                 chosen = [(list(layout.cuts), run_ahead)]
             except ConfigurationError as error:
                 chosen = [str(error)]
@@ -174,19 +195,3 @@ def _loaded_samples(trainer: Trainer) -> int | None:
     """Samples of a batch of one process, if the data module says so: its loaders are not made yet."""
     size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
     return size if isinstance(size, int) else None
-
-
-def _example(trainer: Trainer, size: int) -> Tensor:
-    """One microbatch of noise of the images' size, with ``size`` images or the module's own example."""
-    module = trainer.lightning_module
-    datamodule = getattr(trainer, "datamodule", None)
-    example = module.example_input_array
-    shape = getattr(datamodule, "image_shape", None)
-    if isinstance(example, Tensor):
-        return example
-    if shape is None:
-        raise ConfigurationError(
-            "cuts are chosen by a profile, and the size of the images is not known: name the cuts, set "
-            "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
-        )
-    return torch.randn(max(1, size), *shape)

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.roster import SERVER
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator, files_of_server
-from cnnstrategies.paramserver.membership import Address
 from cnnstrategies.paramserver.processes import Handle
-from cnnstrategies.paramserver.roster import SERVER
 from cnnstrategies.paramserver.security import KeyPair, is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,

@@ -28,8 +28,8 @@ class _Share:
     held: deque[Chunk] = field(default_factory=deque)
     finished: int = 0
     taken: int = 0
-    ordinal: int = 0
-    answer: Chunk | None = None
+    asked: int = -1
+    last: Chunk | None = None
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Dispatcher:
             number: The epoch.
             processed: Positions that it has processed in this epoch, in the order in which it got them.
             workers: All that take part.
-            ordinal: How many it has asked for in this epoch, with this one. The same again is answered the same.
+            ordinal: How often it has asked in this epoch; it gets the same if it asks the same again.
 
         Returns:
             The chunk; an empty one when there are no more.
@@ -87,23 +87,18 @@ class Dispatcher:
         if epoch is None:
             return none
         share = epoch.shares.setdefault(worker, _Share())
-        if share.answer is not None and share.ordinal == ordinal:
-            return share.answer
-        share.ordinal = ordinal
-        share.answer = self._next(epoch, share, worker, processed, workers) or none
-        return share.answer
-
-    def _next(
-        self, epoch: _Epoch, share: _Share, worker: int, processed: int, workers: Collection[int]
-    ) -> Chunk | None:
+        if share.last is not None and ordinal <= share.asked:
+            return share.last
+        share.asked, share.last = ordinal, none
         while share.held and share.finished + len(share.held[0]) <= processed:
             share.finished += len(share.held.popleft())
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
         if not epoch.waiting or (share.taken and len(epoch.waiting) <= idle):
-            return None
+            return none
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
         share.taken += len(chunk)
+        share.last = chunk
         return chunk
 
     def lose(self, worker: int) -> None:
