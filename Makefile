@@ -10,7 +10,7 @@ UV ?= $(shell command -v uv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test test-cluster test-portable mutants lint types docs check clean
+.PHONY: quickstart test test-cluster test-portable fuzz-pipeline ends-pipeline mutants simulate lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -34,9 +34,24 @@ test-portable: $(INSTALLED)
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(PYTEST) -m "not cluster" --seed-offset 3
 
+# Random layouts of pipelines, with ranks as threads; some ten minutes.
+N ?= 2000
+fuzz-pipeline: $(INSTALLED)
+	$(BIN)/python tests/pipeline/random_layouts.py $(N)
+
+# Starts and ends of ranks with three busy processes beside them; half an hour on two processors.
+ends-pipeline: $(INSTALLED)
+	$(BIN)/python tests/pipeline/starts_and_ends.py --forked 200 --torchrun 30 --strategy 200 --strategy-torchrun 30
+
 # Removes one guarantee after the other: a test must fail each time.
 mutants: $(INSTALLED)
 	$(BIN)/python tests/mutants/run.py
+
+# The parameter server in virtual time, with faults; a seed that fails is explained, and seen again with FIRST.
+SEEDS ?= 300
+FIRST ?= 0
+simulate: $(INSTALLED)
+	$(BIN)/python -m cnnstrategies.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,11 +1,12 @@
 """Do something as soon as a module has been imported."""
 
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 
 def after_import(name: str, action: Callable[[], object]) -> None:
@@ -21,7 +22,7 @@ def after_import(name: str, action: Callable[[], object]) -> None:
         sys.meta_path.insert(0, _Watcher(name, action))
 
 
-class _Watcher(MetaPathFinder):
+class _Watcher:
     """Finds one module, once, where the other finders do."""
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
@@ -29,17 +30,19 @@ class _Watcher(MetaPathFinder):
         self._action = action
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+        self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
+    ) -> "ModuleSpec | None":
         if fullname != self._name:
             return None
+        from importlib.util import find_spec
+
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        spec = find_spec(fullname)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_act(module: ModuleType) -> None:
+        def execute_and_act(module: "ModuleType") -> None:
             execute(module)
             self._action()
 

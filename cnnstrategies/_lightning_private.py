@@ -24,6 +24,7 @@ __all__ = [
     "ranks_are_children",
     "script_command",
     "set_batches_that_stepped",
+    "train_loader",
 ]
 
 
@@ -60,6 +61,12 @@ def script_command() -> list[str]:
 def set_batches_that_stepped(trainer: Trainer, count: int) -> None:
     """Have a trainer log as if it had made that many optimizer steps; only loading a checkpoint does it in public."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = count
+
+
+def train_loader(trainer: Trainer) -> Any:
+    """What a trainer will fit on, before it has made its loaders: given to ``fit``, or by a hook, which is called."""
+    source = trainer.fit_loop._data_source
+    return None if source.instance is None or not source.is_defined() else source.dataloader()
 
 
 def ranks_are_children(launcher: Any) -> bool:

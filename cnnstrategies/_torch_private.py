@@ -3,7 +3,21 @@
 `tests/test_torch_private.py` fails when one of them changes.
 """
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of many tensors into another one: a call for all instead of one for each."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def add_all(targets: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    """Add to each of many tensors another one: a call for all instead of one for each."""
+    torch._foreach_add_(list(targets), list(others))
 
 
 def measure_every_step(model: DistributedDataParallel) -> None:
@@ -28,3 +42,11 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` has returned, or was compiled in its place by ``compile()``.
+
+    The class of the first is public nowhere, and importing it takes seconds.
+    """
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.errors import ConfigurationError, causes
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -91,12 +91,7 @@ def _to_memory(storage: Any, location: str) -> Any:
 
 def _from_the_disk(error: BaseException) -> OSError | None:
     """The error of the system behind one that was raised while something was written; torch raises its own."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.errno is not None:
-            return link
-        link = link.__cause__ or link.__context__
-    return None
+    return next((link for link in causes(error) if isinstance(link, OSError) and link.errno is not None), None)
 
 
 def unreadable(path: Path, error: Exception) -> ConfigurationError:

@@ -24,8 +24,7 @@ Batch = tuple[Tensor, Tensor]
 class ImageClassifier(LightningModule):
     """Trains any CNN to classify images.
 
-    It keeps the contract that the strategies build on: ``network`` is the module that is divided, and
-    :meth:`loss` is the mean loss over a batch; the steps call ``self.network(images)`` once. Batches are
+    Its steps call ``self.network(images)`` once, and :meth:`loss` is the mean loss over a batch. Batches are
     ``(images, targets)`` with images (N, C, H, W) and targets (N,), or ``(images, indices)`` for predict.
 
     Logged, over all samples of all ranks, each counted once: ``train_loss``, ``train_acc``, ``val_loss``,
@@ -124,6 +123,13 @@ class ImageClassifier(LightningModule):
             if logits is not None:
                 loss = loss + self.aux_weight * F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
         return loss
+
+    def loss_weight(self, targets: Tensor) -> int:
+        """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its samples.
+
+        It belongs to :meth:`loss`: a subclass with another one has another weight, or none.
+        """
+        return len(targets)
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
         """Refuse data with another number of classes.

@@ -56,11 +56,21 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
     while True:
         for rank, process in enumerate(processes, start=1):
             if (code := process.poll()) is not None and code < 0:
-                name = signal.Signals(-code).name
-                return f"rank {rank} was ended by {name}{', as the system does when memory is short' * (code == -9)}"
+                return ended_by(rank, code)
         if time.monotonic() > deadline or all(process.poll() is not None for process in processes):
             return None
         time.sleep(0.05)
+
+
+def ended_by(rank: int, code: int) -> str:
+    """How a signal has ended a rank, in words.
+
+    Args:
+        rank: Its number.
+        code: The process's exit code, the negative number of the signal.
+    """
+    name = signal.Signals(-code).name
+    return f"rank {rank} was ended by {name}{', as the system does when memory is short' * (code == -signal.SIGKILL)}"
 
 
 def told_by_starter(name: str) -> str | None:

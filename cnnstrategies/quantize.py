@@ -230,7 +230,5 @@ def _torchao() -> tuple[Any, Any]:
         from torchao.quantization.pt2e import quantize_pt2e
         from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer
     except ImportError as error:
-        raise ConfigurationError(
-            'quantize needs torchao, which is not installed: pip install "cnnstrategies[quantize]"'
-        ) from error
+        raise ConfigurationError("quantize needs torchao, which is not installed: pip install torchao") from error
     return quantize_pt2e, x86_inductor_quantizer

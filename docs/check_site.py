@@ -35,7 +35,7 @@ class Page(HTMLParser):
         values = dict(attrs)
         self._hidden += tag in ("script", "style")
         self._in_title = tag == "title"
-        for name in ("href", "src"):
+        for name in ("href", "src", "srcset"):
             if values.get(name):
                 self.targets.append(str(values[name]))
         for name in ("id", "name"):

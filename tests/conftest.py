@@ -1,6 +1,5 @@
 import contextlib
 import gc
-import io
 import os
 import select
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import prepared
 import pytest
 import torch
 import warm
@@ -20,7 +20,6 @@ from torch import nn
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
 from cnnstrategies import cli
 from cnnstrategies.callbacks import summary
-from cnnstrategies.commands import lightning_cli
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -69,17 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in SLOWEST)
 
 
-def pytest_collection_finish() -> None:
-    """Reads a configuration once, and forked tests find what jsonargparse has learnt of the classes.
-
-    And keeps their garbage collectors from what is imported, which they would have to copy and search.
-    """
-    own, sys.argv = sys.argv, ["", "fit", f"--config={ROOT / 'configs/quickstart.yaml'}", "--print_config"]
-    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        lightning_cli.CLI()
-    sys.argv = own
-    gc.collect()
-    gc.freeze()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Does once what every forked test would do for itself."""
+    prepared.prepare(len(session.items))
 
 
 def pytest_unconfigure() -> None:

@@ -33,7 +33,7 @@ def _main(rank: int, world: int, store: str, pipe: Connection, function: Callabl
         buffer = io.BytesIO()  # Tensors in a pipe would be shared memory of a process that has ended.
         torch.save(function(*args), buffer)
         pipe.send(("ok", buffer.getvalue()))
-        if world:
+        if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
         pipe.send(("error", traceback.format_exc()))

@@ -1,5 +1,6 @@
 """However a run ends, nothing of it is left: no process, no socket, no temporary file, no half a checkpoint."""
 
+import itertools
 import os
 import signal
 import tempfile
@@ -33,11 +34,12 @@ ENDS = {
     # The parameter server goes on without a worker.
     "killed rank": ("os.kill(os.getpid(), 9) if trainer.global_rank == 1 else None", None, (0, 1)),
 }
-CHEAP = {("ddp", "exception")}
+CHEAP = {("ddp", "exception"), ("ddp_fork", "killed rank")}
+# Torch writes what ranks that it starts have raised into files.
+STARTED_BY_TORCH = [("ddp_fork", "killed rank"), ("ddp_spawn", "killed rank")]
 CASES = [
     pytest.param(strategy, end, marks=[] if (strategy, end) in CHEAP else [pytest.mark.cluster])
-    for strategy in STRATEGIES
-    for end in ENDS
+    for strategy, end in [*itertools.product(STRATEGIES, ENDS), *STARTED_BY_TORCH]
 ]
 
 

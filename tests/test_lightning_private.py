@@ -20,6 +20,7 @@ from cnnstrategies._lightning_private import (
     ranks_are_children,
     script_command,
     set_batches_that_stepped,
+    train_loader,
 )
 
 
@@ -74,3 +75,18 @@ def test_a_resumed_run_keeps_the_configuration_it_was_given(run_cli, quick):
     assert code == 0, output
     with open("runs/quickstart/version_1/config.yaml") as file:
         assert "label_smoothing: 0.25" in file.read()
+
+
+def test_the_training_loader_is_known_before_the_trainer_has_made_it():
+    class Given(LightningModule):
+        def train_dataloader(self):
+            return "by a hook"
+
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert train_loader(trainer) is None
+    module = Given()
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module, train_dataloaders=(loader := [1, 2]))
+    assert train_loader(trainer) is loader
+    trainer._data_connector.attach_data(module)
+    assert train_loader(trainer) == "by a hook"

@@ -9,7 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cnnstrategies._torch_private import communication_seconds, measure_every_step
+from cnnstrategies._torch_private import add_all, communication_seconds, copy_all, is_compiled, measure_every_step
 
 
 def step(rank, port):
@@ -32,3 +32,18 @@ def test_the_reducer_times_the_all_reduce_of_every_step():
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
     mp.start_processes(step, args=(port,), nprocs=2, start_method="fork")
+
+
+def test_a_compiled_module_is_told_from_others():
+    layer = nn.Linear(1, 1)
+    assert not is_compiled(layer)
+    assert is_compiled(torch.compile(layer, backend="eager"))
+    layer.compile(backend="eager")
+    assert is_compiled(layer)
+
+
+def test_many_tensors_are_copied_and_added_to_in_one_call():
+    targets, others = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), 2 * torch.ones(3)]
+    copy_all(targets, others)
+    add_all(targets, others)
+    assert [float(target.sum()) for target in targets] == [4, 12]

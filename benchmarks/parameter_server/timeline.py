@@ -22,9 +22,10 @@ from ranks import report
 from torch import nn
 
 from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.paramserver.view import FileViews, ServerInfo, View, WorkerInfo
 
 WORKERS = SERVERS = 2
 CLASSES = 100

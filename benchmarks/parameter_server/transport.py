@@ -35,10 +35,11 @@ import torch
 import zmq
 
 from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.paramserver.view import FileViews, ServerInfo, View, WorkerInfo
 
 WORKERS, SERVERS = 2, 2
 WARM_UP = 2

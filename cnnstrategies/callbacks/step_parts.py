@@ -1,6 +1,6 @@
 """The parts of a training step, and what a strategy's engine measures within them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from cnnstrategies.paramserver.counters import Counters
@@ -40,7 +40,7 @@ class StepParts:
         TOTAL: "end to end",
     }
     waiting: tuple[str, ...] = ()
-    stages: tuple[range, ...] = ()
+    stages: tuple[Sequence[int], ...] = ()
 
     def begin(self) -> None:
         """Start to measure."""

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.openmpi import OpenMPIEnvironment
 
@@ -34,4 +35,9 @@ def environment_plugins(plugins: list[Any]) -> list[ClusterEnvironment]:
     # Asked first: Lightning's `detect` warns where srun is installed and not used.
     if "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect():
         return [SLURMEnvironment(auto_requeue=False)]
+    if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 and local_rank() == 0:
+        rank_zero_info(
+            f"This job of SLURM has {os.environ['SLURM_JOB_NUM_NODES']} nodes, and the run only this one: start it "
+            "with srun, one task for each device, or from a login node with cnnstrategies submit"
+        )
     return []

@@ -55,7 +55,7 @@ class OpenMPIEnvironment(ClusterEnvironment):
             raise ConfigurationError(
                 f"mpirun has started ranks on several machines, and rank {self.global_rank()} does not know rank 0's "
                 f"address ({error}): add `-x MASTER_ADDR=<the first machine in the hostfile>` to mpirun, or install "
-                "cnnstrategies[mpi]"
+                "mpi4py"
             ) from error
         return str(MPI.COMM_WORLD.bcast(socket.gethostname(), root=0))
 

@@ -15,6 +15,8 @@ from cnnstrategies.commands.early import ACCELERATORS, check_name, given, unknow
 from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
+# What jsonargparse says of the other types that a key may have had, null as a rule.
+_OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
 CHECKPOINT_WORDS = ("best", "last", "hpc")
 
 
@@ -64,8 +66,15 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         return _explain_unknown(match[1], args)
     key = match[1] if (match := re.search(r'Parser key "([^"]+)"', message)) else None
     where = f"{_full_key(key, args)}: " if key else ""
+    if match := re.search(r"arguments are required: (.+)", message):
+        names = [name.rpartition(".")[2] for name in match[1].split(", ")]
+        if names == ["ckpt_path"]:
+            return "no ckpt_path: give the checkpoint, --ckpt_path FILE"
+        missing = " and ".join(names)
+        return f"no {missing}: give a configuration, --config FILE, or the name of a recipe, as in --config quickstart"
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
-        return f"{where}cannot use {match[1]!r}: {in_one_line(match[2])}{_similar_attribute(match[1])}"
+        why = in_one_line(_OTHER_TYPES.split(match[2])[0])
+        return f"{where}cannot use {match[1]!r}: {why}{_similar_attribute(match[1])}"
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
         return f"{where}no class {match[1]!r}{_classes_for(key)}"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):

@@ -2,16 +2,23 @@
 
 import errno
 import re
-from collections.abc import Iterator
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
 
 from cnnstrategies.commands.refuse import in_one_line
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.errors import ConfigurationError, causes
 
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels")  # Of images.
+NOT_WRITABLE = re.compile(r"^File is not creatable since parent directory not writ\w+: '(.+)'$")  # jsonargparse's
+ELSEWHERE = (
+    "give the right to it, or let results go elsewhere with --trainer.logger.init_args.save_dir or "
+    "--trainer.default_root_dir"
+)
 OTHER_NETWORK = re.compile(r"Error\(s\) in loading state_dict for \w+:\s*(.+)")
 
 
@@ -21,7 +28,7 @@ def explain_build_error(error: BaseException) -> str:
     Args:
         error: What was raised while the classes were instantiated, perhaps wrapped by jsonargparse.
     """
-    chain = list(_chain(error))
+    chain = list(causes(error))
     for link in chain:
         if isinstance(link, ConfigurationError):
             return in_one_line(str(link))
@@ -35,7 +42,24 @@ def explain_build_error(error: BaseException) -> str:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
         if reasons:
             return in_one_line(reasons[0])
+    if isinstance(chain[-1], MisconfigurationException):
+        remedy = ": with --trainer.accelerator=cpu it runs here" * ("No supported gpu" in str(chain[-1]))
+        return in_one_line(str(chain[-1])).removesuffix("!") + remedy
     return f"{where}{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
+
+
+def explain_reference(error: OmegaConfBaseException) -> str:
+    """The line that says why a reference, ``${...}``, could not be followed.
+
+    Args:
+        error: What following it has raised.
+    """
+    key = re.sub(rf"^({'|'.join(COMMANDS)})\.", "", str(error.full_key))
+    said = in_one_line(str(error.msg).split("\n")[0])
+    if found := _NOT_FOUND.match(said):
+        target = found[2].partition(".")[2] if found[2] else found[1]
+        return f"{key}: refers to {target}, which is not there: give {key} a value, or one that is there"
+    return f"{key}: {said}"
 
 
 def explain_run_error(error: BaseException) -> str | None:
@@ -46,15 +70,19 @@ def explain_run_error(error: BaseException) -> str | None:
     """
     if isinstance(error, ConfigurationError | MisconfigurationException):
         return in_one_line(str(error))
-    for link in _chain(error):
+    for link in causes(error):
         if isinstance(link, OSError) and link.errno in FULL:
             where = f": {link.filename}" if link.filename else ""
             return f"{link.strerror}{where}; make room, and go on with --ckpt_path=last"
+        if isinstance(link, OSError) and link.errno in FORBIDDEN and link.filename:
+            return f"{link.strerror}: {link.filename}; {ELSEWHERE}"
     if isinstance(error, ModuleNotFoundError) and "Requirement" in str(error):
         return in_one_line(_of_package(error))
     if isinstance(error, torch.OutOfMemoryError):
         return f"{in_one_line(str(error)).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
     message = str(error)
+    if found := NOT_WRITABLE.search(message):
+        return f"cannot write {found[1]}: {ELSEWHERE}"
     if found := CHANNELS.search(message):
         return (
             f"the network takes images with {found[1]} channels, and those of the data have {found[2]}: take a network "
@@ -80,14 +108,8 @@ def refusal_in(traceback: str) -> str | None:
     return in_one_line(message) if refused else explain_run_error(RuntimeError(message))
 
 
+_NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__ or link.__context__
 
 
 def _of_package(error: ModuleNotFoundError) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 
 import yaml
 
+from cnnstrategies.commands.refuse import in_one_line
+from cnnstrategies.errors import ConfigurationError
+
 
 @dataclass(frozen=True)
 class Given:
@@ -35,6 +38,9 @@ def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Giv
     Args:
         args: The command line.
         roots: The classes of the keys at the root that have no ``class_path``.
+
+    Raises:
+        ConfigurationError: A file is not YAML.
     """
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
@@ -57,8 +63,9 @@ def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Giv
 def _read(file: Path) -> Mapping[str, Any]:
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeError):
-        return {}  # The parser says where the mistake is.
+    except (yaml.YAMLError, UnicodeError) as error:
+        why = in_one_line(str(error).replace(' in "<unicode string>",', ""))
+        raise ConfigurationError(f"config: {file} is not YAML: {why}") from error
     return content if isinstance(content, Mapping) else {}
 
 

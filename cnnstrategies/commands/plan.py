@@ -1,204 +1,143 @@
-"""``cnnstrategies plan``: how a configuration's network divides into stages, and how long a step should take."""
+"""``cnnstrategies plan``: which strategy for a network on a cluster, how long a step takes and what it costs.
 
-import contextlib
-import inspect
-import os
-import sys
+From a profile in a file it needs neither torch nor Lightning, and answers in a second.
+"""
+
+import re
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LightningArgumentParser
-from lightning.pytorch.strategies import StrategyRegistry
 from rich.console import Console
-from torch import Tensor, nn
-from typing_extensions import override
 
-from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.plan_options import PlanOptions
-from cnnstrategies.data import ImageDataModule
-from cnnstrategies.data.batch_size import share
+from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batchnorm import has_batch_norm
-from cnnstrategies.pipeline.microbatches import default_microbatches
-from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.tracing import find_cut, trace
-from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.planning.measure_network import profile
-from cnnstrategies.planning.plan import Plan, make_plan
-from cnnstrategies.planning.report import plan_table, summary
-from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster_file import read_cluster
+from cnnstrategies.planning.overlay import write_overlay
+from cnnstrategies.planning.plan import describe
+from cnnstrategies.planning.profile_csv import read_profile
+from cnnstrategies.planning.rank import Ranking, rank
+from cnnstrategies.planning.report import ranking_table, stages_table, summary
 from cnnstrategies.planning.stage_costs import stage_costs
-from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-class PlanCLI(CLI):
-    """Parses what ``fit`` parses, and builds model and data but no trainer."""
-
-    def __init__(self) -> None:
-        super().__init__(run=False)
-
-    @override
-    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        super().add_arguments_to_parser(parser)
-        parser.add_argument("--ckpt_path", type=Any, default=None, help="Not used: accepted since fit accepts it.")
-        parser.add_class_arguments(PlanOptions, None)
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        """Nothing to check: no trainer is built."""
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        return None
 
 
 def main(args: Sequence[str]) -> None:
-    """Print the plan for a configuration.
+    """Print the strategies for a configuration, or for a profile on a cluster.
 
     Args:
         args: The command line from ``plan`` on.
 
     Raises:
-        ConfigurationError: The configuration cannot be planned for; the message says why.
+        ConfigurationError: It cannot be planned for; the message says why.
     """
-    # What LightningCLI reads, and what errors are explained by.
-    sys.argv = ["cnnstrategies plan", *args[1:]]
-    cli = PlanCLI()
-    config = cli.config
-    options = PlanOptions(**{name: getattr(config, name) for name in PlanOptions.__dataclass_fields__})
-    plan = plan_for(cli.model, cli.datamodule, config.trainer, options)
-    Console().print(plan_table(plan))
-    names = {
-        rank: f"stage {place.stage}, replica {place.replica}"
-        for rank in range(plan.layout.devices)
-        for place in [Placement(plan.layout.replicas).place(rank)]
-    }
+    cluster, words = _take_cluster(args[1:])
+    if any(re.match(r"--profile(=|$)", word) for word in words) and not any(map(_is_configuration, words)):
+        options = _parse(words)
+        options.cluster = cluster
+        job = job_from_files(options)
+    else:
+        # Only now torch and Lightning are imported.
+        from cnnstrategies.commands.plan_measured import job_from_configuration
+
+        job, options = job_from_configuration(words, cluster)
+    show(rank(job), options)
+
+
+def job_from_files(options: PlanOptions) -> Job:
+    """What to plan for, from a profile and a cluster in files.
+
+    Raises:
+        ConfigurationError: One of them is missing or wrong.
+    """
+    assert options.profile is not None
+    if options.profile_batch is None or options.profile_batch < 1:
+        raise ConfigurationError("profile_batch is missing: the samples of the batch that the profile was taken with")
+    if options.cluster is None:
+        raise ConfigurationError("cluster is missing: a YAML file that describes the machines")
+    cluster = read_cluster(options.cluster)
+    samples = batch_of(options, cluster.devices)
+    if samples is None:
+        raise ConfigurationError("batch_size is missing: the samples of a step; or batch_per_device, for each device")
+    profile = read_profile(options.profile, options.profile_batch)
+    return Job(profile, cluster, samples, state_copies=2 + options.optimizer_states)
+
+
+def batch_of(options: PlanOptions, devices: int) -> int | None:
+    """Samples of a step, where the options say so.
+
+    Raises:
+        ConfigurationError: They say so twice.
+    """
+    if options.batch_size is not None and options.batch_per_device is not None:
+        raise ConfigurationError("batch_size and batch_per_device say the same: leave one of them out")
+    return options.batch_size if options.batch_per_device is None else options.batch_per_device * devices
+
+
+def show(ranking: Ranking, options: PlanOptions) -> None:
+    """Print a ranking, and write the files that are asked for."""
+    console = Console()
+    console.print(ranking_table(ranking, options.samples_per_epoch))
+    chosen, job = ranking.hybrid, ranking.job
+    if chosen is not None:
+        request = replace(chosen.predictor.request, devices=chosen.layout.devices)
+        share = stage_costs(job.profile.at(job.samples / job.cluster.devices), ())[0]
+        chosen.predictor.request = request
+        plan = describe(chosen.predictor, chosen.layout, share)
+        console.print(stages_table(plan))
+        if options.timetable is not None or options.trace is not None:
+            from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
+
+            placement = Placement(plan.layout.replicas)
+            places = [placement.place(rank) for rank in range(plan.layout.devices)]
+            names = {rank: f"stage {place.stage}, replica {place.replica}" for rank, place in enumerate(places)}
+            if options.timetable is not None:
+                draw_timeline(plan.spans, options.timetable, summary(plan).split(";")[0], names)
+                print(f"Drew {options.timetable}")
+            if options.trace is not None:
+                write_trace(plan.spans, options.trace, names)
+                print(f"Wrote {options.trace}")
+    if options.write is not None:
+        write_overlay(options.write, ranking)
+        print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")
     if options.plot is not None:
-        title = summary(plan).split(";")[0]
-        draw_timeline(plan.spans, options.plot, title, names)
+        from cnnstrategies.planning.crossover import draw_crossover
+
+        draw_crossover(job, options.plot)
         print(f"Drew {options.plot}")
-    if options.trace is not None:
-        write_trace(plan.spans, options.trace, names)
-        print(f"Wrote {options.trace}")
 
 
-def plan_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Plan:
-    """Measure the model's network on this machine and plan its layout.
+def _is_configuration(word: str) -> bool:
+    return bool(re.match(r"(--config|-c|--(trainer|model|data)[.\w]*)(=|$)", word))
 
-    Args:
-        model: Its ``network`` is divided.
-        data: Gives the shape of the images and the batch size.
-        trainer: The trainer's arguments: devices, num_nodes, accelerator, precision, strategy.
-        options: What a plan needs beyond them.
+
+def _take_cluster(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file that ``--cluster`` names, and the words without it: in a configuration ``cluster`` is a job's options.
+
+    Raises:
+        ConfigurationError: No file follows.
     """
-    network = getattr(model, "network", None)
-    if not isinstance(network, nn.Module):
-        raise ConfigurationError(
-            f"{type(model).__name__} has no `network`, a torch.nn.Module: it is what a pipeline divides"
-        )
-    device = _device(trainer.accelerator)
-    devices = _count(trainer.devices) * int(trainer.num_nodes)
-    asked = _asked(trainer.strategy)
-    traced = trace(network.to(device))
-    replicas = asked.replicas_on(devices) if asked and not options.search else None
-    loading = replicas[0] if replicas else devices
-    _load_one_share(data, options.batch_size, loading, int(trainer.accumulate_grad_batches))
-    images, per_replica = _images(data)
-    batch = options.batch_size or per_replica * loading
-    if asked and (replicas or asked.microbatches):
-        microbatches = asked.microbatches_on(devices, network, batch // loading)
-    else:
-        # The layout is not known yet: as for a stage on each device, and enough for as many replicas.
-        usual = default_microbatches((1,) * devices, batch if has_batch_norm(network) else None)
-        microbatches = max(devices, usual)
-    size = max(1, batch // microbatches)
-    if device.type == "cpu":
-        # What a launcher of several processes on this machine would leave to each.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // _count(trainer.devices)))
-    precision = AUTOCAST.get(str(trainer.precision))
-    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
-    memory_format = torch.channels_last if getattr(model, "channels_last", False) else torch.contiguous_format
-    with autocast:
-        costs = profile(traced, _batch_of(images, size, device, memory_format))
-        share = profile(traced, _batch_of(images, max(1, batch // devices), device, memory_format))
-    cuts = asked.cuts if asked and not options.search else None
-    request = Request(
-        devices=devices,
-        microbatches=microbatches,
-        schedule=asked.schedule if asked else "1f1b",
-        replicas=replicas,
-        cuts=tuple(find_cut(traced, name) for name in cuts) if cuts is not None else None,
-        memory_limit=asked.memory_limit if asked else None,
-        activation_checkpointing=asked.activation_checkpointing if asked else "never",
-        state_copies=2 + options.optimizer_states,
-    )
-    return make_plan(costs, _link(options, device), request, stage_costs(share, ())[0])
+    found, others = None, []
+    rest = iter(words)
+    for word in rest:
+        if match := re.fullmatch(r"--cluster(?:=(.*))?", word):
+            name = match[1] if match[1] is not None else next(rest, "")
+            if not name or name.startswith("--"):
+                raise ConfigurationError("cluster: a YAML file that describes the machines must follow")
+            found = Path(name)
+        else:
+            others.append(word)
+    return found, others
 
 
-def _asked(strategy: Any) -> LayoutRequest | None:
-    """What a hybrid pipeline in a configuration asks for, with its defaults; None for another strategy."""
-    if isinstance(strategy, str):
-        if strategy not in StrategyRegistry:
-            return None
-        entry = StrategyRegistry[strategy]
-        defaults = {name: value.default for name, value in inspect.signature(entry["strategy"]).parameters.items()}
-        arguments = {**defaults, **entry["init_params"]}
-    else:
-        arguments = dict(getattr(strategy, "init_args", None) or {})
-    names = [field.name for field in fields(LayoutRequest)]
-    return LayoutRequest(**{name: arguments[name] for name in names}) if set(names) <= set(arguments) else None
+def _parse(words: Sequence[str]) -> PlanOptions:
+    from jsonargparse import ArgumentError, ArgumentParser
 
-
-def _count(devices: Any) -> int:
-    if isinstance(devices, list):
-        return len(devices)
-    if not str(devices).isdigit() or int(devices) < 1:
-        raise ConfigurationError(
-            f"trainer.devices={devices}: a plan needs their number, for example --trainer.devices 2"
-        )
-    return int(devices)
-
-
-def _device(accelerator: Any) -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator == "cpu" or (accelerator == "auto" and found is None):
-        return torch.device("cpu")
-    if found is None:
-        raise ConfigurationError(
-            f"trainer.accelerator={accelerator}: this machine has none, and a plan measures on the real device: run it "
-            "there, or plan for --trainer.accelerator cpu"
-        )
-    return found
-
-
-def _load_one_share(data: LightningDataModule, batch_size: int | None, loading: int, accumulated: int) -> None:
-    """Have this process, where no trainer divides a global batch, load what one of the run's processes would."""
-    if isinstance(data, ImageDataModule) and data.global_batch_size is not None:
-        own = share(data.global_batch_size, loading, accumulated) if batch_size is None else batch_size // loading
-        data.global_batch_size = max(1, own)
-
-
-def _images(data: LightningDataModule) -> tuple[Tensor, int]:
-    """Some training images, and the samples of a batch of one process."""
-    data.prepare_data()
-    data.setup("fit")
-    images = next(iter(data.train_dataloader()))[0]
-    return images, len(images)
-
-
-def _batch_of(images: Tensor, size: int, device: torch.device, memory_format: torch.memory_format) -> Tensor:
-    repeats = -(-size // len(images))
-    return images.repeat(repeats, *[1] * (images.ndim - 1))[:size].to(device).contiguous(memory_format=memory_format)
-
-
-def _link(options: PlanOptions, device: torch.device) -> Link:
-    if options.bandwidth is not None:
-        return Link(options.bandwidth * 1e6 / 8, options.latency / 1e3)
-    return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")
+    parser = ArgumentParser(prog="cnnstrategies plan", exit_on_error=False)
+    parser.add_class_arguments(PlanOptions, None, skip={"cluster"})
+    try:
+        return PlanOptions(**vars(parser.parse_args(list(words))))
+    except ArgumentError as error:
+        raise ConfigurationError(in_one_line(str(error))) from error

@@ -34,6 +34,7 @@ NOISE = re.compile(
     )
 )
 WARNINGS = (
+    r"The `srun` command is available on your system but is not used",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
@@ -45,6 +46,8 @@ def quieten() -> None:
     """Leave out the noise from now on, in this process and those forked from it; once more changes nothing."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(is_news)
+    # It tells which ranks it ends after one has been killed.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
 

@@ -1,8 +1,11 @@
 """The processes of a run on the command line: how they find each other, and how they end together."""
 
 import contextlib
+import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import partial
 
@@ -16,7 +19,8 @@ from cnnstrategies.commands.failures import explain_run_error
 from cnnstrategies.commands.interrupt import heeds_signals
 from cnnstrategies.commands.refuse import shows_tracebacks
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.supervision import make_run_directory
 from cnnstrategies.processes import (
     cannot_be_sent,
     failed_elsewhere,
@@ -40,7 +44,7 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
         RunEnded: A rank was killed, and this one has lost its connection to it.
         SystemExit: Another rank has said what is wrong; the exit code is that rank's.
     """
-    with one_refusal():
+    with one_refusal(), _own_temporary_folder(trainer.strategy.launcher):
         try:
             trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
             with (
@@ -71,6 +75,27 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
             if line is None or isinstance(error, ConfigurationError) or shows_tracebacks():
                 raise
             raise ConfigurationError(line) from error
+
+
+@contextlib.contextmanager
+def _own_temporary_folder(launcher: object) -> Iterator[None]:
+    """Remove what ranks that are spawned or forked leave in the temporary folder when they are killed, torch's too.
+
+    The next run removes what is left when this process itself is killed.
+    """
+    if not ranks_are_children(launcher):
+        yield
+        return
+    folder, before = make_run_directory(), os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = None  # It is asked for again.
+        os.environ.pop("TMPDIR")
+        if before is not None:
+            os.environ["TMPDIR"] = before
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class FirstToFail(Callback):

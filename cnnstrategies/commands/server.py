@@ -19,8 +19,8 @@ from typing import Any
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.membership import Address
-from cnnstrategies.paramserver.roster import SERVER
+from cnnstrategies.paramserver.coordinator.roster import SERVER
+from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
@@ -44,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> None:
             KeyPair.create().save(options.make_keys)
             print(f"Wrote {options.make_keys}: copy it to every machine of the run and set key_file to it")
             return
-        serve_and_exit(server_of(options.config or [], options.index))
+        serve_and_exit(server_of(options.config or [], options.index), dedicated=True)
     except FileExistsError:
         print(f"cnnstrategies-server: {options.make_keys} exists, and keys are not overwritten", file=sys.stderr)
     except (ConfigurationError, OSError, TypeError) as error:

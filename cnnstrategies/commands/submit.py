@@ -184,7 +184,8 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> bool:
         strategy = StrategyRegistry.get(strategy)
     loading = size.tasks
     if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
-        strategy.request.check(check_module(cli.model), size.tasks)
+        network = cli.model.get_submodule(check_module(cli.model, strategy.network_path))
+        strategy.request.check(network, size.tasks)
         loading = strategy.request.replicas_on(size.tasks)[0]
     if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:
         share(cli.datamodule.global_batch_size, loading, cli.config.trainer.accumulate_grad_batches)

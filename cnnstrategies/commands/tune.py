@@ -7,44 +7,32 @@ import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
 from typing_extensions import override
 
-from cnnstrategies.commands.lightning_cli import CLI
-from cnnstrategies.commands.plan import _device as device_of
+from cnnstrategies.commands.model_and_data import ModelAndData, device_of
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail
 from cnnstrategies.commands.tune_choices import choices
 from cnnstrategies.commands.tune_options import TuneOptions
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.contest import Contest
-from cnnstrategies.planning.overlay import write_overlay
-from cnnstrategies.planning.settings import Effect, Setting, factorial
+from cnnstrategies.planning.settings import Setting, factorial
+from cnnstrategies.planning.settings_file import write_settings
 from cnnstrategies.planning.trial import TrialError
 from cnnstrategies.planning.tune_report import draw, table
 
 
-class TuneCLI(CLI):
-    """Parses what ``fit`` parses, and builds model and data but no trainer."""
-
-    def __init__(self) -> None:
-        super().__init__(run=False)
+class TuneCLI(ModelAndData):
+    """What ``fit`` parses, and what ``tune`` takes beside it."""
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
         parser.add_class_arguments(TuneOptions, None)
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        """Nothing to check: no trainer is built."""
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        return None
 
 
 def main(args: Sequence[str]) -> None:
@@ -110,7 +98,7 @@ def _tell(console: Console, contest: Contest, winner: Setting | None, options: T
     ]
     if winner.effect is Effect.LEARNING:
         lines.append("It changes what is learned: compare the accuracy.")
-    write_overlay(options.output, winner.values, lines)
+    write_settings(options.output, winner.values, lines)
     print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from cnnstrategies.planning.settings import Effect, Setting
+from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.settings import Setting
 
 
 def choices(config: Any, model: type, device: torch.device, allow: Collection[str]) -> list[list[Setting]]:

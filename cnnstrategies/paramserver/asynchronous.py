@@ -1,16 +1,18 @@
 """Updates that are applied as they come: async, and ssp with staleness."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.clocks import StaleClock
 from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.pushes import Begin
 from cnnstrategies.paramserver.roll_call import RollCall
 from cnnstrategies.paramserver.shard import Pull, Shard
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.view import View
 
 
 class Asynchronous:
@@ -107,15 +109,23 @@ class Asynchronous:
     def work(self) -> None:
         """Nothing."""
 
+    def flush(self) -> None:
+        """Nothing: there is nobody to be told."""
+
     def pull(self, who: tuple[int, int], keys: list[int], request: int) -> None:
         """A worker has finished `request` steps and wants slices for the next, with its own pushes in them."""
+        slowest = self.clock.slowest
         self.clock.finished(who[0], request)
         self._held[who[0]] = keys, Pull(request, who=who, step=request - 1)
-        self._release()
+        # What holds the others is the slowest: while it has not moved there is nothing to look for among them.
+        self._release(self._held if self.clock.slowest != slowest else (who[0],))
 
-    def _release(self) -> None:
-        for worker, (keys, pull) in list(self._held.items()):
-            if (self._free or self.roll.complete) and self.clock.may_start(pull.request):
+    def _release(self, workers: Collection[int] | None = None) -> None:
+        if not (self._free or self.roll.complete):
+            return
+        for worker in list(self._held if workers is None else workers):
+            keys, pull = self._held[worker]
+            if self.clock.may_start(pull.request):
                 del self._held[worker]
                 if self._compensation:
                     for key in keys:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.allocation import reuse_freed_memory
+from cnnstrategies.paramserver.core.view import ViewSource
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
 from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, pack_keys, unpack_json
@@ -20,7 +21,6 @@ from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.state_transfer import InitialValues, StateReceipt
-from cnnstrategies.paramserver.view import ViewSource
 
 PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is there
 
@@ -157,6 +157,9 @@ class Worker:
             groups: The hyper-parameters of each parameter group now, as
                 :func:`~cnnstrategies.paramserver.specification.hyperparameters` gives them.
             samples: How many samples the gradient is a mean of: the weight of this worker in sync and local.
+
+        Raises:
+            ConfigurationError: One of these is no finite number, or no number any more: it is named.
         """
         self.wait_all()
         self._outgoing.begin(self.step, groups, samples)

@@ -1,6 +1,9 @@
 """Who may go on when: the state machines of the modes, without sockets."""
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Collection
+
+LOGGED = 1000  # entries, the newest: a run may have any number of steps
 
 
 class SyncClock:
@@ -11,12 +14,14 @@ class SyncClock:
 
     Attributes:
         step: The step that is not decided yet.
-        log: Every decided step with its members.
+        log: The last decided steps with their members.
+        members: The workers of the present step.
     """
 
     def __init__(self, expected: int) -> None:
         self.step = 0
-        self.log: list[tuple[int, frozenset[int]]] = []
+        self.log: deque[tuple[int, frozenset[int]]] = deque(maxlen=LOGGED)
+        self.members: frozenset[int] = frozenset()
         self._expected = expected
         self._first: dict[int, int] = {}
         self._gone: set[int] = set()
@@ -26,37 +31,43 @@ class SyncClock:
         """All workers that have joined."""
         return frozenset(self._first)
 
-    @property
-    def members(self) -> frozenset[int]:
-        """The workers of the present step."""
-        return frozenset(worker for worker, first in self._first.items() if first <= self.step)
+    def _count(self) -> None:
+        members = frozenset(worker for worker, first in self._first.items() if first <= self.step)
+        if members != self.members:
+            self.members = members  # The log shares one object as long as they stay the same.
 
     def join(self, worker: int, first: int | None = None) -> int:
         """Count a worker from a step on; by default from the present one. The same again changes nothing."""
         if worker not in self._first or (first is not None and first > self._first[worker]):
             self._first[worker] = self.step if first is None else first
+            self._count()
         return max(self._first[worker], self.step)
 
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""
         self._gone.add(worker)
         self._first.pop(worker, None)
+        self._count()
 
-    def ready(self, complete: Iterable[int]) -> frozenset[int] | None:
+    def ready(self, complete: Collection[int]) -> frozenset[int] | None:
         """The workers that make up the present step, or None while one of them is waited for.
 
         Args:
             complete: Workers whose pushes of the present step have all arrived.
         """
-        started = self.step > 0 or len(self._first.keys() | self._gone) >= self._expected
         members = self.members
-        return members if started and members and members <= set(complete) else None
+        if not members or len(complete) < len(members):  # Asked for each vote: the common answer costs nothing.
+            return None
+        started = self.step > 0 or len(self._first.keys() | self._gone) >= self._expected
+        return members if started and members.issubset(complete) else None
 
-    def decide(self, step: int, members: Iterable[int]) -> None:
+    def decide(self, step: int, members: Collection[int]) -> None:
         """Note that a step is decided, here or by another server."""
         if step >= self.step:
+            decided = frozenset(members)
+            self.log.append((step, self.members if decided == self.members else decided))
             self.step = step + 1
-            self.log.append((step, frozenset(members)))
+            self._count()
 
 
 class StaleClock:
@@ -67,17 +78,18 @@ class StaleClock:
         expected: Workers of the run's start: until all of them have come, the slowest has finished no step.
 
     Attributes:
-        log: Every change in order: the worker and its clock, the number of steps that it has finished. A worker that
-            leaves or dies is logged with clock -1.
+        log: The last changes in order: the worker and its clock, the number of steps that it has finished. A worker
+            that leaves or dies is logged with clock -1.
     """
 
     def __init__(self, staleness: int | None, expected: int = 0) -> None:
-        self.log: list[tuple[int, int]] = []
+        self.log: deque[tuple[int, int]] = deque(maxlen=LOGGED)
         self._staleness = staleness
         self._expected = expected
         self._seen: set[int] = set()
         self._last = 0
         self._clocks: dict[int, int] = {}
+        self._least: int | None = None  # of the clocks, until it changes
 
     @property
     def known(self) -> frozenset[int]:
@@ -89,7 +101,9 @@ class StaleClock:
         """The smallest clock; without workers that of the last one to leave."""
         if len(self._seen) < self._expected:
             return 0
-        return min(self._clocks.values(), default=self._last)
+        if self._least is None:
+            self._least = min(self._clocks.values(), default=self._last)
+        return self._least
 
     def join(self, worker: int, clock: int | None = None) -> int:
         """Count a worker, by default from where the slowest is; a clock only ever moves forward."""
@@ -98,6 +112,7 @@ class StaleClock:
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
             self._seen.add(worker)
+            self._least = None
             self.log.append((worker, self._clocks[worker]))
         elif clock is not None:
             self.finished(worker, clock)
@@ -105,7 +120,10 @@ class StaleClock:
 
     def finished(self, worker: int, clock: int) -> None:
         """A worker has finished `clock` steps."""
-        if clock > self._clocks.get(worker, clock):
+        before = self._clocks.get(worker, clock)
+        if clock > before:
+            if before == self._least:
+                self._least = None
             self._clocks[worker] = clock
             self.log.append((worker, clock))
 
@@ -115,6 +133,7 @@ class StaleClock:
         clock = self._clocks.pop(worker, None)
         if clock is not None:
             self._last = max(self._last, clock)
+            self._least = None
             self.log.append((worker, -1))
 
     def may_start(self, clock: int) -> bool:

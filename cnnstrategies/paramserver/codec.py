@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.control import Buffer
+from cnnstrategies.paramserver.core.node import Buffer
 
 MAX_STRUCTURE = 16 << 20  # bytes of JSON
 MAX_DEPTH = 40

@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor
 
 from cnnstrategies.paramserver.codec import decode, encode
-from cnnstrategies.paramserver.control import Buffer, ControlError, Message, parse, send, waiting
-from cnnstrategies.paramserver.dispatch import Chunk
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.core.node import Buffer
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.view import RunEnded
 
 REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda stacked: stacked.sum(0),
@@ -52,21 +49,14 @@ class Collectives:
 
     Args:
         membership: This worker's; its errors come through all methods here.
-        keys: The run's CURVE keys.
 
     Attributes:
         present: Numbers of the workers that took part in the last one; None before the first.
     """
 
-    def __init__(self, membership: Membership, keys: KeyPair | None = None) -> None:
+    def __init__(self, membership: Membership) -> None:
         membership.wait_registered()
         self.membership = membership
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = membership.address.connect(self._context, keys)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(membership.fileno(), zmq.POLLIN)
-        self._sequence = 0
         self.present: Sequence[int] | None = None
 
     def gather(self, value: Any, operation: str = "gather") -> Gathered:
@@ -122,19 +112,15 @@ class Collectives:
 
     def put(self, name: str, frames: list[Buffer]) -> None:
         """Publish buffers under a name, for :func:`get`; the first to do so decides."""
-        send(self._socket, self.membership.address.message("put", {"name": name}, frames))
+        self.membership.ask("put", {"name": name}, frames)
 
     def get(self, name: str) -> list[Buffer]:
         """The buffers that were published under a name; waits for them."""
-        send(self._socket, self.membership.address.message("get", {"name": name}))
-        return list(self._receive("value", lambda message: message.string("name") == name).frames)
+        return list(self.membership.ask("get", {"name": name}).frames)
 
     def begin_epoch(self, number: int, samples: int, chunk: int) -> None:
         """Have the coordinator cut an epoch into chunks."""
-        address = self.membership.address
-        fields = {**address.fields(), "epoch": number, "samples": samples, "chunk": chunk}
-        send(self._socket, address.message("epoch", fields))
-        self._receive("epoch", lambda message: message.integer("epoch") == number)
+        self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk})
 
     def take(self, epoch: int, processed: int) -> Chunk:
         """The next chunk of an epoch for this worker; an empty one when there are no more.
@@ -143,29 +129,12 @@ class Collectives:
             epoch: The epoch.
             processed: Positions that this worker has processed in it.
         """
-        address = self.membership.address
-        send(self._socket, address.message("take", {**address.fields(), "epoch": epoch, "processed": processed}))
-        message = self._receive("chunk")
+        message = self.membership.ask("take", {"epoch": epoch, "processed": processed})
         return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))
 
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-        self._context.term()
-
     def _collect(self, value: Any, operation: str, seal: bool = False, boundary: bool = False) -> Gathered:
-        address = self.membership.address
-        fields = {
-            **address.fields(),
-            "sequence": self._sequence,
-            "operation": operation,
-            "seal": seal,
-            "boundary": boundary,
-        }
-        send(self._socket, address.message("collect", fields, encode(value)))
-        # One that is let in later answers its `start` with a later collective.
-        message = self._receive("result", lambda one: seal or one.integer("sequence") == self._sequence)
-        self._sequence = message.integer("sequence") + 1
+        fields = {"operation": operation, "seal": seal, "boundary": boundary}
+        message = self.membership.ask("collect", fields, encode(value))
         if seal or boundary:
             self.membership.wait_newer(message.integer("view") - 1, self.membership.address.timeout)
         ids, sizes = message.fields["ids"], message.fields["sizes"]
@@ -175,26 +144,3 @@ class Collectives:
             values[number] = decode(message.frames[position : position + size])
             position += size
         return Gathered(values, message.flag("joined"), tuple(message.fields["admitted"]))
-
-    def _receive(self, kind: str, wanted: Callable[[Message], bool] = lambda message: True) -> Message:
-        while True:
-            self.membership.current()  # Raises when the run is over.
-            self._poller.poll(1000)
-            while waiting(self._socket):
-                try:
-                    message = parse(self._socket.recv_multipart(), routed=False)
-                    if message.kind == kind and wanted(message):
-                        return message
-                    if message.kind == "ended":
-                        raise RunEnded(message.string("message"), message.flag("clean"))
-                except ControlError:
-                    continue
-
-
-def get(membership: Membership, name: str, keys: KeyPair | None = None) -> list[Buffer]:
-    """What a worker published under a name, for a process that takes no part in collectives."""
-    collectives = Collectives(membership, keys)
-    try:
-        return collectives.get(name)
-    finally:
-        collectives.close()

@@ -1,68 +1,49 @@
-"""Messages of the control plane: few, small, JSON with buffers, checked field by field.
+"""Messages of the control plane on the wire: few, small, JSON with buffers, checked field by field.
 
-A message is a tag with the version and the kind, a JSON object, and buffers that belong to it. Whatever does not fit
-is dropped by the receiver.
+A message is a tag with the version and the kind, a JSON object that also names the sender and the request, and buffers
+that belong to it. Whatever does not fit is dropped by the receiver.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import zmq
 
-TAG = b"CNNPS1 "
+from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+from cnnstrategies.paramserver.security import KeyPair
+
+TAG = b"CNNPS2 "
 MAX_HEADER = 1 << 20
 LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
 RECONNECT_MS = 20
-Buffer = bytes | bytearray | memoryview
-COORDINATOR = b""  # a DEALER has one peer only
+ROLES = ("worker", "server", "supervision", "coordinator")
 
 
-class ControlError(ValueError):
-    """A message is not one of the control plane."""
+def connect(address: Address, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None) -> "zmq.Socket[bytes]":
+    """A socket to the coordinator, with the run's keys if there are some."""
+    connection = context.socket(zmq.DEALER)
+    connection.setsockopt(zmq.LINGER, 200)
+    connection.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+    connection.setsockopt(zmq.SNDHWM, 0)
+    if keys is not None:
+        # Whoever lacks the run's key file cannot even shake hands.
+        connection.curve_serverkey = connection.curve_publickey = keys.public.encode()
+        connection.curve_secretkey = keys.secret.encode()
+    connection.connect(address.coordinator)
+    return connection
 
 
-@dataclass
-class Message:
-    """One message.
-
-    Attributes:
-        kind: What it asks or says.
-        fields: Its JSON object.
-        frames: Buffers that belong to it.
-        sender: The connection it came in on; empty at a member.
-    """
-
-    kind: str
-    fields: dict[str, Any] = field(default_factory=dict)
-    frames: Sequence[Buffer] = ()
-    sender: bytes = COORDINATOR
-
-    def integer(self, name: str) -> int:
-        """A field that is an integer of at most 63 bits and not negative."""
-        value = self.fields.get(name)
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise ControlError(f"{self.kind}: {name}={value!r} is not a number")
-        return value
-
-    def string(self, name: str) -> str:
-        """A field that is a string."""
-        value = self.fields.get(name)
-        if not isinstance(value, str):
-            raise ControlError(f"{self.kind}: {name}={value!r} is not a string")
-        return value
-
-    def flag(self, name: str) -> bool:
-        """A field that is true or, like one that is not there, false."""
-        return self.fields.get(name) is True
+def encode(sender: Peer, message: Message) -> list[bytes]:
+    """The first two frames of a message: its tag and its JSON object."""
+    fields = {"from": sender, "request": message.request, **message.fields}
+    return [TAG + message.kind.encode(), json.dumps(fields, separators=(",", ":")).encode()]
 
 
-def send(socket: "zmq.Socket[bytes]", message: Message) -> None:
-    """Send a message; to the connection ``message.sender`` if it names one."""
-    head = [message.sender] if message.sender else []
-    body = json.dumps(message.fields, separators=(",", ":")).encode()
-    socket.send_multipart([*head, TAG + message.kind.encode(), body, *message.frames])
+def send(socket: "zmq.Socket[bytes]", sender: Peer, message: Message) -> None:
+    """Send a message to the one peer of a socket."""
+    socket.send_multipart([*encode(sender, message), *message.frames])
 
 
 def waiting(socket: "zmq.Socket[bytes]") -> bool:
@@ -70,24 +51,27 @@ def waiting(socket: "zmq.Socket[bytes]") -> bool:
     return bool(socket.poll(0))
 
 
-def parse(parts: Sequence[bytes], routed: bool) -> Message:
-    """The message in the frames that a socket received.
-
-    Args:
-        parts: The frames.
-        routed: Whether the first one names the connection, as on a ROUTER.
+def parse(frames: Sequence[bytes]) -> tuple[Peer, Message]:
+    """The sender and the message in the frames that a socket received, without the one that names a connection.
 
     Raises:
         ControlError: They are not a message.
     """
-    head, rest = (parts[0], parts[1:]) if routed and parts else (COORDINATOR, parts)
-    if len(rest) < 2 or not rest[0].startswith(TAG) or len(rest[0]) > 64 or len(rest[1]) > MAX_HEADER:
+    if len(frames) < 2 or not frames[0].startswith(TAG) or len(frames[0]) > 64 or len(frames[1]) > MAX_HEADER:
         raise ControlError("no message of this version")
     try:
-        fields = json.loads(rest[1])
-        kind = rest[0].removeprefix(TAG).decode("ascii")
+        fields = json.loads(frames[1])
+        kind = frames[0].removeprefix(TAG).decode("ascii")
     except (ValueError, RecursionError) as error:
         raise ControlError(str(error)) from error
     if not isinstance(fields, dict):
         raise ControlError("no JSON object")
-    return Message(kind, fields, list(rest[2:]), head)
+    named = Message(kind, fields)
+    sender = fields.pop("from", None)
+    if not isinstance(sender, list) or len(sender) != 4 or sender[0] not in ROLES:
+        raise ControlError(f"{kind}: no sender")
+    if any(type(one) is not int or not 0 <= one < 1 << 32 for one in sender[1:]):
+        raise ControlError(f"{kind}: a sender without numbers")
+    request = named.integer("request")
+    del fields["request"]
+    return Peer(*sender), Message(kind, fields, list(frames[2:]), request)

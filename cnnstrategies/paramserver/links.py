@@ -7,7 +7,9 @@ from typing import Any
 
 import zmq
 
+from cnnstrategies.paramserver.core.view import ServerInfo, ViewSource
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.limits import allow_files, files_of_worker
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -23,7 +25,6 @@ from cnnstrategies.paramserver.security import KeyPair, check_endpoint
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.transport import IO_THREADS, Bundle, Context, Socket, client_socket, receive
-from cnnstrategies.paramserver.view import ServerInfo, ViewSource
 
 POLL_SECONDS = 0.05
 
@@ -55,6 +56,7 @@ class Links:
         keys: KeyPair | None,
         insecure: bool,
     ) -> None:
+        allow_files(files_of_worker(specification.servers), f"worker {id}")
         self.view = views.current()
         self.sequence = 0
         self._views = views

@@ -1,76 +1,27 @@
 """A process's membership in a run: heartbeats from a thread of its own, and the views that come back."""
 
 import contextlib
+import itertools
 import os
 import queue
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import zmq
 
-from cnnstrategies.paramserver.control import (
-    LARGEST_MESSAGE,
-    RECONNECT_MS,
-    Buffer,
-    ControlError,
-    Message,
-    parse,
-    send,
-    waiting,
-)
+from cnnstrategies.paramserver.control import connect, parse, send, waiting
+from cnnstrategies.paramserver.coordinator.participant import VIEW, Participant
+from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End, Message, Return
+from cnnstrategies.paramserver.core.view import RunEnded, View
+from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.view import RunEnded, View
 
-
-@dataclass(frozen=True)
-class Address:
-    """Who a process is, and where its coordinator listens.
-
-    Attributes:
-        coordinator: The coordinator's endpoint.
-        role: ``worker``, ``server`` or ``supervisor``.
-        id: Its number among those of its role.
-        incarnation: How many processes had its place before.
-        heartbeat: Seconds between two heartbeats.
-        timeout: Seconds of silence after which either side counts the other as dead.
-        appear: Seconds in which the coordinator must have answered once.
-        session: Which of the sessions that follow one another at this place. A coordinator hears those of its own.
-    """
-
-    coordinator: str
-    role: str
-    id: int
-    incarnation: int = 0
-    heartbeat: float = 0.5
-    timeout: float = 10.0
-    appear: float = 60.0
-    session: int = 0
-
-    def fields(self) -> dict[str, object]:
-        """What every message of this process says of its sender."""
-        return {"role": self.role, "id": self.id, "incarnation": self.incarnation}
-
-    def message(self, kind: str, fields: Mapping[str, object] | None = None, frames: Sequence[Buffer] = ()) -> Message:
-        """A message to this session's coordinator."""
-        return Message(kind, {"session": self.session, **(fields or {})}, frames)
-
-    def connect(self, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None) -> "zmq.Socket[bytes]":
-        """A socket to the coordinator, with the run's keys if there are some."""
-        connection = context.socket(zmq.DEALER)
-        connection.setsockopt(zmq.LINGER, 200)
-        connection.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
-        connection.setsockopt(zmq.SNDHWM, 0)
-        if keys is not None:
-            # Whoever lacks the run's key file cannot even shake hands.
-            connection.curve_serverkey = connection.curve_publickey = keys.public.encode()
-            connection.curve_secretkey = keys.secret.encode()
-        connection.connect(self.coordinator)
-        return connection
+WARN_SECONDS = 60.0  # between two lines about a wait
 
 
 class Views:
@@ -93,7 +44,7 @@ class Views:
         self.announce()
 
     def current(self) -> View:
-        """The newest view; see :class:`~cnnstrategies.paramserver.view.ViewSource`."""
+        """The newest view; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`."""
         _drain(self._readable)
         view, ended = self._newest()
         if ended is not None:
@@ -105,7 +56,7 @@ class Views:
         return view
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.view.ViewSource`.
+        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
 
         Raises:
             TimeoutError: None came.
@@ -115,7 +66,9 @@ class Views:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"no view newer than {number} within {timeout:g} s")
-            select.select([self._readable], [], [], left)
+            waiting = select.poll()  # Unlike `select` it takes descriptors of any number.
+            waiting.register(self._readable, select.POLLIN)
+            waiting.poll(1000 * left)
         return view
 
     def fileno(self) -> int:
@@ -140,7 +93,7 @@ def _drain(descriptor: int) -> None:
 
 
 class Membership:
-    """Registers this process, sends heartbeats and keeps the newest view: a ``ViewSource``.
+    """Runs a :class:`Participant` in a thread, and keeps the newest view: a ``ViewSource``.
 
     The thread has its own socket, so a long computation or a blocked step is not taken for a death; a stopped or
     killed process is.
@@ -155,28 +108,23 @@ class Membership:
     def __init__(self, address: Address, endpoint: str = "", public_key: str = "", keys: KeyPair | None = None) -> None:
         self.address = address
         self._keys = keys
-        self._hello = address.message(
-            "hello",
-            {
-                **address.fields(),
-                "process": os.getpid(),
-                "host": socket.gethostname(),
-                "endpoint": endpoint,
-                "public_key": public_key,
-            },
-        )
-        self._lock = threading.Lock()
-        self._view: View | None = None
+        hello = {
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "endpoint": endpoint,
+            "public_key": public_key,
+        }
+        self._participant = Participant(address, int.from_bytes(os.urandom(4)), hello)
+        self._changed = threading.Condition()
         self._ended: RunEnded | None = None
-        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._notices: dict[str, int] = {}
+        self._results: dict[int, Message | str] = {}
+        self._numbers = itertools.count(1)
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._closing = False
-        self._left = False
-        self._closed = False
         self._wake_in, self._wake_out = os.pipe()
         for descriptor in (self._wake_in, self._wake_out):
             os.set_blocking(descriptor, False)
-        self._views = Views(self._newest, self._wake)
+        self._views = Views(self._newest, self._tell_seen)
         self._sources: list[Views] = []
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
         self._thread.start()
@@ -188,16 +136,16 @@ class Membership:
 
         From then on it is this user that must have seen a view before the coordinator counts it as seen.
         """
-        with self._lock:
-            self._sources.append(Views(self._newest, self._wake))
+        with self._changed:
+            self._sources.append(Views(self._newest, self._tell_seen))
             return self._sources[-1]
 
     def current(self) -> View:
-        """The newest view; see :class:`~cnnstrategies.paramserver.view.ViewSource`."""
+        """The newest view; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`."""
         return self._views.current()
 
     def wait_newer(self, number: int, timeout: float) -> View:
-        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.view.ViewSource`.
+        """Wait for a view with a higher number; see :class:`~cnnstrategies.paramserver.core.view.ViewSource`.
 
         Raises:
             TimeoutError: None came.
@@ -209,12 +157,12 @@ class Membership:
         return self._views.fileno()
 
     def _newest(self) -> tuple[View, RunEnded | None]:
-        with self._lock:
-            return self._view if self._view is not None else View(-1, (), ()), self._ended
+        view = self._participant.view
+        return view if view is not None else View(-1, (), ()), self._ended
 
-    @property
-    def _seen(self) -> int:
-        return max(0, min(views.seen for views in self._sources or [self._views]))
+    def _tell_seen(self) -> None:
+        self._calls.put(None)
+        self._wake()
 
     # The run
 
@@ -226,123 +174,130 @@ class Membership:
         """
         self.wait_newer(-1, self.address.appear + self.address.timeout)
 
+    def ask(self, kind: str, fields: Mapping[str, object], frames: Sequence[Buffer] = ()) -> Message:
+        """Ask the coordinator, and wait for its answer.
+
+        Raises:
+            RunEnded: The run is over.
+        """
+        number = next(self._numbers)
+        began = time.monotonic()
+        self._calls.put(Call(number, kind, fields, frames))
+        self._wake()
+        with self._changed:
+            while not self._changed.wait_for(lambda: number in self._results or self._ended, WARN_SECONDS):
+                waited = time.monotonic() - began
+                others = self._participant.blames(number)
+                text = f"{self._name} has waited in `{fields.get('operation', kind)}` for {others} for {waited:.0f} s"
+                print(text, file=sys.stderr, flush=True)
+            result = self._results.pop(number, None)
+            if isinstance(result, Message):
+                return result
+            ended = self._ended
+        if ended is not None:
+            raise RunEnded(str(ended), ended.clean)
+        raise RunEnded(f"{self._name}: the coordinator has refused `{kind}`: {result}")
+
     def end(self, message: str, clean: bool = False) -> None:
         """Have every process of the run end, with a message."""
-        self._requests.put(self.address.message("end", {"message": message, "clean": clean}))
+        self._calls.put(Call(0, "end", {"message": message, "clean": clean}))
         self._wake()
 
     def announce(self, name: str, value: int) -> None:
-        """Tell every process of the run a number, without waiting for any."""
-        self._requests.put(self.address.message("notice", {"name": name, "value": value}))
+        """Tell every process of the run a number, without waiting for any; the first under a name counts."""
+        self._calls.put(Call(0, "notice", {"name": name, "value": value}))
         self._wake()
 
     def announced(self, name: str) -> int | None:
         """The number that some process has told under a name, if any has."""
-        return self._notices.get(name)
+        return self._participant.notices.get(name)
 
     def close(self, leave: bool = True) -> None:
         """Stop the thread; with ``leave`` the coordinator is told that this process goes on purpose."""
-        if self._closed:
+        if self._closing:
             return
-        self._closed = True
-        self._closing = leave
-        self._left = not leave
+        if leave:
+            self._calls.put(Call(0, "leave"))
+        self._closing = True
         self._wake()
-        self._thread.join(max(1.0, self.address.heartbeat * 2))
+        self._thread.join(self.address.timeout + 1.0)
         if not self._thread.is_alive():
             for views in (self._views, *self._sources):
                 views.close()
             os.close(self._wake_in)
             os.close(self._wake_out)
 
+    @property
+    def _name(self) -> str:
+        return f"{self.address.role} {self.address.id}"
+
     # The thread
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        connection = self.address.connect(context, self._keys)
+        connection = connect(self.address, context, self._keys)
         try:
             self._serve(connection)
         except Exception as error:  # The main thread must hear of it, whatever it is.
-            self._set_ended(f"the heartbeat thread failed: {type(error).__name__}: {error}", clean=False)
+            self._set_ended(End(f"the heartbeat thread failed: {type(error).__name__}: {error}", clean=False))
         finally:
             connection.close()
             context.term()
 
     def _serve(self, connection: "zmq.Socket[bytes]") -> None:
-        address = self.address
+        peer = self._participant.peer
+        loop = Loop(
+            self._participant,
+            lambda to, message: send(connection, peer, message),
+            self._take_result,
+            self._set_ended,
+        )
         poller = zmq.Poller()
         poller.register(connection, zmq.POLLIN)
         poller.register(self._wake_in, zmq.POLLIN)
-        heard = time.monotonic()
-        beat_at = heard
-        asked_to_leave = False
-        running = heard
-        while not self._left:
-            now = time.monotonic()
-            if now - running > 1.0:
-                heard += now - running  # This process was stopped, not the coordinator silent.
-            running = now
-            patience = address.timeout if self._view is not None else address.appear
-            if now - heard > patience and self._ended is None and not asked_to_leave:
-                self._set_ended(
-                    f"the coordinator at {address.coordinator} was silent for {patience:g} s: it died, or the "
-                    "connection to it is cut",
-                    clean=False,
-                )
-            if now >= beat_at:
-                beat_at = now + address.heartbeat
-                send(connection, self._beat())
-            while not self._requests.empty():
-                send(connection, self._requests.get())
-            if self._closing and not asked_to_leave:
-                send(connection, address.message("leave", address.fields()))
-                asked_to_leave = True
-                leaving_until = now + address.heartbeat
-            if asked_to_leave and now > leaving_until:
-                return
-            ready = dict(poller.poll(int(max(0.0, min(beat_at - now, 0.5)) * 1000)))
-            if self._wake_in in ready:
+        loop.start()
+        closing_until = None
+        while True:
+            closing = self._closing
+            while not self._calls.empty():
+                call = self._calls.get()
+                loop.call(Call(0, "seen", {"number": self._seen}) if call is None else call)
+            if closing:
+                now = time.monotonic()
+                closing_until = closing_until or now + self.address.timeout
+                if self._participant.idle or now > closing_until:
+                    return
+            wait = loop.until_next(0.05 if closing else 1.0)
+            if self._wake_in in dict(poller.poll(int(1000 * wait) + 1)):
                 _drain(self._wake_in)
-                beat_at = 0.0
             while waiting(connection):
-                heard = time.monotonic()
-                try:
-                    message = parse(connection.recv_multipart(), routed=False)
-                    if message.kind == "left":
-                        return
-                    self._take(message)
-                except ControlError:
-                    continue
+                with contextlib.suppress(ControlError):
+                    loop.message(*parse(connection.recv_multipart()))
+            loop.fire()
 
-    def _beat(self) -> Message:
-        here = self._newest()[0].number
-        if here < 0:
-            # Until it is answered: what listens there may be the coordinator of the session before, which does not.
-            return self._hello
-        return self.address.message("beat", {**self.address.fields(), "here": here, "seen": self._seen})
+    @property
+    def _seen(self) -> int:
+        with self._changed:
+            return max(0, min(views.seen for views in self._sources or [self._views]))
 
-    def _take(self, message: Message) -> None:
-        if message.kind == "ended":
-            self._set_ended(message.string("message"), message.flag("clean"))
-        elif message.kind == "notice":
-            self._notices[message.string("name")] = message.integer("value")
-        elif message.kind == "view":
-            try:
-                view = View.from_dict(message.fields["view"])
-            except (TypeError, KeyError, ValueError) as error:
-                raise ControlError(f"view: {error}") from error
-            with self._lock:
-                if self._view is None or view.number > self._view.number:
-                    self._view = view
-                    for views in (self._views, *self._sources):
-                        views.announce()
+    def _take_result(self, result: Return) -> None:
+        with self._changed:
+            if result.call == VIEW and isinstance(result.value, Message):
+                self._announce()
+            elif result.call:
+                self._results[result.call] = result.value
+                self._changed.notify_all()
 
-    def _set_ended(self, text: str, clean: bool) -> None:
-        with self._lock:
+    def _set_ended(self, end: End) -> None:
+        with self._changed:
             if self._ended is None:
-                self._ended = RunEnded(text, clean)
-                for views in (self._views, *self._sources):
-                    views.announce()
+                self._ended = RunEnded(end.reason, end.clean)
+                self._announce()
+                self._changed.notify_all()
+
+    def _announce(self) -> None:
+        for views in (self._views, *self._sources):
+            views.announce()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,8 +1,10 @@
 """Whether the hyper-parameters that a message brings may replace those of the specification."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.specification import Group
 from cnnstrategies.paramserver.store import Options
@@ -20,6 +22,32 @@ def check_options(options: Any, groups: Sequence[Group]) -> Options:
         raise InvalidMessageError("hyper-parameters of other parameter groups")
     checked: Options = options
     return checked
+
+
+def check_before_sending(options: Sequence[Mapping[str, Any]], groups: Sequence[Group], step: int) -> None:
+    """Refuse at its worker what the servers would drop: the step would never end.
+
+    Args:
+        options: The hyper-parameters of each parameter group.
+        groups: The groups at the start of the run.
+        step: The step that they are for.
+
+    Raises:
+        ConfigurationError: One of them cannot replace that of the start; it is named.
+    """
+    for number, (given, group) in enumerate(zip(options, groups, strict=True)):
+        for name, first in group.options.items():
+            if not _alike(_listed(given[name]), first):
+                what = f"step {step}: {name}={given[name]} of parameter group {number}"
+                if isinstance(given[name], float) and not math.isfinite(given[name]):
+                    raise ConfigurationError(f"{what} is no finite number: look at the learning rate's schedule")
+                raise ConfigurationError(
+                    f"{what} was {first} at the start, and the servers take only other numbers: leave it as it was"
+                )
+
+
+def _listed(option: Any) -> Any:
+    return list(option) if isinstance(option, tuple) else option
 
 
 def _alike(value: Any, given: Any) -> bool:

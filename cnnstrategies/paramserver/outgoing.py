@@ -1,15 +1,18 @@
 """The pushes of a worker's step."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.links import Links
 from cnnstrategies.paramserver.messages import Encoding, Kind
+from cnnstrategies.paramserver.option_checks import check_before_sending
 from cnnstrategies.paramserver.placement import Placement
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import Specification
@@ -63,6 +66,9 @@ class Outgoing:
 
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.client.Worker.begin_step`."""
+        check_before_sending(groups, self._specification.groups, step)
+        if not (math.isfinite(samples) and samples >= 0):
+            raise ConfigurationError(f"step {step}: samples={samples}: the weight of a gradient is a number from 0 on")
         self.options = [
             {name: values[name] for name in group.options}
             for group, values in zip(self._specification.groups, groups, strict=True)

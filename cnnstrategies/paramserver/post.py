@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.transport import SMALL_BYTES, Bundle, Context, Socket, client_socket
-from cnnstrategies.paramserver.view import ServerInfo, View
 
 
 class Post:

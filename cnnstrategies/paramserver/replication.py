@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.slicing import Slice, holders
-from cnnstrategies.paramserver.view import View
 
 
 class Replicas:

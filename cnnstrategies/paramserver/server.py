@@ -12,7 +12,9 @@ import zmq
 
 from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
+from cnnstrategies.paramserver.core.view import RunEnded, View, ViewSource
 from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
+from cnnstrategies.paramserver.limits import allow_files, files_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -32,7 +34,6 @@ from cnnstrategies.paramserver.snapshots import Snapshots
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.synchronous import Synchronous
 from cnnstrategies.paramserver.transport import IO_THREADS, Context, Listener, Received, receive, server_socket
-from cnnstrategies.paramserver.view import RunEnded, View, ViewSource
 
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked
@@ -59,7 +60,8 @@ class Server:
             the coordinator, then run.
 
     Raises:
-        ConfigurationError: The endpoint is open to other machines without encryption.
+        ConfigurationError: The endpoint is open to other machines without encryption, or the process may not open as
+            many files as there are connections.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Server:
         insecure: bool = False,
     ) -> None:
         keep_freed_memory()
+        allow_files(files_of_server(specification.workers, specification.servers), f"server {id}")
         listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
         self.id = id
         self.endpoint = listener.endpoint
@@ -131,13 +134,17 @@ class Server:
                     self._gatekeeper.answer()
                 if self._router in ready:
                     self._receive_waiting()
+                    self._mode.flush()
                 self._ping()
                 until = time.monotonic() + WORK_SECONDS
                 while self._mode.busy() and time.monotonic() < until:
                     self._mode.work()
                 self._post.flush()
                 if self._snapshots.after(self._mode.finished, self._store):
-                    _LOG.info("server %d wrote a snapshot after %d updates", self.id, self._mode.finished)
+                    _LOG.info("server %d writes a snapshot after %d updates", self.id, self._mode.finished)
+        except RunEnded as ended:
+            self._snapshots.close(remove=ended.clean)
+            raise
         finally:
             self._close()
 
@@ -163,6 +170,7 @@ class Server:
         return list(self._mode.clock.log)
 
     def _close(self) -> None:
+        self._snapshots.close()
         self._post.close()
         self._router.close()
         if self._gatekeeper is not None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from cnnstrategies.paramserver.asynchronous import Asynchronous
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.gaps import Gaps
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
@@ -21,7 +22,6 @@ from cnnstrategies.paramserver.pushes import Begin
 from cnnstrategies.paramserver.shard import Pull, Shard, Who
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.synchronous import Synchronous
-from cnnstrategies.paramserver.view import View
 
 Mode = Synchronous | Asynchronous
 

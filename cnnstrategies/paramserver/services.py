@@ -17,12 +17,13 @@ from typing import Any, Literal, NoReturn
 
 import zmq
 
-from cnnstrategies.paramserver.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
-from cnnstrategies.paramserver.membership import Address, Membership
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent, name_process
 
 SPECIFICATION = "specification"  # the name under which rank 0 publishes it
@@ -47,7 +48,7 @@ class CoordinatorProcess:
 
     def run(self) -> None:
         """Serve until told to stop, or until the one that has started it is gone."""
-        with Coordinator(self.settings, load_keys(self.key_file)) as coordinator:
+        with CoordinatorService(self.settings, load_keys(self.key_file)) as coordinator:
             coordinator.run(lambda: os.getppid() != self.starter)
         if os.getppid() != self.starter and self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -84,7 +85,6 @@ class ServerProcess:
         # Here: torch makes up most of a program's start, and the coordinator needs none of it.
         import torch
 
-        from cnnstrategies.paramserver.collectives import get
         from cnnstrategies.paramserver.server import Server
         from cnnstrategies.paramserver.specification import Specification
         from cnnstrategies.paramserver.transport import Listener
@@ -100,7 +100,8 @@ class ServerProcess:
         membership = Membership(self.address, reached, public, run_keys)
         views = membership.source()
         try:
-            (text,) = get(membership, SPECIFICATION, run_keys)
+            membership.wait_registered()
+            (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
             specification = Specification.from_json(bytes(text).decode())
             Server(specification, views, self.address.id, listener, keys, self.insecure).run()
         except RunEnded as ended:
@@ -154,8 +155,13 @@ def _forked(service: Service) -> None:
     sys.exit(serve(service))
 
 
-def serve(service: Service) -> int:
-    """Run a service in this process until it ends; its exit code."""
+def serve(service: Service, dedicated: bool = False) -> int:
+    """Run a service in this process until it ends; its exit code.
+
+    Args:
+        service: What to run.
+        dedicated: Whether it is to say how the run ended: nobody on its machine does.
+    """
     # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
@@ -164,9 +170,10 @@ def serve(service: Service) -> int:
         service.run()
     except RunEnded as ended:
         assert isinstance(service, ServerProcess)
-        print(f"server {service.address.id} ends: {ended}", file=sys.stderr, flush=True)
+        if dedicated:
+            print(f"server {service.address.id} ends: {ended}", file=sys.stderr, flush=True)
         return 1
-    except (OSError, zmq.ZMQError) as error:
+    except (ConfigurationError, OSError, zmq.ZMQError) as error:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
@@ -174,12 +181,13 @@ def serve(service: Service) -> int:
 
 def main() -> None:
     """Serve what the standard input describes."""
-    serve_and_exit(from_json(sys.stdin.read()))
+    if text := sys.stdin.read():  # Else whoever started this was killed meanwhile.
+        serve_and_exit(from_json(text))
 
 
-def serve_and_exit(service: Service) -> NoReturn:
-    """Run a service, and end the process."""
-    code = serve(service)
+def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:
+    """Run a service, and end the process; see :func:`serve`."""
+    code = serve(service, dedicated)
     # Nothing is left to clean up, and at a regular end torch's libraries print what they have not freed.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes, check_length, encode_values, from_bytes
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.post import Post
 from cnnstrategies.paramserver.replication import Replicas
@@ -14,7 +15,6 @@ from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import PullCompression, Specification
 from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
 from cnnstrategies.paramserver.store import Options, Store
-from cnnstrategies.paramserver.view import View
 
 Who = tuple[int, int]
 """Id and incarnation of a worker."""

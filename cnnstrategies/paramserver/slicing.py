@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.optimizers import is_elementwise
 from cnnstrategies.paramserver.specification import DTYPES, Specification
-from cnnstrategies.paramserver.view import View
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Watches the processes of one node: restarts those that die, tells the coordinator, and leaves nothing behind."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -14,15 +15,20 @@ from typing import Self
 
 import zmq
 
-from cnnstrategies.paramserver.control import ControlError, Message, parse, send
-from cnnstrategies.paramserver.membership import Address
+from cnnstrategies.paramserver.control import connect, parse, send
+from cnnstrategies.paramserver.coordinator.reporter import Reporter
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
+from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
+from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.processes import Handle, ending, is_stopped
-from cnnstrategies.paramserver.roster import SERVER, WORKER
 from cnnstrategies.paramserver.security import KeyPair
 
 COORDINATOR = "coordinator"
 POLL = 0.02  # seconds
 ASK_EVERY = 1.0  # seconds
+ANSWER_SECONDS = 0.5
 GRACE = 5.0  # seconds
 PREFIX = "cnnstrategies-"
 LONGEST = 50  # Bytes of a temporary directory: with what follows, Linux takes 107.
@@ -79,6 +85,9 @@ class Supervision:
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
         self._stopping = False
+        self._peer = Peer(coordinator.role, coordinator.id, 0, int.from_bytes(os.urandom(4)))
+        self._reporter = Reporter(coordinator.session)
+        self._numbers = itertools.count(1)
 
     def start(self, watched: Watched) -> None:
         """Start a process and watch it from now on."""
@@ -142,7 +151,7 @@ class Supervision:
             self._send("end", {"message": "the run is over", "clean": True})
         self._end(SERVER, GRACE)
         if coordinates:
-            self._send("stop")
+            self._send("stop", {"members": [[one.role, one.id] for one in self.watched]})
         self._end(COORDINATOR, GRACE)
         self._end(WORKER, 0.0)
 
@@ -167,6 +176,7 @@ class Supervision:
         what = f"{one} {ending(code)}"
         if killed or one.role != WORKER:
             self.deaths.append(what)
+        if killed:  # Whoever ends by itself has said why.
             follows = "it is started again" if replaced else "it is not replaced"
             if one.restarts and self._over:
                 follows += ": only the first session of a run has restarts"
@@ -213,7 +223,7 @@ class Supervision:
 
     def _ask(self) -> bool:
         """Ask the coordinator whether its session goes on and who is silent, and end these; whether it has answered."""
-        answer = self._send("status", answer="status")
+        answer = self._send("status")
         if answer is None:
             return False
         ended = answer.fields.get("ended")
@@ -242,16 +252,31 @@ class Supervision:
                 time.sleep(POLL)
             one.code = code
 
-    def _send(self, kind: str, fields: Mapping[str, object] | None = None, answer: str = "") -> Message | None:
-        """Send one message over a connection of its own; wait a moment for an answer if there will be one."""
+    def _send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
+        """Ask the coordinator over a connection of its own, for a moment; None if it has not answered by then.
+
+        What it has not answered before, it is asked again at every occasion: no death is untold because it was busy.
+        """
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = self.coordinator.connect(context, self.keys)
+        socket = connect(self.coordinator, context, self.keys)
+        number = next(self._numbers)
+        answers: dict[int, Message | str] = {}
+        loop = Loop(
+            self._reporter,
+            lambda to, message: send(socket, self._peer, message),
+            lambda result: answers.update({result.call: result.value}),
+        )
         try:
-            send(socket, self.coordinator.message(kind, fields))
-            if answer and socket.poll(500):
-                with contextlib.suppress(ControlError):
-                    return parse(socket.recv_multipart(), routed=False)
-            return None
+            loop.start()
+            loop.call(Call(number, kind, fields or {}))
+            until = time.monotonic() + ANSWER_SECONDS
+            while number not in answers and (left := until - time.monotonic()) > 0:
+                if socket.poll(int(1000 * loop.until_next(left)) + 1):
+                    with contextlib.suppress(ControlError):
+                        loop.message(*parse(socket.recv_multipart()))
+                loop.fire()
+            answer = answers.get(number)
+            return answer if isinstance(answer, Message) and answer.kind == DONE else None
         finally:
             socket.close()
             context.term()

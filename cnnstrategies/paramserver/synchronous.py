@@ -11,6 +11,7 @@ from typing import Any
 from cnnstrategies.paramserver.backlog import Backlog
 from cnnstrategies.paramserver.clipping import GlobalNorm
 from cnnstrategies.paramserver.clocks import SyncClock
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.decision import Decision
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.post import Post
@@ -20,7 +21,6 @@ from cnnstrategies.paramserver.roll_call import RollCall
 from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.updater import Updater
-from cnnstrategies.paramserver.view import View
 
 
 class Synchronous:
@@ -50,6 +50,7 @@ class Synchronous:
         self._reports = Reports()
         self._decision: Decision | None = None
         self._voted: set[tuple[int, int]] = set()
+        self._votes: list[tuple[int, int]] = []
         self._lives: dict[int, int] = {}
         self._early: set[int] = set()
 
@@ -80,9 +81,10 @@ class Synchronous:
         self.roll.follow(lives)
         self._backlog.compare()
         self._updater.follow(view)
-        self._reports.follow(view.number)
+        self._reports.follow(view.number, self._servers)
         self._norm.clear()
         self._voted = set(self._backlog.all_complete())
+        self._votes.clear()
         if self.leader == self._server:
             self._reports.add(self._server, view.number, self._voted)
             if self._decision is not None:
@@ -166,17 +168,21 @@ class Synchronous:
             self._reports.add(self._server, self._view.number, {(step, worker)})
             self._consider()
         else:
-            self._post.to_server(self.leader, Kind.VOTE, base=self._view.number, step=step, json={"worker": worker})
+            self._votes.append((step, worker))
+
+    def flush(self) -> None:
+        """Tell the leader whose pushes have come in full since the last time: the votes of one look at the messages."""
+        if self._votes:
+            self._post.to_server(self.leader, Kind.VOTE, base=self._view.number, json={"complete": self._votes})
+            self._votes = []
 
     def _consider(self) -> None:
         """As leader: decide the present step if all servers have what it needs."""
         if self.leader != self._server or not self.roll.complete:
             return
         step = self.clock.step
-        complete = self._reports.complete(self._servers, step, self.clock.members)
-        if complete is None:
-            return
-        members = self.clock.ready(complete)
+        complete = self._reports.complete(step)
+        members = None if complete is None else self.clock.ready(complete)
         if members is None:
             return
         options = self._backlog.of(step).begun[min(members)].options
@@ -219,10 +225,10 @@ class Synchronous:
         if header.kind in (Kind.DECIDE, Kind.SCALE) and server != self.leader:
             raise InvalidMessageError("a decision of a server that is not the leader")
         if header.kind == Kind.VOTE:
-            self._reports.add(server, header.base, {(header.step, int(values["worker"]))})
+            self._reports.add(server, header.base, _entries(values))
             self._consider()
         elif header.kind == Kind.STATUS:
-            complete = {(int(step), int(worker)) for step, worker in values["complete"]}
+            complete = _entries(values)
             if values["decision"] is not None:
                 self._adopt(Decision.from_dict(values["decision"]))
             self._reports.add(server, header.base, complete)
@@ -290,3 +296,7 @@ class Synchronous:
         decision = self._decision
         if decision is not None and decision.step == step and decision.scale is None:
             self._decide(Decision(step, decision.members, decision.options, factor))
+
+
+def _entries(values: dict[str, Any]) -> set[tuple[int, int]]:
+    return {(int(step), int(worker)) for step, worker in values["complete"]}

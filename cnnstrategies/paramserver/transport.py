@@ -7,9 +7,9 @@ from typing import Any
 
 import zmq
 
+from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.messages import Header
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint
-from cnnstrategies.paramserver.view import ServerInfo
 
 
 class Listener:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.backlog import Backlog
 from cnnstrategies.paramserver.clipping import squared_norm
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.decision import Decision
 from cnnstrategies.paramserver.pushes import Pushes
 from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.view import View
 
 TOGETHER_BYTES = 1 << 18  # of small slices that are updated together
 EVERYBODY = (0xFFFFFFFF, 0)  # whose update the mean of a step is

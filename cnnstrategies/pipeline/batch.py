@@ -1,20 +1,37 @@
-"""The global batch: its first-stage replicas tell all ranks its sizes, and send them everything but the images."""
+"""The global batch: all ranks learn its sizes, and the last stage or every rank gets everything but the images."""
 
+import functools
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.pipeline.transport import TARGETS, Pending, Transport
 
 HEADER_BYTES = 1024
+WORD = 8  # bytes
+
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a row of a tensor
+
+Images = Tensor | tuple[Tensor, ...]  # A tuple where the network takes several.
+
+
+class Header(NamedTuple):
+    """What a replica of the first stage tells the others of its part of a batch."""
+
+    rows: int
+    shape: Any
+    dtype: Any
+    specs: list[Spec]
+    form: Any
 
 
 @dataclass(frozen=True)
@@ -24,41 +41,74 @@ class Batch:
     Attributes:
         split: Its microbatches.
         images: The rank's own images (n, C, H, W) in the first stage; None elsewhere.
-        image_shape: Shape of one image.
-        image_dtype: Type of the images.
+        image_shape: Shape of one image; of several, where the network takes several.
+        image_dtype: Type of the images; likewise.
         rest: What the batch holds besides images, over all replicas and in the order of one process: targets (N, ...)
-            for training.
-        form: What kind of container it came in.
+            for training. Empty where only the last stage has them.
+        forms: What each replica of the first stage has sent along; None from those without samples.
+        parcels: In the last stage what each replica of the first sends of it, where that is not in ``rest``.
     """
 
     split: Split
-    images: Tensor | None
-    image_shape: tuple[int, ...]
-    image_dtype: torch.dtype
+    images: Images | None
+    image_shape: tuple[Any, ...]
+    image_dtype: torch.dtype | tuple[torch.dtype, ...]
     rest: tuple[Tensor, ...]
-    form: str
+    forms: tuple[Any, ...]
+    parcels: Mapping[int, "Parcel"] = field(default_factory=dict)
+
+    def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
+        """What belongs to a microbatch of this rank, in the last stage."""
+        if not self.parcels:
+            rows = self.split.global_rows(microbatch)
+            return tuple(tensor[rows.to(tensor.device)] for tensor in self.rest)
+        return self.parcels[microbatch % len(self.split.rows)].rest_of(microbatch)
+
+
+class Parcel:
+    """What one replica of the first stage has for the microbatches that one of the last runs.
+
+    Args:
+        microbatches: These, in order, and how many samples each has.
+        tensors: The rows of all of them, or their transfers.
+    """
+
+    def __init__(self, microbatches: Mapping[int, int], tensors: Sequence[Tensor | Pending]) -> None:
+        self._places: dict[int, slice] = {}
+        start = 0
+        for microbatch, size in microbatches.items():
+            self._places[microbatch] = slice(start, start + size)
+            start += size
+        self._tensors = tensors
+
+    def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
+        """A microbatch's rows."""
+        place = self._places[microbatch]
+        return tuple((one.wait() if isinstance(one, Pending) else one)[place] for one in self._tensors)
 
 
 def share_batch(
-    images: Tensor | None,
+    images: Images | None,
     rest: Sequence[Tensor],
-    form: str,
+    form: Any,
     microbatches: int,
     placement: Placement,
     transport: Transport,
     device: torch.device,
+    everywhere: bool,
 ) -> Batch:
     """Make the global batch known to all ranks; a collective.
 
     Args:
-        images: This replica's images (n, C, H, W), with n = 0 or None where it has none; ignored after the first
-            stage.
+        images: This replica's images (n, C, H, W), or several such tensors, with n = 0 or None where it has none;
+            ignored after the first stage.
         rest: This replica's other tensors, each with n rows.
-        form: What kind of container they came in.
+        form: Plain data that is sent along.
         microbatches: Microbatches of a full step.
         placement: The numbering of the ranks.
         transport: Its control group carries the sizes.
         device: Where the tensors live.
+        everywhere: Bring ``rest`` to every rank; else straight to those of the last stage, each its own rows.
 
     Returns:
         The batch; it has 0 samples when no replica has any.
@@ -67,51 +117,159 @@ def share_batch(
         ConfigurationError: A tensor has another number of rows than the images, a batch is not made of tensors, or
             the replicas have images of different sizes.
     """
-    first = placement.ranks(0)
-    rank = transport.rank
-    header: Any = None
-    if rank in first and images is not None and len(images):
-        for tensor in rest:
-            if not isinstance(tensor, Tensor) or len(tensor) != len(images):
-                shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                raise ConfigurationError(
-                    f"a batch of {len(images)} images comes with {shape}: everything in a batch must be a tensor "
-                    "with one row per image"
-                )
-        header = (tuple(images.shape), images.dtype, [(tuple(t.shape), t.dtype) for t in rest], form)
-    headers = [_broadcast_header(header, source, transport) for source in first]
-    rows = tuple(0 if one is None else one[0][0] for one in headers)
+    transport.settle()
+    place = placement.place(transport.rank)
+    own = images if place.stage == 0 else None
+    header = None if own is None or not len(tree_leaves(own)[0]) else _header(own, rest, form)
+    headers = _all_headers(header, placement, transport)
+    rows = tuple(0 if one is None else one.rows for one in headers)
+    forms = tuple(None if one is None else one.form for one in headers)
     split = Split(rows, microbatches)
     if not split.samples:
-        return Batch(split, None, (), torch.float32, (), form)
+        return Batch(split, None, (), torch.float32, (), forms)
     like = next(one for one in headers if one is not None)
-    sizes = {one[0][1:] for one in headers if one is not None}
-    if len(sizes) > 1:
-        raise ConfigurationError(
-            f"the replicas of the first stage have images of different sizes in one step, {sorted(sizes)}: give all "
-            "the same, which may be another in the next step"
-        )
-    parts = []
-    for index, (shape, dtype) in enumerate(like[2]):
-        pieces = []
-        for source, count in zip(first, rows, strict=True):
-            if rank == source and count:
-                piece = rest[index].to(device).contiguous()
-            else:
-                piece = torch.empty((count, *shape[1:]), dtype=dtype, device=device)
-            if count and placement.world_size > 1:
-                dist.broadcast(piece, source)
-            pieces.append(piece)
-        parts.append(split.assemble(pieces))
-    own = images if rank in first else None
-    return Batch(split, own, like[0][1:], like[1], tuple(parts), like[3])
+    for what, found in (
+        ("sizes", {one.shape for one in headers if one is not None}),
+        ("types", {one.dtype for one in headers if one is not None}),
+    ):
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"the replicas of the first stage have images of different {what} in one step, "
+                f"[{', '.join(sorted(map(str, found)))}]: give all the same, which may be another in the next step"
+            )
+    whole: tuple[Tensor, ...] = ()
+    parcels: dict[int, Parcel] = {}
+    if everywhere:
+        whole = _bring_everywhere(rest, like.specs, split, placement, transport, device)
+    elif placement.stages == 1:
+        parcels = {place.replica: Parcel(_common(split, place.replica, 1, 0), [one.to(device) for one in rest])}
+    elif place.stage == 0:
+        _post(rest, split, placement, transport, device)
+    elif place.stage == placement.stages - 1:
+        parcels = _expect(like.specs, split, placement, transport, device)
+    return Batch(split, own, like.shape, like.dtype, whole, forms, parcels)
 
 
-def _broadcast_header(header: Any, source: int, transport: Transport) -> Any:
-    buffer = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-    if transport.rank == source:
-        data = pickle.dumps(header)
-        assert len(data) <= HEADER_BYTES, f"a header of {len(data)} bytes: too many tensors in a batch"
-        buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.broadcast(buffer, source, group=transport.control)
-    return pickle.loads(buffer.numpy().tobytes())
+def _header(images: Images, rest: Sequence[Tensor], form: Any) -> Header:
+    several = tree_leaves(images)
+    rows = len(several[0])
+    for tensor in (*several, *rest):
+        if not isinstance(tensor, Tensor) or len(tensor) != rows:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigurationError(
+                f"a batch of {rows} images comes with {shape}: everything in a batch must be a tensor with one row "
+                "per image"
+            )
+    shape, dtype = tree_map(_row_shape, images), tree_map(lambda tensor: tensor.dtype, images)
+    return Header(rows, shape, dtype, [(_row_shape(one), one.dtype) for one in rest], form)
+
+
+def _row_shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape[1:])
+
+
+def _all_headers(header: Header | None, placement: Placement, transport: Transport) -> list[Header | None]:
+    """Those of the first stage's replicas."""
+    data = b"" if header is None else pickle.dumps(header)
+    table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
+    lengths = [int.from_bytes(one[:WORD], "little") for one in table]
+    found = [one[WORD : WORD + length] for one, length in zip(table, lengths, strict=True)]
+    if max(lengths) > HEADER_BYTES - WORD:  # Names of files and the like.
+        table = _gather_bytes(data, max(lengths), transport)
+        found = [one[:length] for one, length in zip(table, lengths, strict=True)]
+    return [_read(found[rank]) for rank in placement.ranks(0)]
+
+
+def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
+    """Those of every rank, filled up with zeros."""
+    own = torch.zeros(size, dtype=torch.uint8)
+    if data:
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    world = dist.get_world_size()
+    if world == 1:
+        return [own.numpy().tobytes()]
+    everyones = own.new_empty(world * size)
+    dist.all_gather_into_tensor(everyones, own, group=transport.control)
+    table = everyones.numpy().tobytes()
+    return [table[rank * size : (rank + 1) * size] for rank in range(world)]
+
+
+@functools.lru_cache(maxsize=64)  # Most are like others, and those of the next step like these.
+def _read(data: bytes) -> Header | None:
+    header: Header | None = pickle.loads(data) if data else None
+    return header
+
+
+def _common(split: Split, replica: int, replicas: int, other: int) -> dict[int, int]:
+    """Size of each microbatch that runs on this replica of the first stage and on another one of the last."""
+    own = range(replica, split.microbatches, len(split.rows))
+    return {m: split.sizes[m] for m in own if m % replicas == other and split.sizes[m]}
+
+
+def _post(
+    rest: Sequence[Tensor], split: Split, placement: Placement, transport: Transport, device: torch.device
+) -> None:
+    """Send each replica of the last stage the rows that it needs."""
+    last = placement.stages - 1
+    replica = placement.place(transport.rank).replica
+    for other, rank in enumerate(placement.ranks(last)):
+        microbatches = _common(split, replica, placement.replicas[last], other)
+        if microbatches:
+            for tensor in rest:
+                piece = torch.cat([tensor[slice(*split.bounds[m])] for m in microbatches]).to(device)
+                transport.owe(transport.send(piece, rank, TARGETS, "targets"))
+
+
+def _expect(
+    specs: Sequence[Spec], split: Split, placement: Placement, transport: Transport, device: torch.device
+) -> dict[int, Parcel]:
+    """Receive what :func:`_post` sends to this rank."""
+    last = placement.stages - 1
+    own = placement.place(transport.rank).replica
+    parcels = {}
+    for replica, rank in enumerate(placement.ranks(0)):
+        microbatches = _common(split, replica, placement.replicas[last], own)
+        if microbatches:
+            rows = sum(microbatches.values())
+            buffers = [torch.empty((rows, *shape), dtype=dtype, device=device) for shape, dtype in specs]
+            coming = [transport.receive(buffer, rank, TARGETS, "targets") for buffer in buffers]
+            for one in coming:
+                transport.owe(one)
+            parcels[replica] = Parcel(microbatches, coming)
+    return parcels
+
+
+def _bring_everywhere(
+    rest: Sequence[Tensor],
+    specs: Sequence[Spec],
+    split: Split,
+    placement: Placement,
+    transport: Transport,
+    device: torch.device,
+) -> tuple[Tensor, ...]:
+    """All rows of each tensor on every rank, in the order of one process; one collective."""
+    # Where each replica's rows of each tensor stand in a buffer.
+    places: list[list[tuple[int, tuple[int, ...], torch.dtype]]] = [[] for _ in specs]
+    words = 0
+    for rows in split.rows:
+        for index, (shape, dtype) in enumerate(specs):
+            places[index].append((words, (rows, *shape), dtype))
+            words += -(-rows * torch.Size(shape).numel() * dtype.itemsize // WORD) if rows else 0
+    buffer = torch.zeros(words, dtype=torch.int64, device=device)
+    place = placement.place(transport.rank)
+    if place.stage == 0 and split.rows[place.replica]:
+        for tensor, of_replicas in zip(rest, places, strict=True):
+            _part(buffer, *of_replicas[place.replica]).copy_(tensor)
+    if placement.world_size > 1 and words:
+        if len(split.rows) == 1:
+            dist.broadcast(buffer, placement.ranks(0)[0])
+        else:
+            dist.all_reduce(buffer)  # The others have nothing but zeros there.
+    return tuple(split.assemble([_part(buffer, *one) for one in of_replicas]) for of_replicas in places)
+
+
+def _part(buffer: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor that lies in a buffer of words."""
+    count = torch.Size(shape).numel()
+    used = buffer[start : start + -(-count * dtype.itemsize // WORD)]
+    return used.view(torch.uint8)[: count * dtype.itemsize].view(dtype).view(shape)

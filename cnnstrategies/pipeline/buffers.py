@@ -25,13 +25,13 @@ class OtherBuffers:
         elsewhere = {id(buffer) for buffer in known}
         self._names = [name for name, buffer in module.named_buffers() if id(buffer) not in elsewhere]
         self._module = module
-        self._group = group
+        self.group = group
         self._changing: list[str] | None = None
         self._before: list[tuple[int, int]] = []
 
     def begin(self) -> None:
         """Remember what the buffers are."""
-        if self._group is not None:
+        if self.group is not None:
             self._before = self._states()
 
     @torch.no_grad()
@@ -41,13 +41,13 @@ class OtherBuffers:
         Raises:
             ConfigurationError: Another one has changed than in the first step.
         """
-        if self._group is None or not self._names:
+        if self.group is None or not self._names:
             return
         buffers = [self._module.get_buffer(name) for name in self._names]
         changed = [now != before for now, before in zip(self._states(), self._before, strict=True)]
         if self._changing is None:
             flags = torch.tensor(changed, dtype=torch.int32, device=buffers[0].device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.group)
             self._changing = [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
         late = {name for name, one in zip(self._names, changed, strict=True) if one} - set(self._changing)
         if late:
@@ -57,7 +57,7 @@ class OtherBuffers:
             )
         for name in self._changing:
             whole = self._module.get_buffer(name).contiguous()
-            dist.broadcast(whole, group=self._group, group_src=0)
+            dist.broadcast(whole, group=self.group, group_src=0)
             self._module.get_buffer(name).copy_(whole)
 
     def _states(self) -> list[tuple[int, int]]:

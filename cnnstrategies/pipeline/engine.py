@@ -1,8 +1,7 @@
 """`Pipeline`: one rank of a network that is cut into replicated stages, for a script with plain torch."""
 
-import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -11,16 +10,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, share_batch
+from cnnstrategies.pipeline.batch import Batch, Images, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.executor import Executor, Loss
+from cnnstrategies.pipeline.connections import neighbours
+from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
-from cnnstrategies.pipeline.outputs import OutputGatherer
+from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
+from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import Blueprint, divide
-from cnnstrategies.pipeline.timetable import Placement, Schedule, timetable
+from cnnstrategies.pipeline.step import Step
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of
 from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
 
@@ -41,6 +43,8 @@ class Pipeline:
         replicas: Replicas of each stage.
         microbatches: Microbatches of a step, over all replicas.
         schedule: ``1f1b`` or ``gpipe``.
+        run_ahead: Under 1f1b have stages hold one microbatch more than is needed, so that messages travel while they
+            compute.
         batch_norm: Running statistics as after the microbatches in turn (``microbatch``) or after one full batch
             (``deferred``).
         activation_checkpointing: Recompute a microbatch's activations in its backward: for no microbatch, for all but
@@ -48,6 +52,8 @@ class Pipeline:
         device: Where the stage runs.
         timeout: How long to wait for another rank.
         bucket_bytes: Size of the buckets in which gradients are summed over the replicas.
+        placement: Number the ranks stage by stage (``stages``), or pipeline by pipeline (``replicas``); see
+            :class:`~cnnstrategies.pipeline.timetable.Placement`.
 
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
@@ -64,28 +70,32 @@ class Pipeline:
         replicas: Sequence[int],
         microbatches: int,
         schedule: Schedule = "1f1b",
+        run_ahead: bool = True,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
         device: torch.device | str = "cpu",
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int = BUCKET_BYTES,
+        placement: Order = "stages",
     ) -> None:
         check_layout(len(cuts), replicas, microbatches, dist.get_world_size())
         self.blueprint = divide_by_names(network, cuts)
-        self.placement = Placement(tuple(replicas))
+        self.placement = Placement(tuple(replicas), placement)
         self.microbatches = microbatches
         self.device = torch.device(device)
         self.rank = dist.get_rank()
         self.place = self.placement.place(self.rank)
-        self.tasks = timetable(replicas, microbatches, schedule)[self.rank]
+        self.tasks = tasks_of(self.place, replicas, microbatches, schedule, run_ahead)
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        self.transport = Transport(self.placement, self._pairs(), timeout)
-        group = self._stage_group(timeout)
+        divisions = (self.blueprint.training, self.blueprint.evaluation)
+        pairs = neighbours(divisions, self.placement, microbatches)
+        self.transport = Transport(self.placement, pairs, self.device, timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-        self.reducer = GradientReducer(self._trainable(), group, bucket_bytes)
+        # No variable here holds the group: torch keeps this frame until its garbage is collected.
+        self.reducer = GradientReducer(self._trainable(), self._stage_group(timeout), bucket_bytes)
         channels = {
             training: Channels(
                 self.blueprint.division(training),
@@ -97,7 +107,7 @@ class Pipeline:
             )
             for training in (True, False)
         }
-        statistics = RunningStatistics(self.module, batch_norm, group, calls)
+        statistics = RunningStatistics(self.module, batch_norm, self.reducer.group, calls)
         self.executor = Executor(
             self.module,
             self.place,
@@ -105,12 +115,12 @@ class Pipeline:
             channels,
             self.reducer,
             statistics,
-            OtherBuffers(self.module, statistics.buffers, group),
+            OtherBuffers(self.module, statistics.buffers, self.reducer.group),
             activation_checkpointing,
             self.transport,
             self.device,
         )
-        self._samples = 0
+        self._gathering: Gathering | None = None
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
 
     @property
@@ -121,8 +131,9 @@ class Pipeline:
     def refresh(self) -> None:
         """Look which parameters are trainable now, after some were frozen or unfrozen; a collective.
 
-        To be called by every rank, between two steps.
+        To be called by every rank, before the first step after the optimizer's.
         """
+        self.reducer.abandon()
         trainable = self._trainable()
         changed = torch.tensor(int(not _same(trainable, self.parameters)), dtype=torch.int32)
         if self.placement.world_size > 1:
@@ -137,16 +148,20 @@ class Pipeline:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
-    def share(self, images: Tensor | None, *rest: Tensor, form: str = "tuple") -> Batch:
+    def share(self, images: Images | None, *rest: Tensor, form: Any = None, everywhere: bool = True) -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
 
         Args:
-            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``; elsewhere ignored.
+            images: In the first stage this replica's part of the batch (n, C, H, W) on ``device``, or a tuple where
+                the network takes several tensors; elsewhere ignored.
             rest: This replica's targets (n, ...), and what else belongs to the samples.
-            form: Travels with the batch: what kind of container the caller took it from.
+            form: Plain data that travels with the batch.
+            everywhere: Bring ``rest`` to every rank; else straight to the last stage, which needs it for the loss.
         """
         with self.transport.collective("sharing a batch"):
-            return share_batch(images, rest, form, self.microbatches, self.placement, self.transport, self.device)
+            return share_batch(
+                images, rest, form, self.microbatches, self.placement, self.transport, self.device, everywhere
+            )
 
     def collect(self, value: Any) -> list[Any] | None:
         """Each stage's value, from its first replica, on rank 0; a collective.
@@ -163,7 +178,8 @@ class Pipeline:
             received = [self.transport.receive_object(self.placement.ranks(stage)[0], what) for stage in others]
             return [value, *received]
         if self.place.replica == 0:
-            self.transport.send_object(value, 0, "the state of a stage")
+            for one in self.transport.send_object(value, 0, "the state of a stage"):
+                one.wait()
         return None
 
     @torch.no_grad()
@@ -191,29 +207,58 @@ class Pipeline:
                 merged[name] = tensor
         return merged
 
-    def train(self, batch: Batch, loss: Loss, scale: float = 1.0) -> tuple[list[Tensor | None], dict[int, Any]]:
+    def train(
+        self,
+        batch: Batch,
+        loss: Loss | PartialLoss,
+        scale: float | Tensor = 1.0,
+        more: bool = False,
+        gather: bool = False,
+    ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run the forwards and backwards of a batch; ``grad`` of the parameters is left as it was.
 
         Args:
             batch: What :meth:`share` returned.
-            loss: Mean loss from the network's outputs and the targets (n, ...); called in the last stage for each
-                microbatch.
+            loss: Mean loss from the network's outputs and the targets (n, ...), or a loss in parts; called in the
+                last stage for each microbatch.
             scale: Factor on the loss.
+            more: Another batch follows before the optimizer's step. A stage with replicas then keeps its gradients
+                and adds them to those of the next batch, so that the replicas exchange them once.
+            gather: :meth:`gather` will follow; the outputs leave while the last backwards run.
 
         Returns:
-            For each of ``parameters`` the gradient of ``scale`` times the mean loss over the global batch, the same
-            on all replicas of the stage, or None; and in the last stage the outputs of this rank's microbatches.
+            For each of ``parameters`` the gradient of ``scale`` times the loss of the global batch, added to those of
+            the batches before it that were kept, the same on all replicas of the stage, or None; and in the last
+            stage the outputs of this rank's microbatches.
 
         Raises:
             ConfigurationError: Parameters were frozen or unfrozen, and :meth:`refresh` was not called.
         """
+
+        def send_outputs(step: Step) -> None:
+            if gather and self.gatherer.knows(self._kind(batch)):
+                self._gathering = self.gatherer.start(batch.split, step.outputs, self._kind(batch))
+
+        return self._train(batch, loss, scale, more, send_outputs)
+
+    def _train(
+        self,
+        batch: Batch,
+        loss: Loss | PartialLoss,
+        scale: float | Tensor,
+        more: bool,
+        computed: Callable[[Step], None],
+    ) -> tuple[list[Tensor | None], dict[int, Any]]:
         if not _same(self._trainable(), self.parameters):
             raise ConfigurationError(
                 "parameters were frozen or unfrozen in the middle of an epoch: with stages on other devices do it at "
                 "the beginning of one (on_train_epoch_start); with plain torch call refresh() on every rank afterwards"
             )
-        self._samples = batch.split.samples
-        return self.executor.train(self.tasks, batch, loss, scale)
+        parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
+        if self.last:
+            parts.begin(batch)
+        self._gathering = None
+        return self.executor.train(self.tasks, batch, parts, scale, more, computed)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
         """Run the forwards of a batch, in the mode that ``module`` is in.
@@ -225,12 +270,12 @@ class Pipeline:
         return self.executor.evaluate(own, batch)
 
     def mean_loss(self) -> float:
-        """The mean loss over the samples of the last step, as the last stage computed it; a collective."""
-        loss = self.executor.loss_sum.double().cpu()
+        """The loss of the last step's batch, as the last stage has added it up; a collective."""
+        loss = self.executor.loss_sum.double()
         if self.placement.world_size > 1:
             with self.transport.collective("adding up the loss"):
-                dist.all_reduce(loss, group=self.transport.control)
-        return float(loss) / self._samples
+                dist.all_reduce(loss)
+        return float(loss)
 
     def gather(self, batch: Batch, outputs: Mapping[int, Any]) -> Any:
         """What the network would have returned for the whole batch, on every rank; a collective.
@@ -239,35 +284,57 @@ class Pipeline:
             batch: The batch.
             outputs: What :meth:`train` or :meth:`evaluate` returned for it.
         """
-        kind: Hashable = (self.module.training, batch.image_shape, batch.image_dtype, self._autocast())
+        gathering, self._gathering = self._gathering, None
         with self.transport.collective("gathering the outputs"):
-            return self.gatherer.gather(batch.split, outputs, kind)
+            return (gathering or self.gatherer.start(batch.split, outputs, self._kind(batch))).finish()
 
-    def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss) -> Tensor:
+    def step(self, images: Tensor | None, targets: Tensor | None, loss: Loss, more: bool = False) -> Tensor:
         """Run a batch and add the gradients of the mean loss to ``grad`` of the stage's parameters; a collective.
 
         Args:
             images: In the first stage this replica's images (n, C, H, W) on ``device``; elsewhere ignored.
             targets: Their targets (n, ...).
             loss: Mean loss from outputs and targets.
+            more: Another step follows before the optimizer's: ``grad`` of a stage with replicas waits for it.
 
         Returns:
             The mean loss over the global batch, on every rank.
         """
-        batch = self.share(images, *(() if targets is None else (targets,)))
-        gradients, outputs = self.train(batch, loss)
+        batch = self.share(images, *(() if targets is None else (targets,)), everywhere=False)
+        total, under_way = torch.zeros((), dtype=torch.float64, device=self.device), None
+
+        def add_up_loss(step: Step) -> None:
+            nonlocal under_way
+            total.add_(step.loss_sum)
+            if self.placement.world_size > 1:
+                under_way = dist.all_reduce(total, async_op=True)
+
+        gradients, _ = self._train(batch, loss, 1.0, more, add_up_loss)
+        shared = self.reducer.group is not None  # The gradients' memory is used again.
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        with torch.no_grad():
-            return loss(self.gather(batch, outputs), batch.rest[0])
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad + gradient
+                else:
+                    parameter.grad = gradient.clone() if shared else gradient
+        if under_way is not None:
+            with self.transport.collective("adding up the loss"):
+                under_way.wait()
+            under_way = None  # It keeps the group's threads alive.
+        return total
 
     def close(self) -> None:
-        """Give the connections between the ranks back, after the last step; a collective."""
+        """Give the connections between the ranks back, after the last step; a collective.
+
+        The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
+        """
+        self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.
         if self.reducer.group is not None:
             dist.destroy_process_group(self.reducer.group)
+        for user in (self.reducer, self.executor.statistics, self.executor.buffers):
+            user.group = None
         self.transport.close()
 
     def __enter__(self) -> Self:
@@ -278,17 +345,11 @@ class Pipeline:
         if kind is None:
             self.close()
 
-    def _autocast(self) -> Hashable:
+    def _kind(self, batch: Batch) -> Hashable:
+        """What structure and types of the outputs depend on."""
         kind = self.device.type
-        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-    def _pairs(self) -> set[tuple[int, int]]:
-        """The ranks that exchange activations."""
-        routes = (*self.blueprint.training.routes, *self.blueprint.evaluation.routes)
-        stages = {(route.source, target) for route in routes for target in route.targets}
-        period = math.lcm(*self.placement.replicas)
-        rank_of = self.placement.rank_of
-        return {(rank_of(source, m), rank_of(target, m)) for source, target in stages for m in range(period)}
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return self.module.training, batch.image_shape, batch.image_dtype, autocast
 
     def _stage_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
         """The replicas of this rank's stage; every rank takes part in making every group."""

@@ -1,13 +1,13 @@
 """Run one rank's tasks of a step."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
@@ -16,31 +16,15 @@ from cnnstrategies.pipeline.batchnorm import RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import GradientReducer
+from cnnstrategies.pipeline.losses import PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_recomputed
 from cnnstrategies.pipeline.stage import StageModule
+from cnnstrategies.pipeline.step import Held, Step
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
 from cnnstrategies.pipeline.transport import Transport
 
-Loss = Callable[[Any, Any], Tensor]
 AHEAD = 2  # tasks whose receives are posted early: under 1f1b one forward and one backward
-
-
-@dataclass
-class Held:
-    """What a rank keeps of a microbatch between its forward and its backward.
-
-    Attributes:
-        leaves: For each source stage the inputs whose gradients it wants.
-        roots: For each target stage the outputs whose gradients it sends; in the last stage the loss, under None.
-        arguments: The stage's arguments, where the forward runs again.
-        random: The random numbers, where the forward runs again.
-    """
-
-    leaves: dict[int, list[Tensor]]
-    roots: dict[int | None, list[Tensor]] = field(default_factory=dict)
-    arguments: tuple[Any, ...] | None = None
-    random: RandomState | None = None
 
 
 class Executor:
@@ -59,7 +43,7 @@ class Executor:
         device: Where the stage runs.
 
     Attributes:
-        loss_sum: In the last stage the sum of the losses of the last step's samples on this rank.
+        loss_sum: In the last stage what this rank's microbatches have added to the last step's loss.
         peak_held: Most microbatches whose activations were held at once in the last step.
         watchers: Called with each span of a step; while there are none, nothing is timed. On a GPU timing synchronises
             at each task.
@@ -91,19 +75,26 @@ class Executor:
         self.peak_held = 0
         self.watchers: list[Callable[[Span], None]] = []
         self.loss_sum = torch.zeros((), device=device)
-        self._held: dict[int, Held] = {}
-        self._outputs: dict[int, Any] = {}
 
     def train(
-        self, tasks: Sequence[Task], batch: Batch, loss: Loss, scale: float
+        self,
+        tasks: Sequence[Task],
+        batch: Batch,
+        loss: PartialLoss,
+        scale: float | Tensor,
+        more: bool,
+        computed: Callable[[Step], None],
     ) -> tuple[list[Tensor | None], dict[int, Any]]:
         """Run forwards and backwards of one batch.
 
         Args:
             tasks: This rank's part of the timetable; tasks of empty microbatches are left out here.
             batch: The global batch.
-            loss: Mean loss of a microbatch from the network's outputs and the targets; runs in the last stage.
+            loss: The loss of the batch in parts; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
+            more: Replicas add up their gradients in a later step.
+            computed: Called once when the rank has run all its forwards and losses, before its last backward: what it
+                starts to send then is under way while this and other ranks end the step.
 
         Returns:
             The gradient of each parameter of the reducer, of ``scale`` times the mean loss over the global batch; and
@@ -111,27 +102,28 @@ class Executor:
         """
         tasks = [task for task in tasks if batch.split.sizes[task.microbatch]]
         last_backward = max((task.microbatch for task in tasks), default=None)
-        channels = self.channels[self.module.training]
+        step = Step(batch, self.channels[self.module.training], self.device, loss, scale)
         self.peak_held = 0
-        self.loss_sum = torch.zeros((), device=self.device)
-        self._held, self._outputs = {}, {}
         self.reducer.begin()
         self.statistics.begin(batch.split.microbatches)
         self.buffers.begin()
         try:
             for index, task in enumerate(tasks):
                 with self._timed("receive", None):
-                    self._expect(channels, tasks[index : index + 1 + AHEAD], batch)
+                    self._expect(step, tasks[index : index + 1 + AHEAD])
                 with self._described(task):
                     if task.kind == "forward":
                         again = is_recomputed(self.checkpointing, task.microbatch == last_backward)
-                        self._forward(channels, task.microbatch, batch, loss, scale, again)
+                        self._forward(step, task.microbatch, again)
                     else:
-                        if task.microbatch == last_backward:
+                        is_last = task.microbatch == last_backward
+                        if is_last and not more:
                             self.reducer.overlap()
-                        self._backward(channels, task.microbatch, batch, loss, scale)
+                        self._backward(step, task.microbatch, computed if is_last else _nothing)
+            if not tasks:
+                computed(step)
             with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
-                gradients = self.reducer.finish()
+                gradients = self.reducer.finish(keep=more)
                 self.statistics.finish()
                 self.buffers.finish()
         except BaseException:
@@ -139,9 +131,9 @@ class Executor:
             self.statistics.abandon()
             raise
         with self._timed("send", None):
-            channels.finish()
-        outputs, self._outputs = self._outputs, {}
-        return gradients, outputs
+            step.channels.finish()
+        self.loss_sum = step.loss_sum
+        return gradients, step.outputs
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[int], batch: Batch) -> dict[int, Any]:
@@ -155,36 +147,34 @@ class Executor:
             In the last stage the outputs of each of this rank's microbatches.
         """
         tasks = [Task("forward", self.place.stage, m) for m in microbatches if batch.split.sizes[m]]
-        channels = self.channels[self.module.training]
-        outputs = {}
+        step = Step(batch, self.channels[self.module.training], self.device)
+        channels = step.channels
         for index, task in enumerate(tasks):
-            self._expect(channels, tasks[index : index + 1 + AHEAD], batch)
+            self._expect(step, tasks[index : index + 1 + AHEAD])
             with self._described(task):
-                size = self._size(batch, task.microbatch)
+                size = step.size(task.microbatch)
                 values, _ = channels.receive_forward(task.microbatch, size)
-                result = self.module(*channels.inputs(values, self._images(batch, task.microbatch)))
+                result = self.module(*channels.inputs(values, step.images(task.microbatch)))
                 if self.last:
                     check_rows(result, batch.split.sizes[task.microbatch])
-                    outputs[task.microbatch] = result
+                    step.outputs[task.microbatch] = result
                 else:
-                    channels.send_forward(task.microbatch, size, self._named(channels, result), training=False)
+                    channels.send_forward(task.microbatch, size, self._named(step, result), training=False)
         channels.finish()
-        return outputs
+        return step.outputs
 
-    def _forward(
-        self, channels: Channels, microbatch: int, batch: Batch, loss: Loss, scale: float, again: bool
-    ) -> None:
-        size = self._size(batch, microbatch)
+    def _forward(self, step: Step, microbatch: int, again: bool) -> None:
+        size = step.size(microbatch)
         with self._timed("receive", microbatch):
-            values, leaves = channels.receive_forward(microbatch, size)
+            values, leaves = step.channels.receive_forward(microbatch, size)
         held = Held(leaves)
-        arguments = channels.inputs(values, self._images(batch, microbatch))
+        arguments = step.channels.inputs(values, step.images(microbatch))
         if again:
             held.arguments, held.random = arguments, RandomState(self.device)
-        self._held[microbatch] = held
-        self.peak_held = max(self.peak_held, len(self._held))
+        step.held[microbatch] = held
+        self.peak_held = max(self.peak_held, len(step.held))
         # Copies of the weights in a lower precision, made without autograd, must not serve the second run.
-        enabled, dtype = self._autocast()
+        enabled, dtype = step.autocast
         with (
             torch.set_grad_enabled(not again),
             torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=not again),
@@ -193,106 +183,72 @@ class Executor:
         ):
             result = self.module(*arguments)
             if not self.last:
-                roots = channels.send_forward(microbatch, size, self._named(channels, result), training=True)
+                roots = step.channels.send_forward(microbatch, size, self._named(step, result), training=True)
                 if not again:
-                    held.roots.update(roots.items())
+                    held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
                 return
-            check_rows(result, batch.split.sizes[microbatch])
-            self._outputs[microbatch] = tree_map(_detached, result)
+            check_rows(result, step.batch.split.sizes[microbatch])
+            step.outputs[microbatch] = tree_map(_detached, result)
             if not again:
-                held.roots[None] = [self._weighted_loss(result, microbatch, batch, loss, scale)]
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
 
-    def _backward(self, channels: Channels, microbatch: int, batch: Batch, loss: Loss, scale: float) -> None:
-        size = self._size(batch, microbatch)
+    def _backward(self, step: Step, microbatch: int, computed: Callable[[Step], None]) -> None:
+        if not self.last:
+            computed(step)
         with self._timed("receive", microbatch):
-            gradients = channels.receive_backward(microbatch, size)
+            gradients = step.channels.receive_backward(microbatch, step.size(microbatch))
+        held = step.held[microbatch]
         with self._timed("backward", microbatch):
-            held = self._backpropagate(channels, microbatch, batch, loss, scale, gradients)
+            if held.arguments is not None:
+                self._run_again(step, microbatch, held)
+            if self.last:
+                computed(step)
+            self._backpropagate(held, gradients)
         with self._timed("send", microbatch):
-            channels.send_backward(microbatch, held.leaves)
-        del self._held[microbatch]
+            step.channels.send_backward(microbatch, held.leaves)
+        del step.held[microbatch]
 
-    def _backpropagate(
-        self,
-        channels: Channels,
-        microbatch: int,
-        batch: Batch,
-        loss: Loss,
-        scale: float,
-        gradients: dict[int, list[Tensor]],
-    ) -> Held:
-        held = self._held[microbatch]
-        if held.arguments is not None:
-            self._run_again(channels, microbatch, held, batch, loss, scale)
-        roots: list[Tensor] = []
+    def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor]]) -> None:
+        roots: list[GradientEdge] = []
         starts: list[Tensor | None] = []
-        for target, tensors in held.roots.items():
-            arrived = [None] * len(tensors) if target is None else gradients[target]
-            for root, start in zip(tensors, arrived, strict=True):
-                if root.requires_grad:
+        for target, edges in held.roots.items():
+            arrived = [None] * len(edges) if target is None else gradients[target]
+            for root, start in zip(edges, arrived, strict=True):
+                if root is not None:
                     roots.append(root)
                     starts.append(start)
         if roots:
             with torch.autocast(self.device.type, enabled=False):
                 torch.autograd.backward(roots, starts)
-        return held
 
-    def _run_again(
-        self, channels: Channels, microbatch: int, held: Held, batch: Batch, loss: Loss, scale: float
-    ) -> None:
+    def _run_again(self, step: Step, microbatch: int, held: Held) -> None:
         assert held.arguments is not None
         assert held.random is not None
         now = RandomState(self.device)
         held.random.restore()
-        enabled, dtype = self._autocast()
-        with (
-            torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False),
-            self.statistics.microbatch(microbatch, again=True),
-        ):
+        with self.statistics.microbatch(microbatch, again=True):
             result = self.module(*held.arguments)
             if self.last:
-                held.roots = {None: [self._weighted_loss(result, microbatch, batch, loss, scale)]}
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
             else:
-                held.roots.update(channels.roots(self._named(channels, result)).items())
+                roots = step.channels.roots(self._named(step, result))
+                held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
         now.restore()
 
-    def _weighted_loss(self, outputs: Any, microbatch: int, batch: Batch, loss: Loss, scale: float) -> Tensor:
-        """The microbatch's part of the mean over the global batch."""
-        rows = batch.split.global_rows(microbatch).to(self.device)
-        targets = tuple(tensor[rows] for tensor in batch.rest)
-        mean = loss(outputs, targets[0] if len(targets) == 1 else targets)
-        self.loss_sum = self.loss_sum + mean.detach() * len(rows)
-        return mean * (scale * len(rows) / batch.split.samples)
-
-    def _expect(self, channels: Channels, tasks: Sequence[Task], batch: Batch) -> None:
+    def _expect(self, step: Step, tasks: Sequence[Task]) -> None:
         """Post receives early, up to the first task for which that is not possible: messages come in order."""
         for task in tasks:
-            size = self._size(batch, task.microbatch)
+            size = step.size(task.microbatch)
             if task.kind == "forward":
-                if not channels.expect_forward(task.microbatch, size, headers_known_only=True):
+                if not step.channels.expect_forward(task.microbatch, size, headers_known_only=True):
                     return
-            elif task.microbatch not in self._held:
+            elif task.microbatch not in step.held:
                 return
             else:
-                channels.expect_backward(task.microbatch, size)
+                step.channels.expect_backward(task.microbatch, size)
 
-    def _images(self, batch: Batch, microbatch: int) -> Tensor | None:
-        if batch.images is None:
-            return None
-        start, stop = batch.split.bounds[microbatch]
-        return batch.images[start:stop]
-
-    def _named(self, channels: Channels, outputs: tuple[Any, ...]) -> dict[str, Any]:
-        return dict(zip(channels.division.stages[self.place.stage].outputs, outputs, strict=True))
-
-    def _size(self, batch: Batch, microbatch: int) -> Hashable:
-        """What the shapes and types of a microbatch's values depend on."""
-        count = batch.split.sizes[microbatch]
-        return (count, batch.image_shape, batch.image_dtype, self._autocast(), torch.is_grad_enabled())
-
-    def _autocast(self) -> tuple[bool, torch.dtype]:
-        kind = self.device.type
-        return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    def _named(self, step: Step, outputs: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(step.channels.division.stages[self.place.stage].outputs, outputs, strict=True))
 
     @contextmanager
     def _described(self, task: Task) -> Iterator[None]:
@@ -340,3 +296,12 @@ def check_rows(outputs: Any, samples: int) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where gradients of tensors enter the graph; without the tensors, which may take memory until then."""
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _nothing(_: Step) -> None:
+    pass

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
@@ -35,6 +36,21 @@ class Contexts:
                     f"{where} computes under {name}, which a network that is cut into stages loses: use "
                     ".detach() on the values, set the precision for the whole run, or use strategy ddp"
                 )
+        if _is_checkpointed():
+            raise ConfigurationError(
+                f"{where} is under torch.utils.checkpoint, which a network that is cut into stages loses: leave it out "
+                "(set_grad_checkpointing(False) in timm) and set the pipeline's activation_checkpointing"
+            )
+
+
+def _is_checkpointed() -> bool:
+    """Whether torch.utils.checkpoint is among the callers."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _contexts() -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Sum the gradients of a stage's replicas in buckets, while the last microbatch's backward still runs."""
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -17,12 +18,18 @@ class Bucket:
 
     Args:
         parameters: Parameters of one type on one device.
+
+    Attributes:
+        flat: The gradients one after the other.
+        views: For each parameter its part, in its own shape.
+        missing: Parameters that the last backward has not reached yet.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         first = parameters[0]
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
         self.missing = len(parameters)
         offset = 0
         for parameter in parameters:
@@ -30,15 +37,16 @@ class Bucket:
             # In the parameter's own memory format, which autograd would choose, too.
             dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
             strides = parameter.stride() if dense else parameter.contiguous().stride()
-            parameter.grad = part.as_strided(parameter.shape, strides)
+            self.views.append(part.as_strided(parameter.shape, strides))
             offset += parameter.numel()
 
 
 class GradientReducer:
-    """Accumulates the gradients of one step and sums them over the replicas.
+    """Accumulates the gradients of one step, or of several, and sums them over the replicas.
 
     :meth:`begin`, then the backwards of all microbatches with :meth:`overlap` before the last, then :meth:`finish`.
-    Buckets are reduced in a fixed order, last parameters first, so that all replicas agree.
+    Buckets are reduced in a fixed order, last parameters first, so that all replicas agree. They and the hooks are made
+    once, in the first step.
 
     Args:
         parameters: The stage's parameters, in the order of the forward.
@@ -54,47 +62,51 @@ class GradientReducer:
         self.bucket_bytes = bucket_bytes
         self._buckets: list[Bucket] = []
         self._works: list[dist.Work] = []
-        self._handles: list[RemovableHandle] = []
-        self._kept: list[Tensor | None] = []
+        self._kept: list[Tensor | None] | None = None
         self._reached: set[nn.Parameter] = set()
-        self._overlapping = False
+        self._keeps = self._overlapping = False
         self._unused: set[nn.Parameter] | None = None
 
     def begin(self) -> None:
-        """Set the gradients of earlier steps aside and start from none."""
+        """Set ``grad`` aside and start from none, or from what :meth:`finish` has kept."""
         self._kept = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
-        if self.group is not None:
-            self._buckets = [Bucket(parameters) for parameters in self._grouped()]
-        self._reached.clear()
-        self._overlapping = False
+        if self.group is None:
+            return
+        if not self._buckets:
+            self._make_buckets()
+        if not self._keeps:
+            self._reached.clear()
         for bucket in self._buckets:
-            for parameter in bucket.parameters:
-
-                def ready(parameter: nn.Parameter, bucket: Bucket = bucket) -> None:
-                    self._reached.add(parameter)
-                    if self._overlapping:
-                        bucket.missing -= 1
-                        self._launch(all_of_them=False)
-
-                handle = parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
+            if not self._keeps:
+                bucket.flat.zero_()
+            bucket.missing = len(bucket.parameters)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+        self._keeps = False
 
     def overlap(self) -> None:
         """Reduce each bucket as soon as the backward that follows has filled it."""
         self._overlapping = True
 
-    def finish(self) -> list[Tensor | None]:
+    def finish(self, keep: bool = False) -> list[Tensor | None]:
         """Wait for the sums.
 
+        Args:
+            keep: Where there are replicas, reduce nothing, and have the next step add to the gradients.
+
         Returns:
-            The gradient of each of ``parameters``, None where there is none; ``grad`` is what it was at
-            :meth:`begin`.
+            The gradient of each of ``parameters``, None where there is none or it was kept; ``grad`` is what it was at
+            :meth:`begin`. With replicas they may be changed, and are overwritten by the next step.
 
         Raises:
             ConfigurationError: A parameter has a gradient now that had none in the first step.
         """
+        if keep and self.group is not None:
+            self.abandon()
+            self._keeps = True
+            return [None] * len(self.parameters)
         self._launch(all_of_them=True)
         for work in self._works:
             work.wait()
@@ -121,13 +133,29 @@ class GradientReducer:
         return self._unused
 
     def abandon(self) -> None:
-        """Put ``grad`` back as it was at :meth:`begin`."""
-        for handle in self._handles:
-            handle.remove()
-        for parameter, kept in zip(self.parameters, self._kept, strict=True):
-            parameter.grad = kept
-        self._buckets, self._works, self._handles, self._kept = [], [], [], []
-        self._overlapping = False
+        """Put ``grad`` back as it was at :meth:`begin`, and drop what was kept."""
+        if self._kept is not None:
+            for parameter, kept in zip(self.parameters, self._kept, strict=True):
+                parameter.grad = kept
+        self._kept, self._works = None, []
+        self._keeps = self._overlapping = False
+
+    def _make_buckets(self) -> None:
+        self._buckets = [Bucket(parameters) for parameters in self._grouped()]
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_Ready(self, bucket))  # type: ignore[no-untyped-call]
+            for bucket in self._buckets
+            for parameter in bucket.parameters
+        ]
+        weakref.finalize(self, _remove, handles)
+
+    def ready(self, parameter: nn.Parameter, bucket: Bucket) -> None:
+        """Take note that a backward has added to a gradient."""
+        if self._kept is not None:
+            self._reached.add(parameter)
+            if self._overlapping:
+                bucket.missing -= 1
+                self._launch(all_of_them=False)
 
     def _launch(self, all_of_them: bool) -> None:
         while len(self._works) < len(self._buckets):
@@ -149,3 +177,26 @@ class GradientReducer:
             groups[-1].append(parameter)
             size += bytes_
         return groups
+
+
+class _Ready:
+    """Tells a reducer, as long as there is one: parameters may outlive it, and their hooks must not hold it.
+
+    Args:
+        reducer: The reducer.
+        bucket: The parameter's bucket.
+    """
+
+    def __init__(self, reducer: GradientReducer, bucket: Bucket) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._bucket = weakref.ref(bucket)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        reducer, bucket = self._reducer(), self._bucket()
+        if reducer is not None and bucket is not None:
+            reducer.ready(parameter, bucket)
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

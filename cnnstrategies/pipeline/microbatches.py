@@ -1,5 +1,6 @@
 """How a global batch is cut into microbatches, and in which order its rows stand."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,11 +39,16 @@ class Split:
     @cached_property
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """For each microbatch the first row and the row after the last, counted in its replica's samples."""
+        replicas = len(self.rows)
+        # For each replica the size of its microbatches, and how many have one more.
+        shares = [
+            divmod(rows, len(range(replica, self.microbatches, replicas)) or 1)
+            for replica, rows in enumerate(self.rows)
+        ]
         bounds = []
         for microbatch in range(self.microbatches):
-            index, replica = divmod(microbatch, len(self.rows))
-            count = len(range(replica, self.microbatches, len(self.rows)))
-            size, extra = divmod(self.rows[replica], count)
+            index, replica = divmod(microbatch, replicas)
+            size, extra = shares[replica]
             start = index * size + min(index, extra)
             bounds.append((start, start + size + (index < extra)))
         return tuple(bounds)
@@ -55,17 +61,23 @@ class Split:
     @cached_property
     def positions(self) -> Tensor:
         """Row in the global batch of each sample, with the samples ordered replica by replica (N,)."""
-        keys = [(index, replica) for replica, rows in enumerate(self.rows) for index in range(rows)]
-        order = sorted(range(len(keys)), key=keys.__getitem__)
-        positions = torch.empty(len(keys), dtype=torch.int64)
-        positions[order] = torch.arange(len(keys))
+        rows = torch.tensor(self.rows)
+        replicas = torch.repeat_interleave(torch.arange(len(rows)), rows)
+        firsts = torch.cumsum(rows, 0) - rows
+        order = torch.argsort((torch.arange(len(replicas)) - firsts[replicas]) * len(rows) + replicas)
+        positions = torch.empty(len(order), dtype=torch.int64)
+        positions[order] = torch.arange(len(order))
         return positions
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [0, *itertools.accumulate(self.rows)]
 
     def global_rows(self, microbatch: int) -> Tensor:
         """Rows of the global batch that a microbatch holds, in its order (n,)."""
         replica = microbatch % len(self.rows)
         start, stop = self.bounds[microbatch]
-        offset = sum(self.rows[:replica])
+        offset = self._offsets[replica]
         return self.positions[offset + start : offset + stop]
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:

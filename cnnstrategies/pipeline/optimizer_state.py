@@ -26,8 +26,8 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Grou
         for parameter in group["params"]:
             if parameter not in names:
                 raise ConfigurationError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not part of `network`: "
-                    "move it into the network, since each stage trains its own part of that only"
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not part of the "
+                    "network that is divided: give it the parameters of that alone"
                 )
         groups.append([names[parameter] for parameter in group["params"]])
     return groups

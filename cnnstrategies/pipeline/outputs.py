@@ -2,16 +2,40 @@
 
 import pickle
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import Transport
+
+
+@dataclass
+class Gathering:
+    """Outputs on their way to every rank.
+
+    Attributes:
+        leaves: The leaves of what the network returned.
+        tree: How they are nested.
+        pieces: For each part of a tensor the whole, its rows there, itself and the transfer.
+    """
+
+    leaves: list[Any]
+    tree: TreeSpec
+    pieces: list[tuple[Tensor, Tensor, Tensor, dist.Work | None]] = field(default_factory=list)
+
+    def finish(self) -> Any:
+        """What the network would have returned for the whole batch."""
+        for whole, rows, piece, work in self.pieces:
+            if work is not None:
+                work.wait()
+            whole[rows] = piece
+        return tree_unflatten(self.leaves, self.tree)
 
 
 class OutputGatherer:
@@ -29,17 +53,18 @@ class OutputGatherer:
         self.device = device
         self._structures: dict[Hashable, Any] = {}
 
-    def gather(self, split: Split, outputs: Mapping[int, Any], kind: Hashable) -> Any:
-        """The outputs for the global batch; a collective.
+    def knows(self, kind: Hashable) -> bool:
+        """Whether outputs of a kind were gathered before, so that nothing has to be waited for to start."""
+        return kind in self._structures
+
+    def start(self, split: Split, outputs: Mapping[int, Any], kind: Hashable) -> "Gathering":
+        """Begin to gather the outputs for the global batch; a collective.
 
         Args:
             split: The microbatches.
             outputs: In the last stage what the network returned for each of this rank's microbatches: a tensor with
                 one row per sample, or nested containers of such tensors and plain data.
             kind: What structure and types of the outputs depend on; the same on every rank.
-
-        Returns:
-            What the network would have returned for the whole batch.
         """
         last = self.placement.stages - 1
         if kind not in self._structures:
@@ -47,12 +72,12 @@ class OutputGatherer:
             self._structures[kind] = self._broadcast_structure(outputs.get(first), self.placement.rank_of(last, first))
         leaves, tree = self._structures[kind]
         parts = {microbatch: tree_flatten(result)[0] for microbatch, result in outputs.items()}
-        gathered = []
+        gathering = Gathering([value for _, value in leaves], tree)
         for index, (shape, value) in enumerate(leaves):
             if shape is None:
-                gathered.append(value)
                 continue
             whole = torch.empty((split.samples, *shape), dtype=value, device=self.device)
+            gathering.leaves[index] = whole
             for replica, rank in enumerate(self.placement.ranks(last)):
                 own = [m for m in range(replica, split.microbatches, self.placement.replicas[last]) if split.sizes[m]]
                 if not own:
@@ -62,11 +87,9 @@ class OutputGatherer:
                     piece = torch.cat([parts[m][index] for m in own])
                 else:
                     piece = torch.empty((len(rows), *shape), dtype=value, device=self.device)
-                if self.placement.world_size > 1:
-                    dist.broadcast(piece, rank)
-                whole[rows] = piece
-            gathered.append(whole)
-        return tree_unflatten(gathered, tree)
+                work = dist.broadcast(piece, rank, async_op=True) if self.placement.world_size > 1 else None
+                gathering.pieces.append((whole, rows, piece, work))
+        return gathering
 
     def _broadcast_structure(self, result: Any, source: int) -> Any:
         """Shape of a row and type of each tensor, the plain leaves, and how they are nested."""

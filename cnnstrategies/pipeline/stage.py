@@ -120,7 +120,7 @@ class StageModule(Traced):
         self._run = {
             mode: type(fx.GraphModule(self, graph)).forward for mode, graph in zip((True, False), graphs, strict=True)
         }
-        self.train(network.training)
+        self.training = network.training  # The modules that they share keep their own modes.
 
     def forward(self, *inputs: Any) -> Any:
         """Run the stage."""

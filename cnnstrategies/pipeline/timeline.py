@@ -5,10 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
 COLOURS = {
     "forward": "#4C8BF5",
     "backward": "#F2994A",
@@ -56,6 +52,11 @@ def draw_timeline(
     Raises:
         ValueError: There is nothing to draw, or a span has an unknown kind.
     """
+    # Not above: what only notes spans need not wait for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     _check(spans)
     ranks = sorted({span.rank for span in spans})
     origin = min(span.start for span in spans)

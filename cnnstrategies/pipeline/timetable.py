@@ -1,10 +1,12 @@
 """Which rank computes what in which order: the timetable of a step, and the numbering of the ranks.
 
-Microbatch m runs on replica ``m mod R`` of a stage with R replicas. Ranks are numbered stage by stage.
+Microbatch m runs on replica ``m mod R`` of a stage with R replicas.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from cnnstrategies.errors import ConfigurationError
@@ -12,6 +14,8 @@ from cnnstrategies.errors import ConfigurationError
 Kind = Literal["forward", "backward"]
 Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES = ("gpipe", "1f1b")
+Order = Literal["stages", "replicas"]
+ORDERS = ("stages", "replicas")
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """The numbering of the ranks: those of stage 0 first, replica by replica.
+    """The numbering of the ranks; neighbours in it are likely to be on one node.
 
     Attributes:
         replicas: Replicas of each stage.
+        order: ``stages``: those of stage 0 first, replica by replica, so that the replicas of a stage are together.
+            ``replicas``: the first replica of each stage, then the second ones, so that those that send each other
+            activations are together: all of them, where the replicas of each stage are a multiple of those of others.
     """
 
     replicas: tuple[int, ...]
+    order: Order = "stages"
 
     @property
     def stages(self) -> int:
@@ -63,39 +71,86 @@ class Placement:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return sum(self.replicas)
+        return len(self._places)
 
-    def ranks(self, stage: int) -> range:
-        """The ranks of a stage."""
-        first = sum(self.replicas[:stage])
-        return range(first, first + self.replicas[stage])
+    def ranks(self, stage: int) -> Sequence[int]:
+        """The ranks of a stage, replica by replica."""
+        return self._ranks[stage]
 
     def place(self, rank: int) -> Place:
         """Stage and replica of a rank."""
-        stage = next(stage for stage in range(self.stages) if rank in self.ranks(stage))
-        return Place(stage, rank - self.ranks(stage)[0])
+        return self._places[rank]
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         """The rank that runs a microbatch in a stage."""
-        return self.ranks(stage)[microbatch % self.replicas[stage]]
+        ranks = self._ranks[stage]
+        return ranks[microbatch % len(ranks)]
 
     def describe(self, rank: int) -> str:
         """A rank in words, for messages."""
-        place = self.place(rank)
-        return f"stage {place.stage}, replica {place.replica} (rank {rank})"
+        return self._descriptions[rank]
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        places = [Place(stage, replica) for stage, count in enumerate(self.replicas) for replica in range(count)]
+        if self.order == "replicas":
+            apart = math.gcd(*self.replicas)  # Microbatch m runs on replicas that are equal modulo this in all stages.
+            places.sort(key=lambda place: (place.replica % apart, place.replica // apart, place.stage))
+        return places
+
+    @cached_property
+    def _ranks(self) -> list[list[int]]:
+        ranks: list[list[int]] = [[0] * count for count in self.replicas]
+        for rank, place in enumerate(self._places):
+            ranks[place.stage][place.replica] = rank
+        return ranks
+
+    @cached_property
+    def _descriptions(self) -> list[str]:
+        return [f"stage {one.stage}, replica {one.replica} (rank {rank})" for rank, one in enumerate(self._places)]
 
 
-def in_flight(replicas: Sequence[int], stage: int) -> int:
+def in_flight(replicas: Sequence[int], stage: int, run_ahead: bool = False) -> int:
     """Most microbatches whose activations a replica of a stage holds at once under 1f1b.
 
     With equal replication it is ``stages - stage``. In general it is the number of ranks from this stage on over the
     stage's replicas, rounded up (PipeDream's NOAM, Narayanan et al. 2019, for each stage): fewer would leave ranks
     behind it idle or, where a stage is wider than the one before it, wait for each other for ever.
+
+    Args:
+        replicas: Replicas of each stage.
+        stage: The stage.
+        run_ahead: Hold one more where rounding up has added nothing, so that a message may take a while before a rank
+            waits for it; not in the last stage, whose backward needs no other.
     """
-    return -(-sum(replicas[stage:]) // replicas[stage])
+    ranks, own = sum(replicas[stage:]), replicas[stage]
+    return ranks // own + 1 if run_ahead and ranks > own else -(-ranks // own)
 
 
-def timetable(replicas: Sequence[int], microbatches: int, schedule: str = "1f1b") -> list[list[Task]]:
+def tasks_of(
+    place: Place, replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
+) -> list[Task]:
+    """One rank's computations in order; see :func:`timetable`.
+
+    Raises:
+        ConfigurationError: The schedule is unknown.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
+    stage = place.stage
+    own = range(place.replica, microbatches, replicas[stage])
+    ahead = len(own) if schedule == "gpipe" else min(in_flight(replicas, stage, run_ahead), len(own))
+    order = [Task("forward", stage, microbatch) for microbatch in own[:ahead]]
+    for index, microbatch in enumerate(own):
+        order.append(Task("backward", stage, microbatch))
+        if ahead + index < len(own):
+            order.append(Task("forward", stage, own[ahead + index]))
+    return order
+
+
+def timetable(
+    replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
+) -> list[list[Task]]:
     """Each rank's computations in order.
 
     ``gpipe`` runs all forwards, then all backwards (Huang et al., "GPipe", 2019). ``1f1b`` starts a microbatch's
@@ -106,28 +161,17 @@ def timetable(replicas: Sequence[int], microbatches: int, schedule: str = "1f1b"
         replicas: Replicas of each stage.
         microbatches: Microbatches of a step, over all replicas.
         schedule: ``gpipe`` or ``1f1b``.
+        run_ahead: Under 1f1b hold one microbatch more than is needed; see :func:`in_flight`.
 
     Returns:
-        For each rank its tasks. A rank that gets no microbatch has none.
+        For each replica of each stage its tasks, stage by stage. One that gets no microbatch has none.
 
     Raises:
         ConfigurationError: The schedule is unknown, or a number is below 1.
     """
-    if schedule not in SCHEDULES:
-        raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
     if microbatches < 1:
         raise ConfigurationError(f"microbatches={microbatches}: a step needs at least 1; 4 per stage is usual")
     if not replicas or min(replicas) < 1:
         raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
-    tasks = []
-    for stage, count in enumerate(replicas):
-        for replica in range(count):
-            own = range(replica, microbatches, count)
-            ahead = len(own) if schedule == "gpipe" else min(in_flight(replicas, stage), len(own))
-            order = [Task("forward", stage, microbatch) for microbatch in own[:ahead]]
-            for index, microbatch in enumerate(own):
-                order.append(Task("backward", stage, microbatch))
-                if ahead + index < len(own):
-                    order.append(Task("forward", stage, own[ahead + index]))
-            tasks.append(order)
-    return tasks
+    places = [Place(stage, replica) for stage, count in enumerate(replicas) for replica in range(count)]
+    return [tasks_of(place, replicas, microbatches, schedule, run_ahead) for place in places]

@@ -1,8 +1,9 @@
 """Trace a network into a torch.fx graph, and find where it can be cut."""
 
+import inspect
 import linecache
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -28,6 +29,17 @@ class LeafTracer(fx.Tracer):
         super().__init__()
         self._contexts = Contexts()
 
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[..., Any], list[Any]]:
+        """One placeholder for all that the network takes; what has a default keeps it."""
+        assert isinstance(self.root, nn.Module)
+        names = network_inputs(self.root)
+        if len(names) == 1:
+            return root_fn, [self.root, self.create_proxy("placeholder", names[0], (), {})]
+        inputs: Any = self.create_proxy("placeholder", "inputs", (), {})
+        return root_fn, [self.root, *(inputs[index] for index in range(len(names)))]
+
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """A node of the graph, which runs in the context of a whole step."""
         inside = [path for path, _ in self.module_stack.values()]
@@ -49,7 +61,8 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
     Dropout and BatchNorm, keep looking at their mode when they run.
 
     Args:
-        network: Any module that maps one tensor of images to its outputs. Its modes are left as they were.
+        network: Any module that maps images to its outputs: one tensor, or several where its ``forward`` has several
+            arguments without defaults, which the graph then takes as one tuple. Its modes are left as they were.
         training: Trace what the network does in training.
 
     Returns:
@@ -70,16 +83,26 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
                 f"{str(error).splitlines()[0] if str(error) else error!r}. A network that is cut into stages must not "
                 "branch on shapes or values of tensors: rewrite that module, or use strategy ddp"
             ) from error
-    _, *extra = [node for node in graph.nodes if node.op == "placeholder"]
-    for argument in extra:
-        if argument.users:
-            raise ConfigurationError(
-                f"{type(network).__name__}.forward uses its argument {argument.target!r} besides the images: a network "
-                "that is cut into stages takes one tensor; wrap it in a module with forward(self, images)"
-            )
-        graph.erase_node(argument)
     graph.lint()
     return fx.GraphModule(network, graph, type(network).__name__)
+
+
+def network_inputs(network: nn.Module) -> list[str]:
+    """The names of the tensors that a network takes: its arguments without defaults, or else the first one.
+
+    Raises:
+        ConfigurationError: One can be given by name alone.
+    """
+    every = list(inspect.signature(network.forward).parameters.values())
+    needed = [
+        one for one in every if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if any(one.kind is one.KEYWORD_ONLY for one in needed):
+        raise ConfigurationError(
+            f"{type(network).__name__}.forward has an argument {needed[-1].name!r} that is given by name alone: a "
+            "network that is cut into stages takes its tensors in order; leave out the * before it"
+        )
+    return [one.name for one in needed] or [one.name for one in every[:1]] or ["images"]
 
 
 def _where(network: nn.Module, error: Exception) -> str:

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cnnstrategies.planning.overlay import write_overlay
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.race import Look, Race, Verdict
-from cnnstrategies.planning.settings import Effect, Setting
+from cnnstrategies.planning.settings import Setting
+from cnnstrategies.planning.settings_file import write_settings
 from cnnstrategies.planning.trial import Trial, TrialError
 
 COMPARED_STEPS = 3
@@ -156,7 +157,7 @@ class Contest:
         self.progress(f"starting: {setting.name}")
         number = len(list(self.folder.glob("*.log")))
         overlay = self.folder / f"{number}.yaml"
-        write_overlay(overlay, setting.values)
+        write_settings(overlay, setting.values)
         words = [*self.words, *(["--config", str(overlay)] if setting.values else [])]
         trial = Trial(self.folder, str(number), words, max(30.0, self.ends - time.monotonic()))
         stack.callback(trial.close)

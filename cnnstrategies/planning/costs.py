@@ -48,25 +48,44 @@ class Link:
     """The connection between two devices; every device has one port in each direction.
 
     Attributes:
-        bandwidth: Bytes per second.
+        bandwidth: Bytes per second of large messages.
         latency: Seconds from the start of a message to the arrival of its first byte.
+        rates: Where smaller messages are slower: (bytes, bytes per second), ascending; between two sizes the rate is
+            interpolated, beyond the last it is ``bandwidth``.
     """
 
     bandwidth: float
     latency: float
+    rates: tuple[tuple[int, float], ...] = ()
 
-    def time(self, size: int) -> float:
+    def rate(self, size: float) -> float:
+        """Bytes per second of messages of this size."""
+        if not self.rates:
+            return self.bandwidth
+        place = bisect.bisect_right(self.rates, size, key=lambda entry: entry[0])
+        if place == 0:
+            return self.rates[0][1]
+        if place == len(self.rates):
+            return self.bandwidth if size > self.rates[-1][0] else self.rates[-1][1]
+        (small, slow), (large, fast) = self.rates[place - 1 : place + 1]
+        return slow + (fast - slow) * (size - small) / (large - small)
+
+    def time(self, size: float) -> float:
         """Seconds in which ``size`` bytes arrive; 0 bytes cost nothing, since nothing is sent."""
-        return self.latency + size / self.bandwidth if size else 0.0
+        return self.latency + size / self.rate(size) if size else 0.0
 
-    def all_reduce_time(self, size: int, members: int) -> float:
+    def all_reduce_time(self, size: float, members: int) -> float:
         """Seconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) steps of size / n bytes.
 
         Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
         """
         if members < 2 or not size:
             return 0.0
-        return 2 * (members - 1) * (self.latency + size / members / self.bandwidth)
+        return 2 * (members - 1) * (self.latency + size / members / self.rate(size / members))
+
+    def scaled(self, factor: float) -> "Link":
+        """The same with another rate."""
+        return Link(self.bandwidth * factor, self.latency, tuple((size, rate * factor) for size, rate in self.rates))
 
 
 @dataclass(frozen=True)
@@ -77,14 +96,14 @@ class GraphCosts:
         nodes: The nodes; a cut at position c separates nodes ``[0, c)`` from ``[c, len(nodes))``.
         values: What passes between the nodes.
         cut_positions: Where a cut is possible, ascending, each in ``[1, len(nodes) - 1]``.
-        microbatch_size: Samples for which the costs hold.
+        microbatch_size: Samples for which the costs hold; a mean where microbatches differ by one.
         input_bytes: Bytes of one microbatch of input.
     """
 
     nodes: tuple[NodeCost, ...]
     values: tuple[Value, ...]
     cut_positions: tuple[int, ...]
-    microbatch_size: int
+    microbatch_size: float
     input_bytes: int
 
     @cached_property

@@ -12,34 +12,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
 
 
-@contextmanager
-def preserved(network: nn.Module) -> Iterator[None]:
-    """Put a network's buffers and gradients and the random numbers back as they were.
-
-    Parameters are expected not to change: nothing here steps an optimizer.
-    """
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
-    devices = {tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"}
-    device_type = next(iter(devices)).type if devices else "cuda"
-    try:
-        with torch.random.fork_rng(devices=list(devices), device_type=device_type):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
 def profile(
     traced: fx.GraphModule,
-    microbatch: Tensor,
+    microbatch: Images,
     warm_up: int = 2,
     repeats: int = 5,
     budget: float = 20.0,
@@ -54,7 +35,7 @@ def profile(
 
     Args:
         traced: The traced network, on the device that it will train on.
-        microbatch: One microbatch of input (n, C, H, W) on the same device.
+        microbatch: One microbatch of input (n, C, H, W) on the same device; several where the network takes several.
         warm_up: Sweeps before the measurement.
         repeats: Sweeps measured; each time is their median.
         budget: Seconds after which a slow network is measured no more, once there is one measured sweep.
@@ -97,17 +78,18 @@ def profile(
         for index, node in enumerate(order)
     )
     values = []
+    input_bytes = sum(tensor.nbytes for tensor in tree_leaves(microbatch))
     for image in (node for node in traced.graph.nodes if node.op == "placeholder"):
         # The first node's stage has the images and sends them to the stages that use them once more.
         later = tuple(sorted(position[user] for user in image.users if position.get(user, 0) > 0))
         if later:
-            values.append(Value(0, later, microbatch.nbytes, 0))
+            values.append(Value(0, later, input_bytes, 0))
     for node in order:
         consumers = tuple(sorted({position[user] for user in node.users if user in position}))
         if consumers:
             size, gradient = counted.sizes[node]
             values.append(Value(position[node], consumers, size, gradient))
-    return GraphCosts(nodes, tuple(values), tuple(cut_positions(traced)), len(microbatch), microbatch.nbytes)
+    return GraphCosts(nodes, tuple(values), tuple(cut_positions(traced)), len(tree_leaves(microbatch)[0]), input_bytes)
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
@@ -133,9 +115,10 @@ class _Sweep:
     sizes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
 
 
-def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor, count: bool = False) -> _Sweep:
+def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Images, count: bool = False) -> _Sweep:
     """Run the nodes forward, then backward; with ``count`` note the saved bytes, which costs time."""
     found = _Sweep()
+    device = tree_leaves(microbatch)[0].device
     interpreter = fx.Interpreter(traced)
     environment: dict[fx.Node, Any] = {}
     for node in traced.graph.nodes:
@@ -145,7 +128,7 @@ def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor,
             environment[node] = interpreter.fetch_attr(str(node.target))
     # Storages, by address; those of the sweep all live to its end. What stays anyway belongs to no node.
     owner: dict[int, fx.Node | None] = {
-        _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), microbatch)
+        _address(tensor): None for tensor in (*traced.parameters(), *traced.buffers(), *tree_leaves(microbatch))
     }
     saved: dict[int, int] = {}
     outputs: dict[fx.Node, list[Tensor]] = {}
@@ -163,7 +146,7 @@ def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor,
             fx.node.map_arg(node.kwargs, inputs.__getitem__),
         )
         with _recording(saved) if count else nullcontext():
-            found.forward[node], result = timed(call, microbatch.device)
+            found.forward[node], result = timed(call, device)
         environment[node] = tree_map(_cut, result)
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         outputs[node] = [tensor for tensor in tensors if tensor.requires_grad]
@@ -177,16 +160,17 @@ def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Tensor,
     for node in reversed(order):
         roots = outputs.pop(node)
         backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
-        found.backward[node] = timed(backward, microbatch.device)[0] if roots else 0.0
+        found.backward[node] = timed(backward, device)[0] if roots else 0.0
     return found
 
 
-def _run_whole(traced: fx.GraphModule, microbatch: Tensor) -> tuple[float, float]:
+def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float]:
     """Seconds of the whole network's forward and of its backward."""
-    forward, result = timed(partial(traced, microbatch), microbatch.device)
+    device = tree_leaves(microbatch)[0].device
+    forward, result = timed(partial(traced, microbatch), device)
     roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     gradients = [torch.ones_like(root) for root in roots]
-    backward, _ = timed(partial(torch.autograd.backward, roots, gradients), microbatch.device)
+    backward, _ = timed(partial(torch.autograd.backward, roots, gradients), device)
     return forward, backward
 
 

@@ -1,45 +1,58 @@
-"""Settings as a YAML file that goes behind a configuration."""
+"""A chosen strategy as the lines of a configuration."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-CALLBACK = "cnnstrategies.callbacks.ComputeSettings"
+from cnnstrategies.planning.rank import Ranking, Row
+
+HYBRID = "cnnstrategies.strategies.HybridPipelineStrategy"
 
 
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested ones.
-
-    Args:
-        values: Such as ``{"trainer.precision": "bf16-mixed"}``; keys under ``ComputeSettings`` become the arguments
-            of one such callback.
-    """
-    result: dict[str, Any] = {}
-    arguments = {path.partition(".")[2]: value for path, value in values.items() if path.startswith("ComputeSettings.")}
-    if arguments:
-        result["trainer"] = {"callbacks+": {"class_path": CALLBACK, "init_args": arguments}}
-    for path, value in values.items():
-        if path.startswith("ComputeSettings."):
-            continue
-        *parents, name = path.split(".")
-        place = result
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[name] = value
-    return result
-
-
-def write_overlay(path: Path, values: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write settings, whole or not at all.
+def overlay(ranking: Ranking, row: Row) -> dict[str, Any]:
+    """What ``fit`` takes after the configuration that was planned for.
 
     Args:
-        path: The file.
-        values: By dotted keys.
-        comment: Lines for its head.
+        ranking: Of which it is a row.
+        row: The strategy.
     """
-    text = "".join(f"# {line}\n" for line in comment) + yaml.safe_dump(nested(values), sort_keys=False)
-    part = path.with_name(f"{path.name}.partial")
-    part.write_text(text)
-    part.replace(path)
+    job, candidate = ranking.job, row.candidate
+    trainer: dict[str, Any] = {}
+    counts = {host.devices for host in job.cluster.taken(candidate.devices).hosts}
+    if len(counts) == 1:
+        trainer |= {"num_nodes": candidate.devices // min(counts), "devices": min(counts)}
+    options = dict(candidate.options)
+    trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
+    if candidate.family == "hybrid":
+        assert ranking.hybrid is not None
+        if job.profile.nodes_have_names:
+            nodes = ranking.hybrid.predictor.costs.nodes
+            options["cuts"] = [nodes[cut - 1].name for cut in ranking.hybrid.layout.cuts]
+        options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
+        trainer["strategy"] = {"class_path": HYBRID, "init_args": options}
+    else:
+        trainer["strategy"] = candidate.family
+    written: dict[str, Any] = {"trainer": trainer}
+    if candidate.samples != job.samples:
+        written["data"] = {"init_args": {"global_batch_size": candidate.samples}}
+    return written
+
+
+def write_overlay(file: Path, ranking: Ranking) -> None:
+    """Write the best strategy's lines.
+
+    Args:
+        file: Where to.
+        ranking: The strategies.
+    """
+    row = ranking.best
+    made = row.prediction
+    lines = [
+        f"# {row.candidate}: {made.step * 1e3:.4g} ms a step predicted, {made.rate:.4g} samples/s",
+        "#   cnnstrategies fit --config YOURS --config THIS",
+    ]
+    if row.candidate.family == "hybrid" and not ranking.job.profile.nodes_have_names:
+        lines.append("# The profile's nodes are not those that fit knows: it chooses the cuts by a profile of its own.")
+    text = yaml.safe_dump(overlay(ranking, row), sort_keys=False, default_flow_style=None)
+    file.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")

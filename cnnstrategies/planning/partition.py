@@ -5,77 +5,128 @@ local search moves cuts and replicas while the predicted time falls.
 """
 
 import bisect
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.planning.programme import Problem, propose
+from cnnstrategies.planning.problem import Problem
+from cnnstrategies.planning.programme import SLACK, SMALL, propose
 
 PROPOSALS = 24  # that the simulator ranks
-REFINED = 6  # of the ranked, each with other replicas, that the local search starts from
-MOVES = (-8, -4, -3, -2, -1, 1, 2, 3, 4, 8)  # of cuts in the local search, in places to cut
+REFINED = 10  # of the ranked, each with other replicas, that the local search starts from
+STEPS = 50  # of a local search at most
+LIKELY = 12  # of some layouts for a large cluster that are simulated
+MOST = 60  # simulations for a large cluster
+MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)  # of cuts in the local search, in places to cut
 
 
 def best_layout(
     problem: Problem,
     predict: Callable[[Layout], float],
-    devices: int,
+    bound: Callable[[Layout], float],
     stages: int | None = None,
     replicas: Sequence[int] | None = None,
+    spares: bool = True,
 ) -> Layout | None:
     """The layout with the least predicted step time that was found.
 
     Args:
-        problem: Costs and limits.
+        problem: Costs, limits and devices.
         predict: Step time of a layout in seconds, infinite where it does not fit into memory.
-        devices: Devices to use: all of them, but when neither stages nor replicas are given, as many as pay.
+        bound: What it is not below; a layout whose bound is above the best time is not predicted.
         stages: Number of stages; chosen when left out.
         replicas: Replicas of each stage; chosen when left out.
+        spares: Use only as many devices as pay, where neither stages nor replicas are given.
 
     Returns:
         The layout, or None where none fits into memory or the network has too few places to cut.
     """
-    times: dict[Layout, float] = {}
-
-    def time_of(layout: Layout) -> float:
-        if layout not in times:
-            times[layout] = predict(layout)
-        return times[layout]
-
-    proposals = sorted(propose(problem, devices, stages, replicas).items(), key=lambda item: item[1])
-    ranked = sorted((layout for layout, _ in proposals[:PROPOSALS]), key=time_of)
+    search = _Search(problem, predict, bound, free=spares and stages is None and replicas is None)
+    proposals = sorted(propose(problem, stages, replicas).items(), key=lambda item: item[1])
+    if stages is None and replicas is None and problem.microbatches >= problem.cluster.devices:
+        search.look_at([Layout((), (problem.cluster.devices,))])
+    for first in range(0, PROPOSALS, LIKELY):
+        search.look_at(layout for layout, _ in proposals[first : first + LIKELY])
     if replicas is None:
-        swapped = {other for layout in ranked[:REFINED] for other in _with_two_stages_swapped(layout)}
-        ranked = sorted({*ranked, *swapped}, key=lambda layout: (time_of(layout), layout.cuts, layout.replicas))
+        search.look_at(other for layout in search.best(REFINED) for other in _with_two_stages_swapped(layout))
         if stages is None:
-            split = {other for layout in ranked[:REFINED] for other in _with_a_stage_split(layout, problem)}
-            ranked = sorted({*ranked, *split}, key=lambda layout: (time_of(layout), layout.cuts, layout.replicas))
+            search.look_at(other for layout in search.best(REFINED) for other in _with_a_stage_split(layout, problem))
     starts: dict[tuple[int, ...], Layout] = {}
-    for layout in ranked:
+    for layout in search.best(len(search.times)):
         starts.setdefault(layout.replicas, layout)
     for start in itertools.islice(starts.values(), REFINED):
-        _descend(start, problem.costs.cut_positions, time_of, problem.microbatches if replicas is None else 0)
-    shortest = min(times.values(), default=math.inf)
-    if shortest == math.inf:
+        search.descend(start, problem.microbatches if replicas is None else 0)
+    if search.shortest == math.inf:
         return None
     # A device that gains less than 2 % is better left out.
-    good = [layout for layout, time in times.items() if time <= 1.02 * shortest]
-    return min(good, key=lambda layout: (layout.devices, times[layout]))
+    good = [layout for layout, time in search.times.items() if time <= 1.02 * search.shortest]
+    return min(good, key=lambda layout: (layout.devices, search.times[layout]))
 
 
-def _descend(start: Layout, positions: Sequence[int], time_of: Callable[[Layout], float], most_replicas: int) -> None:
-    """Move to the best neighbour while that is faster; every layout seen is known to ``time_of``."""
-    here = start
-    while True:
-        best = min(_neighbours(here, positions, most_replicas), key=time_of, default=here)
-        if time_of(best) >= time_of(here):
-            return
-        here = best
+class _Search:
+    """The layouts that have been predicted, and which others are worth it.
+
+    Args:
+        problem: Costs and limits.
+        predict: Step time of a layout.
+        bound: What it is not below.
+        free: Whether devices may be left out.
+    """
+
+    def __init__(
+        self, problem: Problem, predict: Callable[[Layout], float], bound: Callable[[Layout], float], free: bool
+    ) -> None:
+        self.free = free
+        self.is_large = problem.cluster.devices > SMALL
+        self.problem = problem
+        self.predict = predict
+        self.bound = bound
+        self.times: dict[Layout, float] = {}
+        self.shortest = math.inf
+
+    def best(self, count: int) -> list[Layout]:
+        """The quickest that are known."""
+        ranked = sorted(self.times, key=lambda layout: (self.times[layout], layout.cuts, layout.replicas))
+        return ranked[:count]
+
+    def look_at(self, layouts: Iterable[Layout]) -> None:
+        """Predict the layouts, the likeliest first, but those that cannot be better than the best."""
+        every = self.problem.cluster.devices
+        new = {layout for layout in layouts if layout not in self.times and (self.free or layout.devices == every)}
+        if self.is_large:
+            # Each prediction takes long: only those that the model likes.
+            liked = heapq.nsmallest(LIKELY, ((self.problem.model(one), one.cuts, one.replicas, one) for one in new))
+            new = {layout for model, _, _, layout in liked if model < SLACK * self.shortest}
+        for bound, layout in sorted(((self.bound(layout), layout) for layout in new), key=lambda pair: pair[0]):
+            if bound > 1.02 * self.shortest or (self.is_large and len(self.times) >= MOST):
+                return
+            self.times[layout] = self.predict(layout)
+            self.shortest = min(self.shortest, self.times[layout])
+
+    def descend(self, start: Layout, most_replicas: int) -> None:
+        """Move to the best neighbour while that is faster."""
+        here = start
+        for _ in range(STEPS):
+            spare = self.problem.cluster.devices - here.devices if self.free else None
+            neighbours = set(_neighbours(here, self.problem.costs.cut_positions, most_replicas, spare))
+            self.look_at(neighbours)
+            best = min((one for one in neighbours if one in self.times), key=self.times.__getitem__, default=here)
+            if self.times[best] >= self.times[here]:
+                return
+            here = best
 
 
-def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) -> Iterator[Layout]:
-    """Layouts with a run of cuts moved by some places, pushing others ahead, or with one replica moved."""
+def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int, spare: int | None) -> Iterator[Layout]:
+    """Layouts with a run of cuts moved by some places, pushing others ahead, or with replicas moved.
+
+    Args:
+        layout: Where to begin.
+        positions: Where cuts are possible.
+        most_replicas: Of a stage; 0 where they are given.
+        spare: Devices that it leaves out; None where it must use all.
+    """
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     for first, last in itertools.combinations(range(len(places) + 1), 2):
         for step in MOVES:
@@ -87,21 +138,30 @@ def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) ->
             if moved[0] >= 0 and moved[-1] < len(positions):
                 yield Layout(tuple(positions[place] for place in moved), layout.replicas)
     for giver, taker in itertools.permutations(range(len(layout.replicas)), 2):
-        if layout.replicas[giver] > 1 and layout.replicas[taker] < most_replicas:
+        for count in (1, 2, 4, 8):  # Several at once reach the next machine.
+            if layout.replicas[giver] > count and layout.replicas[taker] + count <= most_replicas:
+                replicas = list(layout.replicas)
+                replicas[giver] -= count
+                replicas[taker] += count
+                yield Layout(layout.cuts, tuple(replicas))
+    for stage, count in itertools.product(range(len(layout.replicas)), (-1, 1) if spare is not None else ()):
+        if 0 < layout.replicas[stage] + count <= most_replicas and count <= (spare or 0):
             replicas = list(layout.replicas)
-            replicas[giver] -= 1
-            replicas[taker] += 1
+            replicas[stage] += count
             yield Layout(layout.cuts, tuple(replicas))
 
 
 def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Layouts with a replicated stage cut in two, at up to four places."""
+    """Layouts with a stage cut in two, at up to four places; replicas are divided, or devices added that are left."""
+    spare = problem.cluster.devices - layout.devices
     bounds = (0, *layout.cuts, len(problem.costs.nodes))
     for stage, count in enumerate(layout.replicas):
         places = [cut for cut in problem.costs.cut_positions if bounds[stage] < cut < bounds[stage + 1]]
         for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:
-            for first in range(1, count):
-                replicas = (*layout.replicas[:stage], first, count - first, *layout.replicas[stage + 1 :])
+            both = [(first, count - first) for first in range(1, count, 1 + count // SMALL)]
+            both += [(count, spare), (spare, count)] if 0 < spare <= problem.microbatches else []
+            for pair in both:
+                replicas = (*layout.replicas[:stage], *pair, *layout.replicas[stage + 1 :])
                 yield Layout(tuple(sorted((*layout.cuts, cut))), replicas)
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Task
-from cnnstrategies.planning.choose import find_layout
+from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link
-from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.predict import Predictor, find_layout
 from cnnstrategies.planning.request import Request, check_request
 from cnnstrategies.planning.simulate import simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
@@ -71,7 +71,7 @@ class Plan:
     request: Request
     stages: tuple[StagePlan, ...]
     step_time: float
-    samples: int
+    samples: float
     sent_bytes: int
     spans: tuple[Span, ...]
     data_parallel: DataParallel
@@ -82,12 +82,12 @@ class Plan:
         return self.samples / self.step_time
 
 
-def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost) -> Plan:
+def make_plan(costs: GraphCosts, link: Link | Cluster, request: Request, whole: StageCost) -> Plan:
     """Find the best layout that the request permits and predict its step.
 
     Args:
         costs: Costs of the nodes for one microbatch.
-        link: The connection between any two devices.
+        link: The devices, or the connection between any two of them.
         request: Devices, schedule and what the user has fixed.
         whole: Costs of the whole network for one device's share of the batch, for the comparison.
 
@@ -97,15 +97,23 @@ def make_plan(costs: GraphCosts, link: Link, request: Request, whole: StageCost)
     """
     check_request(costs, request)
     predictor = Predictor(costs, link, request)
-    return _describe(predictor, find_layout(predictor), whole)
+    return describe(predictor, find_layout(predictor), whole)
 
 
-def _describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
+def describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
+    """What a layout's stages cost, and its step.
+
+    Args:
+        predictor: Of the network's costs on the devices.
+        layout: The layout.
+        whole: As for :func:`make_plan`.
+    """
     costs, request = predictor.costs, predictor.request
-    simulation = predictor.simulate(layout)
+    run_ahead = predictor.runs_ahead(layout)
+    simulation = predictor.simulate(layout, run_ahead)
     stages = stage_costs(costs, layout.cuts)
     passing = messages(costs, layout.cuts)
-    memory = predictor.stage_memory(layout)
+    memory = predictor.stage_memory(layout, run_ahead)
     bounds = list(itertools.pairwise((0, *layout.cuts, len(costs.nodes))))
     computing = [0.0] * len(stages)
     for span in simulation.spans:
@@ -133,11 +141,11 @@ def _describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
         samples=costs.microbatch_size * request.microbatches,
         sent_bytes=per_microbatch * request.microbatches + reduced,
         spans=tuple(simulation.spans),
-        data_parallel=_data_parallel(whole, predictor.link, request),
+        data_parallel=_data_parallel(whole, predictor.cluster, request),
     )
 
 
-def _data_parallel(whole: StageCost, link: Link, request: Request) -> DataParallel:
+def _data_parallel(whole: StageCost, link: Link | Cluster, request: Request) -> DataParallel:
     devices = request.devices
     tasks = [[Task("forward", 0, rank), Task("backward", 0, rank)] for rank in range(devices)]
     return DataParallel(

@@ -1,17 +1,23 @@
 """Predict time and memory of a layout."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
+from math import gcd, lcm
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout, even_replicas
 from cnnstrategies.pipeline.timetable import timetable
+from cnnstrategies.planning.cluster import Cluster, Host
+from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.partition import best_layout
-from cnnstrategies.planning.programme import Problem
+from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.request import Request
-from cnnstrategies.planning.simulate import Simulation, peak_in_flight, simulate
+from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
+
+WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
+LONGEST = 3000  # tasks that are simulated; of a longer step a part is, and the rest follows from its period
 
 
 class Predictor:
@@ -19,15 +25,14 @@ class Predictor:
 
     Args:
         costs: Costs of the nodes for one microbatch.
-        link: The connection between any two devices.
+        network: The devices, or the connection between any two of them where they are equal.
         request: Devices, schedule and what the user has fixed.
     """
 
-    def __init__(self, costs: GraphCosts, link: Link, request: Request) -> None:
+    def __init__(self, costs: GraphCosts, network: Link | Cluster, request: Request) -> None:
         self.costs = costs
-        self.link = link
+        self.cluster = network if isinstance(network, Cluster) else Cluster.flat(request.devices, network)
         self.request = request
-        self.tasks = functools.cache(lambda replicas: timetable(replicas, request.microbatches, request.schedule))
 
     def fixed_layout(self) -> Layout | None:
         """The layout that the user named, if so."""
@@ -36,51 +41,149 @@ class Predictor:
             return None
         return Layout(cuts, self.request.replicas or even_replicas(self.request.devices, len(cuts) + 1))
 
-    def search(self, objective: Callable[[Layout], float], memory_limit: int | None) -> Layout | None:
-        """The layout with the least objective that was found."""
+    def search(self) -> Layout | None:
+        """The layout with the least predicted time that was found and fits into memory."""
+        problem = self.problem(self.request.memory_limit)
         request = self.request
-        return best_layout(self.problem(memory_limit), objective, request.devices, request.stages, request.replicas)
+        return best_layout(problem, self.time, problem.bound, request.stages, request.replicas, request.spares)
+
+    def lightest(self) -> Layout | None:
+        """The layout with the least memory that was found."""
+        request = self.request
+        return best_layout(self.problem(None), self.memory, self.memory, request.stages, request.replicas)
 
     def problem(self, memory_limit: int | None) -> Problem:
         """The same question for the dynamic programme."""
         request = self.request
-        return Problem(self.costs, self.link, request.microbatches, self.in_flight, request.state_copies, memory_limit)
-
-    def in_flight(self, devices: int, replicas: int) -> int:
-        """Most microbatches that a replica holds with so many devices in its stage and behind it: by the timetable."""
-        return max(peak_in_flight(self.tasks((replicas, *[1] * (devices - replicas)))[0]).values())
+        return Problem(
+            costs=self.costs,
+            cluster=self.cluster,
+            microbatches=request.microbatches,
+            schedule=request.schedule,
+            state_copies=request.state_copies,
+            memory_limit=memory_limit,
+            recomputes=request.activation_checkpointing != "never",
+            run_ahead=request.run_ahead,
+        )
 
     def time(self, layout: Layout) -> float:
         """Predicted step time in seconds, infinite where the layout does not fit into memory."""
         limit = self.request.memory_limit
         if limit is not None and self.memory(layout) > limit:
             return float("inf")
-        return self.simulate(layout).step_time
+        return self._time_of(layout, self._may_run_ahead(layout))
 
     def memory(self, layout: Layout) -> float:
-        """Bytes that the fullest device holds."""
-        return max(self.stage_memory(layout))
+        """Bytes that the fullest device holds at least."""
+        return max(self.stage_memory(layout, self.request.run_ahead or False))
 
-    def simulate(self, layout: Layout) -> Simulation:
-        """The predicted step."""
-        stages = [self._with_recomputation(stage) for stage in stage_costs(self.costs, layout.cuts)]
-        return simulate(self.tasks(layout.replicas), stages, messages(self.costs, layout.cuts), self.link)
+    def runs_ahead(self, layout: Layout) -> bool:
+        """Whether one more microbatch in flight fits into memory and gains time, unless that is given."""
+        if self.request.run_ahead is not None or not self._may_run_ahead(layout):
+            return self.request.run_ahead or False
+        return self._time_of(layout, True) <= (1 - WORTH_RUNNING_AHEAD) * self._time_of(layout, False)
 
-    def _with_recomputation(self, stage: StageCost) -> StageCost:
-        if self.request.activation_checkpointing == "never":
-            return stage
-        return replace(stage, backward=stage.forward + stage.backward)
+    def _may_run_ahead(self, layout: Layout) -> bool:
+        if self.request.run_ahead is not None:
+            return self.request.run_ahead
+        limit = self.request.memory_limit
+        return limit is None or max(self.stage_memory(layout, True)) <= limit
 
-    def stage_memory(self, layout: Layout) -> list[int]:
+    def simulate(self, layout: Layout, run_ahead: bool) -> Simulation:
+        """The predicted step, with all of its tasks."""
+        request = self.request
+        tasks = timetable(layout.replicas, request.microbatches, request.schedule, run_ahead)
+        passing = messages(self.costs, layout.cuts)
+        return simulate(tasks, self._stages(layout), passing, self.cluster.taken(layout.devices))
+
+    def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
         """Bytes that a device of each stage holds at most: training state and activations in flight."""
-        stages = stage_costs(self.costs, layout.cuts)
-        peaks: dict[int, int] = {}
-        for tasks in self.tasks(layout.replicas):
-            for stage, peak in peak_in_flight(tasks).items():
-                peaks[stage] = max(peaks.get(stage, 0), peak)
         memory = []
-        for index, cost in enumerate(stages):
+        problem = self._problem
+        for index, cost in enumerate(stage_costs(self.costs, layout.cuts)):
             state = self.request.state_copies * cost.parameter_bytes
-            kept = peaks[index] if self.request.activation_checkpointing == "never" else 1
-            memory.append(state + peaks[index] * cost.received_bytes + kept * cost.saved_bytes)
+            peak = problem.flights(layout.replicas, index, run_ahead)
+            kept = 1 if problem.recomputes else peak
+            memory.append(state + peak * cost.received_bytes + kept * cost.saved_bytes)
         return memory
+
+    @functools.cached_property
+    def _problem(self) -> Problem:
+        return self.problem(None)
+
+    def _stages(self, layout: Layout) -> list[StageCost]:
+        stages = stage_costs(self.costs, layout.cuts)
+        if self.request.activation_checkpointing == "never":
+            return stages
+        return [replace(stage, backward=stage.forward + stage.backward) for stage in stages]
+
+    def _time_of(self, layout: Layout, run_ahead: bool) -> float:
+        """Predicted step time in seconds, by simulation.
+
+        Where that is long, of one of several equal pipelines beside each other, and of fewer microbatches, from which
+        the period is known.
+        """
+        request = self.request
+        if 2 * request.microbatches * len(layout.replicas) <= LONGEST:
+            return self.simulate(layout, run_ahead).step_time
+        beside = gcd(*layout.replicas)
+        replicas = tuple(count // beside for count in layout.replicas)
+        microbatches = -(-request.microbatches // beside)
+        stages, passing = self._stages(layout), messages(self.costs, layout.cuts)
+        cluster = self.cluster.taken(layout.devices)
+        firsts = [sum(layout.replicas[:stage]) for stage in range(len(replicas))]
+        reductions = [all_reduce(cluster, first, count) for first, count in zip(firsts, layout.replicas, strict=True)]
+        one = one_of_equal(cluster, layout.replicas, beside)
+
+        def time(count: int) -> float:
+            tasks = timetable(replicas, count, request.schedule, run_ahead)
+            return simulate(tasks, stages, passing, one, reductions=reductions).step_time
+
+        most = LONGEST // (2 * len(replicas))
+        if microbatches <= most:
+            return time(microbatches)
+        period = lcm(*replicas)
+        if 2 * period + sum(replicas) <= most:
+            # Filled, and with the same remainder as the whole step.
+            warm = sum(replicas) + (microbatches - sum(replicas)) % period
+            first, second = time(warm), time(warm + period)
+            return second + (second - first) * (microbatches - warm - period) / period
+        problem = self._problem
+        shorter = replace(problem, microbatches=most * beside)
+        return time(most) * problem.model(layout) / shorter.model(layout)
+
+
+def find_layout(predictor: Predictor) -> Layout:
+    """The layout with the least predicted step time, or the one that the request names.
+
+    Raises:
+        ConfigurationError: No layout fits into memory.
+    """
+    request = predictor.request
+    layout = predictor.fixed_layout() or predictor.search()
+    if layout is not None and predictor.time(layout) < float("inf"):
+        return layout
+    smallest = predictor.fixed_layout() or predictor.lightest()
+    assert smallest is not None, "without a limit some layout exists, since there are enough places to cut"
+    raise ConfigurationError(
+        f"memory_limit={request.memory_limit}: on {request.devices} devices with {request.microbatches} "
+        f"microbatches a device needs {predictor.memory(smallest):.0f} bytes; raise the limit, use more stages "
+        "or microbatches, or set activation_checkpointing='always'"
+    )
+
+
+def one_of_equal(cluster: Cluster, replicas: tuple[int, ...], beside: int) -> Cluster:
+    """The devices of the first of some equal pipelines beside each other, with its share of what they share."""
+    if beside == 1:
+        return cluster
+    first = 0
+    members: list[int] = []
+    for count in replicas:
+        members += range(first, first + count, beside)
+        first += count
+    hosts: list[Host] = []
+    for number in dict.fromkeys(cluster.host_of[member] for member in members):
+        host = cluster.hosts[number]
+        count = sum(cluster.host_of[member] == number for member in members)
+        hosts.append(replace(host, devices=count, shared=host.devices / count))
+    return replace(cluster, hosts=tuple(hosts), _memo={})

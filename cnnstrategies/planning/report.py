@@ -1,15 +1,80 @@
 """Show a plan as a table and in plain words."""
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from cnnstrategies.planning.plan import Plan
+from cnnstrategies.planning.rank import Ranking, Row
+from cnnstrategies.planning.sizes import format_bytes
+
+COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "goodput", "cost")
+
+
+def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
+    """The strategies as a table, then what is to be said of them.
+
+    Args:
+        ranking: The strategies, best first.
+        samples_per_epoch: Of the data; costs are those of a million samples where it is not known.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
+    table.add_column("strategy", no_wrap=True)
+    priced = any(host.price for host in ranking.job.cluster.hosts)
+    failing = ranking.job.cluster.failures is not None
+    columns = [name for name in COLUMNS if (priced or name != "cost") and (failing or name != "goodput")]
+    for name in columns:
+        table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
+    scale = 1.0 if samples_per_epoch is None else samples_per_epoch / 1e6
+
+    def add(rows: Sequence[Row]) -> None:
+        for row in rows:
+            made = row.prediction
+            shown = {
+                "ms/step": f"{made.step * 1e3:.4g}",
+                "samples/s": f"{made.rate:.0f}",
+                "limit": made.bottleneck,
+                "memory": _short(made.memory),
+                "sent": _short(made.sent_bytes),
+                "goodput": f"{made.goodput:.1%}",
+                "cost": f"{row.price * scale:.2f}",
+            }
+            table.add_row(str(row.candidate), *(shown[name] for name in columns))
+
+    add(ranking.same)
+    if ranking.changing:
+        table.add_section()
+        table.add_row("changes learning:")
+        add(ranking.changing)
+    lines = [f"- {note}" for note in ranking.notes]
+    if priced:
+        of = "a million samples" if samples_per_epoch is None else f"an epoch of {samples_per_epoch} samples"
+        lines.insert(0, f"- cost: of {of}, with what failures lose")
+    return Group(table, Text("\n".join(lines)))
+
+
+def _short(size: float) -> str:
+    """With a letter for the unit, for a narrow column."""
+    return format_bytes(size).replace(" ", "").replace("iB", "")
 
 
 def plan_table(plan: Plan) -> Group:
     """The stages as a table, then the predicted step and how it compares with data parallel.
+
+    Args:
+        plan: The plan to show.
+
+    Returns:
+        Something that a rich console prints.
+    """
+    return Group(stages_table(plan), Text(verdict(plan)))
+
+
+def stages_table(plan: Plan) -> Group:
+    """The stages as a table, then the predicted step.
 
     Args:
         plan: The plan to show.
@@ -33,14 +98,14 @@ def plan_table(plan: Plan) -> Group:
             f"{stage.busy:.0%}",
         )
     names = "\n".join(f"stage {index}: {stage.first} to {stage.last}" for index, stage in enumerate(plan.stages))
-    return Group(table, Text(f"{names}\n\n{summary(plan)}\n{verdict(plan)}"))
+    return Group(table, Text(f"{names}\n\n{summary(plan)}"))
 
 
 def summary(plan: Plan) -> str:
     """One sentence on the predicted step."""
     request = plan.request
     return (
-        f"Predicted step: {plan.step_time * 1e3:.1f} ms for {plan.samples} samples ({plan.samples_per_second:.0f} "
+        f"Predicted step: {plan.step_time * 1e3:.1f} ms for {plan.samples:.0f} samples ({plan.samples_per_second:.0f} "
         f"samples/s) on {plan.layout.devices} devices, {request.schedule} with {request.microbatches} microbatches; "
         f"{format_bytes(plan.sent_bytes)} sent per step. In the table times and sends are those of one "
         "microbatch; memory and busy are those of one device."
@@ -62,12 +127,3 @@ def verdict(plan: Plan) -> str:
     if ratio < 1:
         return f"Data parallel would be faster: {1 / ratio:.2f} times as fast ({cost}). Use strategy ddp."
     return f"Data parallel would be slower: {ratio:.2f} times the step time ({cost})."
-
-
-def format_bytes(size: float) -> str:
-    """A size with a unit, in 8 characters at most up to a terabyte: 1.5 MiB, 224 MiB."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1000:
-            return f"{size:.1f} {unit}" if size < 10 and unit != "B" else f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB" if size < 10 else f"{size:.0f} GiB"

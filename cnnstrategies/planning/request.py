@@ -1,10 +1,13 @@
 """What a plan is asked for, and what cannot be asked for."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.planning.costs import GraphCosts
+
+if TYPE_CHECKING:  # It imports torch, which a plan from a file does without.
+    from cnnstrategies.pipeline.recompute import Checkpointing
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,7 @@ class Request:
     """What a plan is made for.
 
     Attributes:
-        devices: Devices to use, all of them.
+        devices: Devices to use.
         microbatches: Microbatches of a step.
         schedule: Name of the schedule.
         stages: Number of stages; chosen when None.
@@ -21,7 +24,10 @@ class Request:
         memory_limit: Bytes that a device may hold; unlimited when None.
         activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
             backward: for no microbatch, for all but the last, or for all.
+        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
+            None: where it gains time and fits into memory.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
+        spares: Whether devices may be left out that gain little, where neither stages nor replicas are given.
     """
 
     devices: int
@@ -31,8 +37,10 @@ class Request:
     replicas: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
     memory_limit: int | None = None
-    activation_checkpointing: Checkpointing = "never"
+    activation_checkpointing: "Checkpointing" = "never"
+    run_ahead: bool | None = None
     state_copies: int = 3
+    spares: bool = True
 
 
 def check_request(costs: GraphCosts, request: Request) -> None:

@@ -3,16 +3,9 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
-
-class Effect(IntEnum):
-    """What a setting changes in the result."""
-
-    NONE = 0
-    ROUNDING = 1  # The same computation in another order.
-    LEARNING = 2  # Another computation: its result has to be looked at.
+from cnnstrategies.planning.candidates import Effect
 
 
 @dataclass(frozen=True)

@@ -1,56 +1,71 @@
 """Predict a step's time and timeline from each rank's list of actions and the costs of the stages."""
 
 import heapq
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
-from cnnstrategies.pipeline.gradients import BUCKET_BYTES
 from cnnstrategies.pipeline.timeline import Span
-from cnnstrategies.pipeline.timetable import Kind, Task
+from cnnstrategies.pipeline.timetable import Task
+from cnnstrategies.planning.cluster import Cluster
+from cnnstrategies.planning.collectives import BUCKET_BYTES, Time, all_reduce, reduced_at
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.stage_costs import Message, StageCost
 
+Record = tuple[int, str, int, int | None, float, float]
 
-@dataclass(frozen=True)
+
 class Simulation:
     """A predicted step.
 
+    Args:
+        records: What every rank does: rank, kind, stage, microbatch, start, end.
+
     Attributes:
         step_time: Seconds from the first forward to the last reduced gradient.
-        spans: What every rank does.
     """
 
-    step_time: float
-    spans: list[Span]
+    def __init__(self, records: list[Record]) -> None:
+        self._records = records
+        self.step_time = max((record[5] for record in records), default=0.0)
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        """What every rank does."""
+        return [Span(*record) for record in self._records]
 
 
 def simulate(
     tasks: Sequence[Sequence[Task]],
     stages: Sequence[StageCost],
     messages: Mapping[tuple[int, int], Message],
-    link: Link,
+    network: Link | Cluster,
     bucket_bytes: int = BUCKET_BYTES,
+    reductions: Sequence[Time] | None = None,
 ) -> Simulation:
     """Run a timetable on paper.
 
-    A task starts when its rank is free and its inputs have arrived. A message leaves when the task that
-    makes it ends and the sender's outgoing and the receiver's incoming port are free; it overlaps with
-    computation. The replicas of a stage reduce their gradients in buckets while their last backward runs;
-    the last bucket leaves when it ends.
+    A task starts when its rank is free and its inputs have arrived. A message leaves when the task that makes it ends
+    and the sender's outgoing and the receiver's incoming port are free: those of the devices inside a machine, those of
+    the machines between them. It overlaps with computation. The replicas of a stage reduce their gradients bucket by
+    bucket as their last backward makes them.
 
     Args:
         tasks: For each rank its computations in order.
-        stages: Costs of each stage for one microbatch.
+        stages: Costs of each stage for one microbatch, on a device of speed 1.
         messages: What passes between stages for one microbatch, by (sending stage, receiving stage).
-        link: The connection between any two ranks.
+        network: The cluster whose devices are the ranks, or the connection between any two of them.
         bucket_bytes: Gradients that are reduced at once.
+        reductions: Seconds of each stage's all-reduce by bytes; by default those of its ranks on the cluster.
 
     Raises:
         ValueError: The timetable cannot be carried out: some tasks wait for each other.
     """
-    return _Run(tasks, stages, messages, link).run(bucket_bytes)
+    cluster = network if isinstance(network, Cluster) else Cluster.flat(max(1, len(tasks)), network)
+    run = _Run(tasks, stages, messages, cluster)
+    run.run()
+    run.reduce(bucket_bytes, reductions)
+    return Simulation(run.records)
 
 
 def peak_in_flight(tasks: Sequence[Task]) -> dict[int, int]:
@@ -64,97 +79,118 @@ def peak_in_flight(tasks: Sequence[Task]) -> dict[int, int]:
 
 
 class _Run:
-    """The state of one simulation: a queue of events in order of time."""
+    """The state of one simulation: a queue of events in order of time. Tasks are numbers, since there are many."""
 
     def __init__(
         self,
         tasks: Sequence[Sequence[Task]],
         stages: Sequence[StageCost],
         messages: Mapping[tuple[int, int], Message],
-        link: Link,
+        cluster: Cluster,
     ) -> None:
         self.tasks = tasks
         self.stages = stages
-        self.link = link
-        self.rank_of = {task: rank for rank, own in enumerate(tasks) for task in own}
-        self.forward_targets: dict[int, list[tuple[int, int]]] = {}
-        self.backward_targets: dict[int, list[tuple[int, int]]] = {}
-        self.inputs: Counter[tuple[Kind, int]] = Counter()
+        self.cluster = cluster
+        self.count = count = 1 + max((task.microbatch for own in tasks for task in own), default=0)
+        # The number of a task is (stage, kind, microbatch) in mixed radix.
+        self.order = [
+            [((task.stage * 2) + (task.kind == "backward")) * count + task.microbatch for task in own] for own in tasks
+        ]
+        self.rank_of = {task: rank for rank, own in enumerate(self.order) for task in own}
+        lines = 2 * len(stages)
+        self.targets: list[list[tuple[int, int]]] = [[] for _ in range(lines)]
+        missing = [0] * lines
         # Sorted, so that the next stage is served before those behind it.
         for (source, target), message in sorted(messages.items(), key=lambda item: item[0]):
-            self.forward_targets.setdefault(source, []).append((target, message.bytes))
-            self.inputs["forward", target] += 1
+            self.targets[2 * source].append((2 * target, message.bytes))
+            missing[2 * target] += 1
             if message.gradient_bytes:
-                self.backward_targets.setdefault(target, []).append((source, message.gradient_bytes))
-                self.inputs["backward", source] += 1
-        self.missing = {task: self.inputs[task.kind, task.stage] for task in self.rank_of}
-        self.next = [0] * len(tasks)
-        self.free = [0.0] * len(tasks)
-        self.outgoing = [0.0] * len(tasks)
-        self.incoming = [0.0] * len(tasks)
-        self.queue: list[tuple[float, int, Task, bool]] = []
-        self.counter = itertools.count()
-        self.spans: list[Span] = []
+                self.targets[2 * target + 1].append((2 * source + 1, message.gradient_bytes))
+                missing[2 * source + 1] += 1
+        self.missing = {task: missing[task // count] for task in self.rank_of}
+        self.times = [
+            [(stage.backward if backward else stage.forward) / speed for stage in stages for backward in (False, True)]
+            for speed in cluster.speeds[: len(tasks)]
+        ]
+        self.routes: dict[tuple[int, int], tuple[int, int, Link, float]] = {}
+        self.records: list[Record] = []
 
-    def run(self, bucket_bytes: int) -> Simulation:
-        for rank in range(len(self.tasks)):
-            self._start_next(rank, 0.0)
-        while self.queue:
-            now, _, task, is_end = heapq.heappop(self.queue)
-            rank = self.rank_of[task]
-            if is_end:
-                self.next[rank] += 1
-                self._send(task, now)
-            else:
-                self.missing[task] -= 1
-            self._start_next(rank, now)
+    def run(self) -> None:
+        count, order, rank_of, missing, records = self.count, self.order, self.rank_of, self.missing, self.records
+        position = [0] * len(order)
+        free = [0.0] * len(order)
+        ports = [0.0] * (2 * (len(order) + len(self.cluster.hosts)))
+        queue: list[tuple[float, int, int, bool]] = []
+        sequence = 0
+
+        def start(rank: int, now: float) -> None:
+            nonlocal sequence
+            if free[rank] > now or position[rank] >= len(order[rank]):
+                return
+            task = order[rank][position[rank]]
+            if missing[task]:
+                return
+            line, microbatch = divmod(task, count)
+            free[rank] = end = now + self.times[rank][line]
+            missing[task] = -1
+            records.append((rank, "backward" if line % 2 else "forward", line // 2, microbatch, now, end))
+            heapq.heappush(queue, (end, sequence, task, True))
+            sequence += 1
+
+        for rank in range(len(order)):
+            start(rank, 0.0)
+        while queue:
+            now, _, task, is_end = heapq.heappop(queue)
+            rank = rank_of[task]
+            if not is_end:
+                missing[task] -= 1
+                start(rank, now)
+                continue
+            position[rank] += 1
+            line, microbatch = divmod(task, count)
+            for target_line, size in self.targets[line]:
+                receiver = target_line * count + microbatch
+                target = rank_of[receiver]
+                arrival = now
+                if target != rank:
+                    route = self.routes.get((rank, target)) or self._route(rank, target)
+                    outgoing, incoming, link, shared = route
+                    leaves = max(now, ports[outgoing], ports[incoming])
+                    ports[outgoing] = ports[incoming] = leaves + shared * size / link.rate(size)
+                    arrival = leaves + link.time(size)
+                    records.append((rank, "send", line // 2, microbatch, leaves, arrival))
+                heapq.heappush(queue, (arrival, sequence, receiver, False))
+                sequence += 1
+            start(rank, now)
         for rank, own in enumerate(self.tasks):
-            if self.next[rank] < len(own):
+            if position[rank] < len(own):
                 raise ValueError(
-                    f"rank {rank} waits for ever for the inputs of {own[self.next[rank]]}: "
+                    f"rank {rank} waits for ever for the inputs of {own[position[rank]]}: "
                     "the timetable's orders contradict each other"
                 )
-        self._reduce(bucket_bytes)
-        return Simulation(max((span.end for span in self.spans), default=0.0), self.spans)
 
-    def _start_next(self, rank: int, now: float) -> None:
-        if self.free[rank] > now or self.next[rank] >= len(self.tasks[rank]):
-            return
-        task = self.tasks[rank][self.next[rank]]
-        if self.missing[task]:
-            return
-        stage = self.stages[task.stage]
-        end = now + (stage.forward if task.kind == "forward" else stage.backward)
-        self.free[rank] = end
-        self.missing[task] = -1
-        self.spans.append(Span(rank, task.kind, task.stage, task.microbatch, now, end))
-        heapq.heappush(self.queue, (end, next(self.counter), task, True))
-
-    def _send(self, task: Task, now: float) -> None:
-        source = self.rank_of[task]
-        targets = self.forward_targets if task.kind == "forward" else self.backward_targets
-        for stage, size in targets.get(task.stage, ()):
-            receiver = Task(task.kind, stage, task.microbatch)
-            target = self.rank_of[receiver]
-            arrival = now
-            if target != source:
-                start = max(now, self.outgoing[source], self.incoming[target])
-                self.outgoing[source] = self.incoming[target] = start + size / self.link.bandwidth
-                arrival = start + self.link.time(size)
-                self.spans.append(Span(source, "send", task.stage, task.microbatch, start, arrival))
-            heapq.heappush(self.queue, (arrival, next(self.counter), receiver, False))
-
-    def _reduce(self, bucket_bytes: int) -> None:
-        last: dict[tuple[int, int], Span] = {}
-        for span in self.spans:
-            if span.kind == "backward":
-                last[span.stage, span.rank] = span
+    def reduce(self, bucket_bytes: int, reductions: Sequence[Time] | None) -> None:
+        last: dict[tuple[int, int], Record] = {}
+        for record in self.records:
+            if record[1] == "backward":
+                last[record[2], record[0]] = record
         for stage, cost in enumerate(self.stages):
-            members = {rank: span for (of, rank), span in last.items() if of == stage}
-            if len(members) < 2 or not cost.parameter_bytes:
+            members = {rank: record for (of, rank), record in last.items() if of == stage}
+            if not members or not cost.parameter_bytes:
                 continue
-            start = max(span.start for span in members.values())
-            total = self.link.all_reduce_time(cost.parameter_bytes, len(members))
-            bucket = self.link.all_reduce_time(min(bucket_bytes, cost.parameter_bytes), len(members))
-            end = max(start + total, max(span.end for span in members.values()) + bucket)
-            self.spans.extend(Span(rank, "reduce", stage, None, start, end) for rank in members)
+            time = reductions[stage] if reductions else all_reduce(self.cluster, min(members), len(members))
+            start = max(record[4] for record in members.values())
+            backward = max(record[5] for record in members.values()) - start
+            end = start + reduced_at(cost.buckets(bucket_bytes, backward), backward, time)
+            if len(members) > 1 or end > start + backward:
+                self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
+
+    def _route(self, source: int, target: int) -> tuple[int, int, Link, float]:
+        hosts = self.cluster.host_of
+        ends, shared = (source, target), 1.0
+        if hosts[source] != hosts[target]:
+            ends = (len(self.order) + hosts[source], len(self.order) + hosts[target])
+            shared = max(self.cluster.hosts[hosts[end]].shared for end in (source, target))
+        route = (2 * ends[0], 2 * ends[1] + 1, self.cluster.link(source, target), shared)
+        self.routes[source, target] = route
+        return route

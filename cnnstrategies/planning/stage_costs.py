@@ -1,9 +1,11 @@
 """What the stages of a layout cost, and what passes between them."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.collectives import Bucket, buckets, uniform
+from cnnstrategies.planning.costs import GraphCosts, NodeCost
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,8 @@ class StageCost:
         parameter_bytes: Bytes of its parameters.
         received_bytes: Bytes of its inputs.
         saved_bytes: Bytes that it makes and keeps until the backward.
+        gradients: When the gradients of its nodes are ready, in seconds from the backward's start, and their bytes, in
+            the order of the backward; where nothing is known they come evenly.
     """
 
     nodes: int
@@ -25,6 +29,21 @@ class StageCost:
     parameter_bytes: int
     received_bytes: int
     saved_bytes: int
+    gradients: tuple[tuple[float, int], ...] = ()
+
+    def buckets(self, size: int, backward: float, first: int | None = None) -> list[Bucket]:
+        """The gradients as they are reduced.
+
+        Args:
+            size: Bytes of a bucket.
+            backward: Seconds that the backward takes on the device, at its speed and with what it recomputes.
+            first: Bytes of the first bucket, where they differ.
+        """
+        if not self.gradients:
+            return uniform(backward, self.parameter_bytes, size)
+        late = self.backward - self.gradients[-1][0]  # What is recomputed comes before.
+        scale = backward / self.backward if self.backward else 1.0
+        return buckets((((late + ready) * scale, count) for ready, count in self.gradients), size, first)
 
     @property
     def time(self) -> float:
@@ -66,9 +85,16 @@ def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
                 parameter_bytes=sum(node.parameter_bytes for node in nodes),
                 received_bytes=received[index],
                 saved_bytes=sum(node.saved_bytes for node in nodes),
+                gradients=_gradients(nodes),
             )
         )
     return stages
+
+
+def _gradients(nodes: Sequence[NodeCost]) -> tuple[tuple[float, int], ...]:
+    """The last node's come first."""
+    ready = itertools.accumulate(node.backward for node in reversed(nodes))
+    return tuple((time, node.parameter_bytes) for time, node in zip(ready, reversed(nodes), strict=True))
 
 
 def messages(costs: GraphCosts, cuts: Sequence[int]) -> dict[tuple[int, int], Message]:

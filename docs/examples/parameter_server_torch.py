@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.paramserver.view import FileViews, ServerInfo, View, WorkerInfo
 
 WORKERS, BATCH, STEPS = 2, 16, 20
 

@@ -1,7 +1,8 @@
 """Draws the front page's pictures: `python docs/images/front.py`, in the root.
 
 ``strategies.svg``: the same configuration under four strategies, on paper. ``results.svg``: what the
-benchmarks measured, read from their pages. ``choose.svg``: which strategy for whom.
+benchmarks measured, read from their pages. ``choose.svg``: which strategy for whom. Each is drawn a second time for
+phones, ``*_narrow.svg``.
 """
 
 import re
@@ -30,11 +31,13 @@ COLOURS = {"forward": "#4C8BF5", "backward": "#F2994A", "gradients sent": "#27AE
 
 # On paper, like AlexNet: nearly all of the time is the convolutions', nearly all of the parameters are the
 # classifier's. In ms; forward is that of the whole batch on one quick device, and backward takes twice as long.
-DEVICES, MICROBATCHES, UNTIL = 4, 12, 620.0
+DEVICES, MICROBATCHES, UNTIL, UNTIL_NARROW = 4, 12, 620.0, 320.0
 SPEEDS = (1.0, 1.0, 1.0, 0.5)  # The last device is half as quick.
 CONVOLUTIONS, CLASSIFIER = 92.0, 8.0
 # An all-reduce, or push and pull, of all devices, whatever else their links carry.
 SEND_CONVOLUTIONS, SEND_CLASSIFIER = 4.0, 76.0
+
+WIDE, NARROW = 9.0, 4.2  # inches; the narrow one fills a phone, its letters as large as the page's small ones
 
 Bar = tuple[int, str, float, float]  # row, kind, start, end
 
@@ -106,21 +109,22 @@ PANELS = {
 }
 
 
-def strategies() -> Figure:
+def strategies(narrow: bool) -> Figure:
     """Four timelines."""
-    figure = Figure(figsize=(9, 5.6), facecolor="none", layout="constrained")
+    until = UNTIL_NARROW if narrow else UNTIL
+    figure = Figure(figsize=(NARROW if narrow else WIDE, 5.6), facecolor="none", layout="constrained")
     heights = [1.0, 3.0, 3.0, 3.0]
     axes = figure.subplots(len(PANELS), 1, sharex=True, gridspec_kw={"height_ratios": heights})
     for axis, (title, bars) in zip(axes, PANELS.items(), strict=True):
         spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for row, kind, start, end in bars():
-            if start < UNTIL:
+            if start < until:
                 spans.setdefault((row, kind), []).append((start, end - start))
         rows = 1 + max(row for row, _ in spans)
         for (row, kind), lengths in spans.items():
             place, edge = ((row + 0.64, 0.26), "none") if kind.endswith("sent") else ((row + 0.08, 0.5), TEXT)
             axis.broken_barh(lengths, place, facecolors=COLOURS[kind], edgecolor=edge, linewidth=0.4)
-        axis.set(ylim=(rows, 0), xlim=(0, UNTIL), yticks=[row + 0.45 for row in range(rows)])
+        axis.set(ylim=(rows, 0), xlim=(0, until), yticks=[row + 0.45 for row in range(rows)])
         names = [f"device {row}" + ("" if SPEEDS[row] == 1 else ", slow") for row in range(rows)]
         axis.set_yticklabels(names, fontsize=9)
         axis.set_title(title, loc="left", fontsize=11, family="monospace", color=TEXT)
@@ -129,8 +133,8 @@ def strategies() -> Figure:
             axis.tick_params(bottom=False)
     axes[-1].set_xlabel("ms, simulated", color=TEXT, fontsize=9)
     figure.legend(
-        [Patch(color=colour) for colour in COLOURS.values()], list(COLOURS), loc="outside lower center", ncols=4,
-        frameon=False, labelcolor=TEXT, fontsize=9,
+        [Patch(color=colour) for colour in COLOURS.values()], list(COLOURS), loc="outside lower center",
+        ncols=2 if narrow else 4, frameon=False, labelcolor=TEXT, fontsize=9,
     )  # fmt: skip
     return figure
 
@@ -160,19 +164,25 @@ def measured() -> Iterator[tuple[str, float]]:
         yield f"parameter_server sync, {name.partition(',')[0]}, one machine", 1 / ratio
 
 
-def results() -> Figure:
-    """A bar for each measurement."""
+def results(narrow: bool) -> Figure:
+    """A bar for each measurement, its name beside it, or above it."""
     rows = sorted(measured(), key=lambda row: row[1])
-    figure = Figure(figsize=(9, 3.6), facecolor="none", layout="constrained")
+    figure = Figure(figsize=(NARROW, 5.4) if narrow else (WIDE, 3.6), facecolor="none", layout="constrained")
     axis = figure.subplots()
-    values = [value for _, value in rows]
-    axis.barh(range(len(rows)), values, color=["#27AE60" if value >= 1 else "#F2994A" for value in values], height=0.6)
-    axis.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-    for place, value in enumerate(values):
-        axis.text(value + 0.08, place, f"{value:.3g}", va="center", fontsize=8, color=TEXT)
-    axis.axvline(1.0, color=TEXT, linewidth=1, linestyle="--")
+    names, values = zip(*rows, strict=True)
+    colours = ["#27AE60" if value >= 1 else "#F2994A" for value in values]
+    axis.barh(range(len(rows)), values, color=colours, height=0.4 if narrow else 0.6)
+    axis.set_yticks([] if narrow else range(len(rows)), [] if narrow else names, fontsize=8)
+    for place, (name, value) in enumerate(rows):
+        axis.text(max(value, 1.0) + 0.08, place, f"{value:.3g}", va="center", fontsize=8, color=TEXT)
+        if narrow:
+            axis.text(0.08, place + 0.26, name, va="bottom", fontsize=8, color=TEXT)
+    # Not through the names.
+    half = 0.22 if narrow else 0.5
+    for row in range(len(rows)):
+        axis.plot((1.0, 1.0), (row - half, row + half), color=TEXT, linewidth=1, linestyle="--")
     axis.set_xlabel("times the speed of DDP, measured in the same run", color=TEXT, fontsize=9)
-    axis.set_xlim(0, max(values) * 1.08)
+    axis.set_xlim(0, max(values) * (1.15 if narrow else 1.08))
     _style(axis)
     return figure
 
@@ -186,24 +196,36 @@ QUESTIONS = (
 OTHERWISE = "ddp_bf16, ddp_powersgd,\nparameter_server with compression"
 
 
-def choose() -> Figure:
-    """Questions from top to bottom, answers to the right."""
-    figure = Figure(figsize=(9, 3.6), facecolor="none", layout="constrained")
+def choose(narrow: bool) -> Figure:
+    """Questions from top to bottom, answers to the right, or below."""
+    rows = len(QUESTIONS)
+    step, gap = (2.0, 0.95) if narrow else (1.0, 0.0)  # from question to question, and from one to its answer
+    middle, right = (4.6, 3.0) if narrow else (2.4, 6.5)
+    figure = Figure(figsize=(NARROW, 5.6) if narrow else (WIDE, 3.6), facecolor="none", layout="constrained")
     axis = figure.subplots()
-    axis.set(xlim=(0, 10), ylim=(len(QUESTIONS) + 0.75, -0.5))
+    end = rows * step + (0.1 if narrow else 0.2)
+    axis.set(xlim=(0, 10), ylim=(end + 0.55, -0.5))
     axis.axis("off")
     box = {"boxstyle": "round,pad=0.45", "facecolor": "none", "edgecolor": TEXT}
     answer = {**box, "edgecolor": COLOURS["gradients sent"]}
     arrow = {"arrowstyle": "->", "color": TEXT}
     for row, (question, leaves, strategy) in enumerate(QUESTIONS):
-        axis.annotate("", (6.35, row), (4.85, row), arrowprops=arrow)
-        axis.annotate("", (2.4, row + 0.72), (2.4, row + 0.28), arrowprops=arrow)
-        axis.text(2.4, row, question, ha="center", va="center", fontsize=9, color=TEXT, bbox=box)
-        axis.text(5.6, row - 0.12, leaves, ha="center", va="bottom", fontsize=9, color=TEXT)
-        axis.text(2.5, row + 0.5, {"no": "yes", "yes": "no"}[leaves], va="center", fontsize=9, color=TEXT)
-        axis.text(6.5, row, strategy, va="center", fontsize=9, family="monospace", color=TEXT, bbox=answer)
-    end = len(QUESTIONS) + 0.2
-    axis.text(2.4, end, OTHERWISE, ha="center", va="center", fontsize=9, family="monospace", color=TEXT, bbox=answer)
+        top, stays = row * step, {"no": "yes", "yes": "no"}[leaves]
+        down = 0.6 if narrow else middle
+        axis.annotate("", (down, top + step - 0.28), (down, top + 0.28), arrowprops=arrow)
+        axis.text(down + 0.1, top + step / 2, stays, va="center", fontsize=9, color=TEXT)
+        if narrow:
+            axis.annotate("", (right + 0.9, top + gap - 0.28), (right + 0.9, top + 0.28), arrowprops=arrow)
+            axis.text(right + 1.0, top + gap / 2, leaves, va="center", fontsize=9, color=TEXT)
+        else:
+            axis.annotate("", (6.35, top), (4.85, top), arrowprops=arrow)
+            axis.text(5.6, top - 0.12, leaves, ha="center", va="bottom", fontsize=9, color=TEXT)
+        place = (0.25, "left") if narrow else (middle, "center")
+        axis.text(place[0], top, question, ha=place[1], va="center", fontsize=9, color=TEXT, bbox=box)
+        style = {"fontsize": 9, "family": "monospace", "color": TEXT, "bbox": answer}
+        axis.text(right, top + gap, strategy, va="center", **style)
+    place = (0.25, "left") if narrow else (middle, "center")
+    axis.text(place[0], end, OTHERWISE, ha=place[1], va="center", **style)
     return figure
 
 
@@ -215,16 +237,18 @@ def _style(axis: object) -> None:
         spine.set_color(TEXT)
 
 
-def main(figures: Sequence[str] = ("strategies", "results", "choose")) -> None:
+def main() -> None:
     """Write the pictures beside this file; the same bytes each time."""
     rcParams.update({"svg.hashsalt": "cnnstrategies", "svg.fonttype": "none", "font.family": "sans-serif"})
-    for name in figures:
-        figure = {"strategies": strategies, "results": results, "choose": choose}[name]()
-        FigureCanvasSVG(figure)
-        drawn = StringIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None}, transparent=True)
-        text = re.sub(f"(?<=[: ]){TEXT}", f"var(--ink, {TEXT})", drawn.getvalue())
-        Path(__file__).with_name(f"{name}.svg").write_text(text.replace("<defs>", f"{THEMES}\n <defs>", 1))
+    for draw in (strategies, results, choose):
+        for narrow in (False, True):
+            figure = draw(narrow)
+            FigureCanvasSVG(figure)
+            drawn = StringIO()
+            figure.savefig(drawn, format="svg", metadata={"Date": None}, transparent=True)
+            text = re.sub(f"(?<=[: ]){TEXT}", f"var(--ink, {TEXT})", drawn.getvalue())
+            name = f"{draw.__name__}{'_narrow' if narrow else ''}.svg"
+            Path(__file__).with_name(name).write_text(text.replace("<defs>", f"{THEMES}\n <defs>", 1))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,12 @@ def test_a_mistake_in_a_file_is_found_too():
         check(["fit", QUICKSTART, "--config", "run.yaml"])
 
 
+def test_a_file_that_is_not_yaml_is_named():
+    Path("run.yaml").write_text("trainer:\n  devices: [1\n")
+    with pytest.raises(ConfigurationError, match=r"config: run.yaml is not YAML: while parsing .* line 2, column 12"):
+        check(["fit", "--config=run.yaml"])
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -29,6 +29,26 @@ def test_help_names_every_command_and_needs_no_torch():
         assert command.line in run.stdout
 
 
+def test_ctrl_c_ends_the_start_without_a_traceback():
+    """Nothing that takes milliseconds is imported before `main`, and what it imports may be interrupted anywhere."""
+    program = (
+        "import os, re, signal, sys; known = set(sys.modules); from cnnstrategies import cli; new = set(sys.modules)\n"
+        "class Interrupts:\n    def find_spec(self, *_): os.kill(os.getpid(), signal.SIGINT)\n"
+        "assert len(new - known - {'signal'}) < 8, new - known\n"
+        "sys.meta_path.insert(0, Interrupts()); cli."
+    )
+    for function in ("main", "server"):
+        run = subprocess.run(
+            [sys.executable, "-c", f"{program}{function}()"], capture_output=True, text=True, timeout=60, cwd=ROOT
+        )
+        assert (run.returncode, run.stderr) == (130, "")
+
+
+def test_the_version_is_told(capsys):
+    main(["--version"])
+    assert re.fullmatch(r"cnnstrategies \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
 def test_what_help_names_is_there():
     for name, command in COMMANDS.items():
         keys = re.findall(r"^  --([\w.]+)", help.of_command(name), re.MULTILINE)

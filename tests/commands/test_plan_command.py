@@ -1,49 +1,99 @@
-"""``cnnstrategies plan`` on the configurations that users start from."""
+"""``cnnstrategies plan`` on the configurations that users start from, and from files alone."""
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cnnstrategies.commands.plan import main
 from cnnstrategies.errors import ConfigurationError
 
-QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+CLUSTER = "nodes: [{count: 2, devices: 2, price: 1, inside: {gbit: 80}, network: {gbit: 1}}]\njitter: 0.02\n"
+PROFILE = """node,operation,forward_ms,backward_ms,activation_bytes,parameter_bytes,inputs
+data,Input,5,0,100000,0,
+conv1,Conv2d,20,40,800000,9000,data
+conv2,Conv2d,20,40,200000,90000,conv1
+classifier,Linear,1,2,4000,100000000,conv2
+"""
 
 
-def test_prints_the_stages_and_writes_picture_and_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot, trace = tmp_path / "plan.png", tmp_path / "plan.json"
-    main(
-        [
-            "plan",
-            "--config",
-            QUICKSTART,
-            "--search",
-            "true",
-            "--bandwidth",
-            "1000",
-            f"--plot={plot}",
-            f"--trace={trace}",
-        ]
-    )
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """The words that plan for a profile on a cluster."""
+    (tmp_path / "net.csv").write_text(PROFILE)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    return ["plan", f"--profile={tmp_path / 'net.csv'}", "--profile_batch=32", f"--cluster={tmp_path / 'cluster.yaml'}"]
+
+
+def test_a_plan_from_files_needs_neither_torch_nor_lightning(files: list[str], tmp_path: Path) -> None:
+    """A laptop plans for a cluster of GPUs: with a table, lines for fit and a picture."""
+    written, drawn = tmp_path / "strategy.yaml", tmp_path / "crossover.png"
+    words = [*files, "--batch_per_device", "16", "--write", str(written), "--plot", str(drawn)]
+    code = "import sys; from cnnstrategies.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, cwd=ROOT)
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "False"
+    assert "…" not in result.stdout, "80 columns are enough"
+    assert re.search(r"^ hybrid \[2, 2\], M=\d+ +[\d.]+ +\d+ +compute", result.stdout, re.MULTILINE)
+    assert re.search(r"^ ddp +\d+ +\d+ +nic +\S+ +\S+ +[\d.]+", result.stdout, re.MULTILINE)
+    assert "cost: of a million samples" in result.stdout
+    strategy = yaml.safe_load(written.read_text())["trainer"]["strategy"]
+    assert strategy["init_args"]["replicas"] == [2, 2]
+    assert "cuts" not in strategy["init_args"], "the names of a profile that fit does not know"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("without", "extra", "said"),
+    [
+        ("--profile_batch", [], "profile_batch is missing"),
+        ("--cluster", [], "cluster is missing: a YAML file"),
+        (None, [], "batch_size is missing: the samples of a step"),
+        (None, ["--batch_size=8", "--batch_per_device=2"], "batch_size and batch_per_device say the same"),
+        (None, ["--batch_size=0"], "batch_size=0: a step needs at least 1 sample"),
+        (None, ["--batch_size=many"], "batch_size"),
+        (None, ["--cluster"], "cluster: a YAML file that describes the machines must follow"),
+    ],
+)
+def test_what_is_missing_is_named(files: list[str], without: str | None, extra: list[str], said: str) -> None:
+    words = [word for word in files if without is None or not word.startswith(without + "=")]
+    with pytest.raises(ConfigurationError, match=said):
+        main([*words, *extra])
+
+
+def test_a_configuration_is_measured_planned_for_and_can_be_planned_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timetable, trace, profile = tmp_path / "plan.png", tmp_path / "plan.json", tmp_path / "own.csv"
+    outputs = [f"--timetable={timetable}", f"--trace={trace}", f"--write_profile={profile}"]
+    main(["plan", "--config", QUICKSTART, "--bandwidth", "1000", *outputs])
     text = capsys.readouterr().out
+    assert "\n ddp " in text
     assert "stage 0: block1" in text
-    assert "on 2 devices" in text
-    assert "ata parallel" in text
-    assert "for 64 samples" in text, "the global batch, whatever the devices"
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "of 64 samples" not in text, "two devices divide them evenly"
+    assert timetable.read_bytes().startswith(b"\x89PNG")
     assert json.loads(trace.read_text())["traceEvents"]
+    assert "for --profile_batch 32" in text
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    again = [f"--profile={profile}", "--profile_batch=32", f"--cluster={tmp_path / 'cluster.yaml'}", "--batch_size=64"]
+    main(["plan", *again, f"--write={tmp_path / 'strategy.yaml'}"])
+    assert "proportional to the samples" not in capsys.readouterr().out, "it has two batch sizes"
 
 
-def test_number_of_devices_must_be_known() -> None:
+def test_number_of_devices_must_be_known_and_be_the_clusters(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"trainer.devices=auto: a plan needs their number"):
         main(["plan", "--config", QUICKSTART, "--trainer.devices", "auto"])
-
-
-def test_link_is_measured_when_no_bandwidth_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["plan", "--config", QUICKSTART, "--batch_size", "16"])
-    assert "for 16 samples" in capsys.readouterr().out
+    file = tmp_path / "cluster.yaml"
+    file.write_text(CLUSTER)
+    said = rf"{file}, line 1: nodes: they have 4 devices, but trainer.devices x trainer.num_nodes are 2"
+    with pytest.raises(ConfigurationError, match=said):
+        main(["plan", "--config", QUICKSTART, f"--cluster={file}"])
 
 
 def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,10 +108,11 @@ def test_what_a_hybrid_pipeline_asks_for_is_kept(capsys: pytest.CaptureFixture[s
         "bandwidth": 1000,
     }
     main(["plan", *[f"--{name}={value}" for name, value in arguments.items()]])
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert "hybrid [2, 1], M=6" in text
     assert "stage 0: block1_0_0 to pool1" in text
-    assert "for 60 samples" in text, "of the global batch of 64, 6 equal microbatches hold 60"
-    assert "on 3 devices, gpipe" in " ".join(text.split())
+    assert "for 64 samples" in text, "all of them, though 6 microbatches are not equal then"
+    assert "on 3 devices, gpipe" in text
 
 
 def test_microbatches_are_those_of_fit(capsys: pytest.CaptureFixture[str]) -> None:

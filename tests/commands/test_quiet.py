@@ -5,10 +5,12 @@ import pickle
 import warnings
 
 import pytest
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.commands.quiet import LOGGERS, quieten
 from cnnstrategies.commands.trainer import Trainer
 
@@ -76,3 +78,21 @@ def test_a_spawned_rank_is_quiet_too(said):
     pickle.loads(trainer)
     seed_everything(1)
     assert said == []
+
+
+def test_srun_is_spoken_of_only_where_a_job_has_more_nodes_than_the_run(said, monkeypatch, tmp_path):
+    program = tmp_path / "srun"
+    program.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert not SLURMEnvironment.detect()
+        assert "srun" in str(warned.pop().message), "Lightning says something else: change WARNINGS"
+        quieten()
+        assert not SLURMEnvironment.detect()
+        assert environment_plugins([]) == []
+    assert warned == []
+    assert said == []
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    assert environment_plugins([]) == []
+    assert [text.split(",")[0] for text in said] == ["This job of SLURM has 2 nodes"]

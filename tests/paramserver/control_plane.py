@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from cnnstrategies.paramserver.collectives import Collectives
-from cnnstrategies.paramserver.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
-from cnnstrategies.paramserver.membership import Address, Membership
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.membership import Membership
 
 _context = multiprocessing.get_context("fork")
 
@@ -36,7 +36,7 @@ class Run:
         settings = CoordinatorSettings(self.endpoint, self.workers, self.servers, self.timeout, **self.options)
         self.processes = {}
         self.pipes = {}
-        self.coordinator = self._fork(("coordinator", 0), lambda: Coordinator(settings).run())
+        self.coordinator = self._fork(("coordinator", 0), lambda: CoordinatorService(settings).run())
 
     def address(self, role, identity, incarnation=0):
         session = self.options.get("session", 0)
@@ -47,7 +47,6 @@ class Run:
             membership = Membership(self.address("worker", identity, incarnation))
             collectives = Collectives(membership)
             result = function(collectives)
-            collectives.close()
             membership.close()
             return result
 

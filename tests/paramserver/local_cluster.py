@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.view import FileViews, ServerInfo, View, WorkerInfo
 
 _context = multiprocessing.get_context("fork")
 

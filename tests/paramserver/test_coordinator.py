@@ -11,7 +11,7 @@ import torch
 import zmq
 from control_plane import Run
 
-from cnnstrategies.paramserver.coordinator import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
 

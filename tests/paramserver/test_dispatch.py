@@ -4,9 +4,28 @@ import random
 
 import pytest
 
-from cnnstrategies.paramserver.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator import dispatch
 
 pytestmark = pytest.mark.light
+
+
+class Dispatcher(dispatch.Dispatcher):
+    """Every question is a new one."""
+
+    asked = 0
+
+    def take(self, *args):
+        self.asked += 1
+        return super().take(*args, self.asked)
+
+
+def test_a_question_that_is_asked_again_is_answered_the_same():
+    dispatcher = dispatch.Dispatcher()
+    dispatcher.begin(0, 10, 4)
+    first = dispatcher.take(0, 0, 0, (0,), 1)
+    assert dispatcher.take(0, 0, 0, (0,), 1) == first
+    rest = [dispatcher.take(0, 0, 0, (0,), ordinal) for ordinal in (2, 2, 3, 3, 4)]
+    assert [(chunk.start, chunk.stop) for chunk in rest] == [(4, 8), (4, 8), (8, 10), (8, 10), (0, 0)]
 
 
 def positions(chunks):

@@ -21,9 +21,9 @@ from local_cluster import Cluster
 from torch import Tensor
 from training import SGD, specify
 
+from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Encoding, Header, Kind, pack_json
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.view import ServerInfo
 
 CASES = int(os.environ.get("CNNSTRATEGIES_FUZZ_CASES", "100000"))
 INSIDER = 1  # a member that never joined: nothing that it pushes may count

@@ -1,10 +1,10 @@
 """Who is in a run, and what the servers among them know."""
 
-import time
-
 import pytest
 
-from cnnstrategies.paramserver.roster import SERVER, Member, Roster
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.view import View
 
 pytestmark = pytest.mark.light
 
@@ -12,13 +12,27 @@ pytestmark = pytest.mark.light
 @pytest.mark.parametrize(("survivable", "goes_on"), [(1, True), (0, False)])
 def test_a_lost_server_need_not_have_seen_a_view_if_others_have_its_slices(survivable, goes_on):
     """Without them the run ends or waits for the one that takes its place: no worker may go on into a step."""
-    roster = Roster(1, 2, survivable, send=lambda message: None)
-    members = [Member(SERVER, number, 0, 1, "here", b"", time.monotonic(), acknowledged=5) for number in (0, 1)]
+    roster = Roster(1, 2, survivable, send=lambda peer, message: None)
+    members = [Member(Peer(SERVER, number), 1, "here", 0.0, acknowledged=5) for number in (0, 1)]
     for member in members:
         roster.add(member)
-    assert roster.servers_have_seen(5)
-    assert not roster.servers_have_seen(6)
+    assert not roster.not_seen(5)
+    assert roster.not_seen(6)
     roster.remove(members[1])
-    assert not roster.servers_have_seen(5)
+    assert roster.not_seen(5) == ["server 1"]
     roster.lost_servers.add(1)
-    assert roster.servers_have_seen(5) == goes_on
+    assert (not roster.not_seen(5)) == goes_on
+
+
+def test_a_view_is_one_message_for_all_and_its_number_has_one_content():
+    sent: list[Message] = []
+    roster = Roster(3, 1, 0, send=lambda peer, message: sent.append(message))
+    for number in range(3):
+        roster.add(Member(Peer(WORKER, number), 1, "here", 0.0))
+    roster.sealed = True
+    roster.publish()
+    assert len({id(message) for message in sent}) == 1
+    roster.remove(roster.at(WORKER, 1))
+    assert roster.view_message is sent[0]  # Who asks again before the next view is told what the others were.
+    view = View.from_dict(sent[0].fields["view"])
+    assert (view.number, [worker.id for worker in view.workers]) == (1, [0, 1, 2])

@@ -16,10 +16,11 @@ from training import SGD, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.errors import ServersUnreachableError
+from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint
 from cnnstrategies.paramserver.transport import Context, Listener, client_socket, server_socket
-from cnnstrategies.paramserver.view import FileViews, ServerInfo
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:

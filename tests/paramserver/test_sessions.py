@@ -10,9 +10,11 @@ import pytest
 import zmq
 from control_plane import Run
 
-from cnnstrategies.paramserver.control import parse, send
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
-from cnnstrategies.paramserver.membership import Address, Membership
+from cnnstrategies.paramserver.control import connect, parse, send
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.processes import Forked
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
@@ -64,11 +66,12 @@ def test_a_worker_that_is_ahead_knocks_until_the_coordinator_of_its_session_is_t
 def test_who_knocks_again_before_the_answer_has_come_is_the_same(tmp_path):
     with Run(tmp_path, 1) as run, zmq.Context() as context:
         address = run.address("worker", 0)
-        connection = address.connect(context, None)
-        fields = {**address.fields(), "process": 1, "host": "here", "endpoint": "", "public_key": ""}
+        connection = connect(address, context, None)
+        fields = {"session": 0, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
         for _ in range(2):
-            send(connection, address.message("hello", fields))
-        assert [parse(connection.recv_multipart(), routed=False).kind for _ in range(2)] == ["view", "view"]
+            send(connection, Peer("worker", 0), Message("hello", fields, request=1))
+        answers = [parse(connection.recv_multipart())[1] for _ in range(2)]
+        assert [(answer.kind, answer.request) for answer in answers] == [(DONE, 1)] * 2
         connection.close(0)
 
 
@@ -80,7 +83,6 @@ def test_no_worker_is_started_again_in_a_session_that_another_started(tmp_path, 
         def go_on(collectives):
             rank = collectives.membership.address.id
             collectives.barrier()
-            collectives.close()
             collectives.membership.close()
             time.sleep(1.5 if rank == victim else 2.0)
             if rank == victim:

@@ -9,12 +9,12 @@ from training import specify
 
 from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind
 from cnnstrategies.paramserver.pushes import Begin, Pushes
 from cnnstrategies.paramserver.shard import Pull, Shard
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.view import ServerInfo, View, WorkerInfo
 
 pytestmark = pytest.mark.light
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.slicing import Slice, cut, holders
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.view import ServerInfo, View
 
 pytestmark = pytest.mark.light
 

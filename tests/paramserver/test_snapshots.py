@@ -1,8 +1,11 @@
 """A server is killed, and the one in its place goes on from the last snapshot."""
 
+import contextlib
 import os
 import random
+import resource
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +17,12 @@ from local_cluster import Cluster, wait_for
 from ranks import run_apart
 from training import SGD, Replica, batches, specify, train_alone
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.snapshot_files import _Summed, read
 from cnnstrategies.paramserver.snapshots import Snapshots
+from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.store import Store
 
 STEPS = 60
@@ -71,8 +77,8 @@ def test_a_server_killed_at_any_moment_says_what_is_lost(seed: int, tmp_path: Pa
         time.sleep(chance.uniform(0, 0.2))
         cluster.kill(cluster.servers[1])
         replace(cluster, 1)
-        # The snapshot is written when the 25th step is applied; the 26th may be answered to some.
-        assert_went_on(cluster, cluster.results(timeout=20), range(27))
+        # The snapshot is begun when the 25th step is applied; others are made while it is being written.
+        assert_went_on(cluster, cluster.results(timeout=20), range(50))
 
 
 def die_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, server: int, version: int, slices: int) -> None:
@@ -118,10 +124,15 @@ def test_what_was_answered_of_a_step_is_not_waited_for_again(
             assert_went_on(cluster, results, range(10, 11))
 
 
-def wait_for_snapshot(path: Path, version: int) -> None:
-    wait_for(path)
-    while set(torch.load(path)["versions"].values()) != {version}:
+def wait_for_snapshot(directory: Path, version: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for path in directory.glob("run-*/server-0/newest"):
+            with contextlib.suppress(FileNotFoundError):
+                if set(read(path)["versions"].values()) == {version}:
+                    return
         time.sleep(0.01)
+    raise AssertionError(f"no snapshot of version {version}")
 
 
 def test_a_worker_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
@@ -138,7 +149,7 @@ def test_a_worker_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
     with Cluster(specify(SGD, 2, **options), tmp_path) as cluster:
         cluster.start_workers(work)
         wait_for(tmp_path / "paused")
-        wait_for_snapshot(tmp_path / "server-0.pt", 2)
+        wait_for_snapshot(tmp_path, 2)
         cluster.kill(cluster.servers[0])
         replace(cluster, 0)
         Path("goes-on").touch()
@@ -151,7 +162,7 @@ def test_a_snapshot_of_the_present_step_loses_nothing(tmp_path: Path) -> None:
     with Cluster(specify(SGD, 1, **options), tmp_path) as cluster:
         cluster.start_workers(train, 2)
         wait_for(tmp_path / "paused")
-        wait_for_snapshot(tmp_path / "server-0.pt", 2)
+        wait_for_snapshot(tmp_path, 2)
         cluster.kill(cluster.servers[0])
         replace(cluster, 0)
         Path("goes-on").touch()
@@ -161,24 +172,134 @@ def test_a_snapshot_of_the_present_step_loses_nothing(tmp_path: Path) -> None:
         torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_a_snapshot_that_is_not_written_to_its_end_leaves_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    specification = specify(SGD, 1, snapshot_every=1, snapshot_directory=str(tmp_path))
-    store, restored = (Store(specification, cut(specification)) for _ in range(2))
+def specification_with(directory: Path, session: int = 5) -> Specification:
+    return specify(SGD, 1, snapshot_every=1, snapshot_directory=str(directory), session=session)
+
+
+def some_snapshots(directory: Path, **options: Any) -> tuple[Snapshots, Store]:
+    """Of a store of ones, at version 3."""
+    specification = specify(
+        SGD, 1, **{"snapshot_every": 1, "snapshot_directory": str(directory), "session": 5} | options
+    )
+    store = Store(specification, cut(specification))
     for key, slice_ in store.slices.items():
         store.put(key, torch.ones(slice_.numel, dtype=slice_.dtype), 3)
+    return Snapshots(specification, 0), store
+
+
+def written(snapshots: Snapshots, store: Store, updates: int) -> Path:
+    assert snapshots.after(updates, store)
+    snapshots.wait()
+    assert snapshots.files is not None
+    return snapshots.files.newest
+
+
+def restored(directory: Path, **options: Any) -> Store | None:
+    """What a server that replaces another finds."""
+    specification = specify(
+        SGD, 1, **{"snapshot_every": 1, "snapshot_directory": str(directory), "session": 5} | options
+    )
+    store = Store(specification, cut(specification))
     snapshots = Snapshots(specification, 0)
-    assert snapshots.after(3, store)
+    found = snapshots.load(store)
+    snapshots.close()
+    return store if found else None
 
-    def fails(contents: Any, file: Any) -> None:
-        file.write(b"a part")
-        raise OSError("no space left on device")
 
-    monkeypatch.setattr(torch, "save", fails)
-    with pytest.raises(OSError, match="no space"):
-        snapshots.after(4, store)
-    assert Snapshots(specification, 0).load(restored)
-    for key, values in store.values.items():
-        assert torch.equal(restored.values[key], values)
-        assert restored.versions[key] == 3
+def versions(store: Store | None) -> set[int]:
+    return set() if store is None else set(store.versions.values())
+
+
+def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    snapshots, store = some_snapshots(tmp_path)
+    written(snapshots, store, 0)
+    store.versions = dict.fromkeys(store.versions, 4)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
+    begun = [updates for updates in range(1, 30) if (snapshots.after(updates, store), snapshots.wait())[0]]
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(begun) <= 6, "it tries again after ever longer pauses"
+    snapshots.close()
+    assert "server 0 could not write a snapshot: [Errno 27]" in capfd.readouterr().err
+    assert versions(restored(tmp_path)) == {3}
+    assert sorted(path.name for path in tmp_path.glob("run-*/server-0/*")) == ["lock", "newest"]
+
+
+def test_a_flipped_bit_is_refused_by_name_and_the_generation_before_is_used(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    snapshots, store = some_snapshots(tmp_path)
+    path = written(snapshots, store, 0)
+    store.versions = dict.fromkeys(store.versions, 4)
+    written(snapshots, store, 1)
+    snapshots.close()
+    assert versions(restored(tmp_path)) == {4}
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.ones(20, dtype=torch.float64).numpy().tobytes()) + 3] ^= 0x40
+    path.write_bytes(data)
+    assert versions(restored(tmp_path)) == {3}
+    assert f"{path} is damaged" in capfd.readouterr().err
+    (path.parent / "before").write_bytes(path.read_bytes()[:300])
+    assert restored(tmp_path) is None
+
+
+def crash_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End this process before one of the calls that change the disk."""
+    writes = calls = 0
+
+    def count(name: str) -> None:
+        nonlocal writes, calls
+        writes += name == "write"
+        calls += name != "write" or writes % 100 == 50  # There are many small ones.
+        if calls == call:
+            os._exit(1)
+
+    for owner, name in ((Path, "replace"), (Path, "unlink"), (os, "fsync"), (os, "open"), (_Summed, "write")):
+        original = getattr(owner, name)
+        instead = lambda *a, original=original, name=name, **k: (count(name), original(*a, **k))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, instead)
+
+
+def test_a_crash_at_any_write_leaves_a_whole_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshots, store = some_snapshots(tmp_path)
+    written(snapshots, store, 0)
+    snapshots.close()
+    last, crash = 3, 0
+    while crash < 20:
+        crash += 1
+        store.versions = dict.fromkeys(store.versions, last + 1)
+        pid = os.fork()
+        if pid == 0:
+            files = some_snapshots(tmp_path)[0].files
+            assert files is not None
+            crash_at(crash, monkeypatch)
+            files.write(store.contents())
+            os._exit(0)
+        _, code = os.waitpid(pid, 0)
+        (found,) = versions(restored(tmp_path))
+        assert found in (last, last + 1)
+        last = found
+        if code == 0:
+            assert crash > 7
+            assert found == store.versions[0]
+            return
+    raise AssertionError("it went on and on")
+
+
+def test_snapshots_are_for_their_owner_and_two_runs_cannot_meet(tmp_path: Path) -> None:
+    snapshots, store = some_snapshots(tmp_path)
+    path = written(snapshots, store, 0)
+    modes = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, path.parent.parent)]
+    assert [f"{mode:o}" for mode in modes] == ["600", "700", "700"]
+    other, theirs = some_snapshots(tmp_path, session=6)
+    theirs.versions = dict.fromkeys(theirs.versions, 9)
+    written(other, theirs, 0)
+    with pytest.raises(ConfigurationError, match="another process writes the snapshots in"):
+        some_snapshots(tmp_path)
+    other.close(remove=True)
+    snapshots.close()
+    assert versions(restored(tmp_path)) == {3}
+    assert [one.name for one in tmp_path.iterdir()] == ["run-0000000000000005"]
+    path.parent.chmod(0o755)
+    with pytest.raises(ConfigurationError, match="is not a directory of this user's alone"):
+        some_snapshots(tmp_path)

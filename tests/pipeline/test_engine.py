@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,7 @@ def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, 
     optimizer_name = options.pop("optimizer")
     sizes = options.pop("sizes", (12,))
     accumulate = options.pop("accumulate", 1)
+    reduce_once = options.pop("reduce_once", False)
     network = make_network()
     alone = copy.deepcopy(network)
     pipeline = Pipeline(
@@ -96,7 +98,8 @@ def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, 
     freeze_norm(alone)
     compared = []
     for step, (images, targets) in enumerate(global_batches(5 * accumulate, sizes)):
-        got = pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
+        more = reduce_once and (step + 1) % accumulate > 0
+        got = pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy, more)
         loss = F.cross_entropy(alone(images), targets)
         loss.backward()
         compared.append((f"loss {step}", got, loss.detach()))
@@ -115,6 +118,7 @@ def scenarios(replicas: tuple[int, ...]) -> dict[str, Any]:
         for optimizer in ("sgd", "adamw")
     }
     options["accumulation"] = {"optimizer": "sgd", "accumulate": 2}
+    options["accumulation, reduced once"] = {"optimizer": "sgd", "accumulate": 3, "reduce_once": True, "sizes": (12, 7)}
     options["partial batches"] = {"optimizer": "adamw", "sizes": (12, 7, 3, 1)}
     options["fewer samples than microbatches, gpipe"] = {"optimizer": "sgd", "sizes": (5, 2), "schedule": "gpipe"}
     options["recompute always"] = {"optimizer": "sgd", "activation_checkpointing": "always", "sizes": (12, 5)}
@@ -198,6 +202,33 @@ def test_running_statistics_of_batch_norm(replicas: tuple[int, ...]) -> None:
     } <= compared
 
 
+def gathered(replicas: tuple[int, ...]) -> list[tuple[bool, Tensor, Tensor]]:
+    """Outputs of training steps of several sizes: whether they were under way before the last backward, and they."""
+    network = make_network()
+    alone = copy.deepcopy(network)
+    pipeline = Pipeline(network, CUTS[len(replicas)], replicas, 4)
+    freeze_norm(pipeline.module)
+    freeze_norm(alone)
+    compared = []
+    early: list[Any] = []
+    finish = pipeline.reducer.finish
+    pipeline.reducer.finish = lambda keep: (early.append(pipeline._gathering), finish(keep))[1]  # type: ignore[method-assign]
+    for images, targets in global_batches(4, (9, 4, 1)):
+        batch = pipeline.share(part(pipeline, images), part(pipeline, targets))
+        _, outputs = pipeline.train(batch, F.cross_entropy, gather=True)
+        compared.append((early[-1] is not None, pipeline.gather(batch, outputs), alone(images).detach()))
+    return compared
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (1, 2)])
+def test_outputs_of_training_leave_while_the_last_backward_runs(replicas: tuple[int, ...]) -> None:
+    """From the second step on: in the first one their structure is waited for."""
+    for results in run_ranks(sum(replicas), gathered, replicas):
+        assert [early for early, _, _ in results] == [False, True, True, True]
+        for _, got, expected in results:
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
 def evaluate(replicas: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
     network = make_network().eval()
     alone = copy.deepcopy(network)
@@ -243,16 +274,22 @@ class Saved:
 def peak(replicas: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """Most microbatches in flight, and most bytes that autograd saved at once."""
     peaks = {}
-    for schedule, recompute in (("1f1b", "never"), ("gpipe", "never"), ("gpipe", "always")):
+    for schedule, run_ahead, recompute in (
+        ("1f1b", False, "never"),
+        ("1f1b", True, "never"),
+        ("gpipe", False, "never"),
+        ("gpipe", False, "always"),
+    ):
         layers = [nn.Sequential(nn.Conv2d(8 if i else 1, 8, 3, padding=1), nn.Tanh()) for i in range(6)]
         network = nn.Sequential(*layers, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())).double()
-        pipeline = Pipeline(network, ["1", "3"], replicas, 8, schedule=schedule, activation_checkpointing=recompute)
+        options: Any = {"schedule": schedule, "run_ahead": run_ahead, "activation_checkpointing": recompute}
+        pipeline = Pipeline(network, ["1", "3"], replicas, 8, **options)
         meter = Meter()
         images, targets = global_batches(1, (16,))[0]
         with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda saved: saved.tensor):
             pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
         assert meter.now == 0, "a step leaves no activations behind"
-        peaks[f"{schedule} {recompute}"] = (pipeline.executor.peak_held, meter.most)
+        peaks[f"{schedule} {recompute}{' ahead' * run_ahead}"] = (pipeline.executor.peak_held, meter.most)
     return peaks
 
 
@@ -262,6 +299,7 @@ def test_peak_memory_holds_the_microbatches_in_flight_alone() -> None:
     for stage, peaks in enumerate(results):
         held, saved = peaks["1f1b never"]
         assert held == min(3 - stage, 8) == in_flight((1, 1, 1), stage)
+        assert peaks["1f1b never ahead"][0] == held + (stage < 2) == in_flight((1, 1, 1), stage, run_ahead=True)
         assert peaks["gpipe never"][0] == 8
         # Two layers, each of which saves its input and its output, and what the weights take.
         assert saved <= held * 4.5 * microbatch + 40_000
@@ -294,11 +332,13 @@ def test_impossible_cuts_are_refused() -> None:
         divide_by_names(make_network(), ["head"])
 
 
-def one_after_another() -> tuple[list[Tensor], int]:
-    """Two pipelines of a network in turn, each closed after a step: the weights after each, and groups not closed."""
+def one_after_another() -> tuple[list[Tensor], int, list[str]]:
+    """Two pipelines of a network in turn: the weights after each, groups then left, and threads after the last group.
+
+    The pipelines are still there when the threads are counted: a script's variables are, when the interpreter ends.
+    """
     network = make_network()
-    states = []
-    groups_left = 0
+    states, pipelines = [], []
     for replicas in ((2, 1), (1, 2)):
         pipeline = Pipeline(network, CUTS[2], replicas, 6)
         freeze_norm(pipeline.module)
@@ -308,12 +348,14 @@ def one_after_another() -> tuple[list[Tensor], int]:
         optimizer.step()
         network.load_state_dict(pipeline.merge(), strict=False)
         pipeline.close()
-        groups_left += pipeline.reducer.group in dist.distributed_c10d._world.pg_map
+        pipelines.append(pipeline)
         states.append(network.head.weight.detach().clone())
-    return states, groups_left
+    groups_left = len(dist.distributed_c10d._world.pg_map) - 1
+    dist.destroy_process_group()
+    return states, groups_left, [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
 
 
-def test_a_closed_pipeline_leaves_no_group_and_another_can_follow() -> None:
+def test_a_closed_pipeline_leaves_no_group_or_thread_and_another_can_follow() -> None:
     alone = make_network()
     freeze_norm(alone)
     ((images, targets),) = global_batches(1, (12,))
@@ -324,7 +366,8 @@ def test_a_closed_pipeline_leaves_no_group_and_another_can_follow() -> None:
         F.cross_entropy(alone(images), targets).backward()
         optimizer.step()
         expected.append(alone.head.weight.detach().clone())
-    for got, groups_left in run_ranks(3, one_after_another):
+    for got, groups_left, threads in run_ranks(3, one_after_another):
         assert groups_left == 0
+        assert len(threads) == 1, f"of a group that has ended: {threads}"
         for weights, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(weights, wanted)

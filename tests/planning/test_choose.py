@@ -24,14 +24,14 @@ def alexnet_like() -> nn.Module:
 def test_the_parameter_heavy_classifier_is_not_replicated_over_a_slow_link() -> None:
     network = alexnet_like()
     link = Link(bandwidth=12.5e6, latency=1e-4)
-    layout = choose_layout(network, torch.randn(8, 3, 32, 32), Request(4, 8, stages=2), link)
+    layout, _ = choose_layout(network, torch.randn(8, 3, 32, 32), Request(4, 8, stages=2), link)
     assert layout.replicas[0] > layout.replicas[1]
     assert layout.replicas[1] == 1
     assert layout.cuts[0] in cut_positions(trace(network))
 
 
 def test_stages_and_even_replicas_are_kept() -> None:
-    layout = choose_layout(alexnet_like(), torch.randn(4, 3, 32, 32), Request(4, 4, replicas=(2, 2)))
+    layout, _ = choose_layout(alexnet_like(), torch.randn(4, 3, 32, 32), Request(4, 4, replicas=(2, 2)))
     assert layout.replicas == (2, 2)
 
 

@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from cnnstrategies.planning import contest
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.contest import Contest
-from cnnstrategies.planning.overlay import nested, write_overlay
-from cnnstrategies.planning.settings import Effect, Setting, factorial
+from cnnstrategies.planning.settings import Setting, factorial
+from cnnstrategies.planning.settings_file import nested, write_settings
 from cnnstrategies.planning.trial import TrialError
 
 pytestmark = pytest.mark.light
@@ -118,7 +119,7 @@ def test_settings_are_combined_in_all_ways():
 
 def test_an_overlay_is_nested_yaml_with_one_callback(tmp_path):
     values = {"trainer.precision": "bf16-mixed", "ComputeSettings.channels_last": True}
-    write_overlay(tmp_path / "tuned.yaml", values, ["twice as fast"])
+    write_settings(tmp_path / "tuned.yaml", values, ["twice as fast"])
     text = (tmp_path / "tuned.yaml").read_text()
     assert text.startswith("# twice as fast\n")
     assert yaml.safe_load(text) == nested(values)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import GraphCosts
-from cnnstrategies.planning.measure_network import preserved, profile
+from cnnstrategies.planning.measure_network import profile
 
 
 class Network(nn.Module):

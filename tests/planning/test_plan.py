@@ -10,8 +10,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.planning.plan import Plan, make_plan
-from cnnstrategies.planning.report import format_bytes, plan_table, verdict
+from cnnstrategies.planning.report import plan_table, verdict
 from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.sizes import format_bytes
 from cnnstrategies.planning.stage_costs import StageCost, stage_costs
 
 pytestmark = pytest.mark.light

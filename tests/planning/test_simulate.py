@@ -104,11 +104,12 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize("replicas", [[1, 1], [3, 1], [1, 3], [1, 4, 1], [2, 2], [2, 1, 3], [1, 1, 1, 1]])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_every_timetable_can_be_carried_out(replicas: list[int], schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "run_ahead"), [("gpipe", False), ("1f1b", False), ("1f1b", True)])
+def test_every_timetable_can_be_carried_out(replicas: list[int], schedule: str, run_ahead: bool) -> None:
     stages = len(replicas)
     for microbatches in (1, 3, 8, 13):
-        step = simulate(timetable(replicas, microbatches, schedule), [stage(1.0, 2.0)] * stages, chain(stages), FREE)
+        tasks = timetable(replicas, microbatches, schedule, run_ahead)
+        step = simulate(tasks, [stage(1.0, 2.0)] * stages, chain(stages), FREE)
         assert len([span for span in step.spans if span.kind == "backward"]) == microbatches * stages
 
 

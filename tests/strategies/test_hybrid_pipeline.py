@@ -40,7 +40,7 @@ def hybrid(replicas, cuts, **options):
 
 LAYOUTS = {
     "1-1": hybrid([1, 1], ["1"], microbatches=4),
-    "2-1 gpipe": hybrid([2, 1], ["2"], microbatches=4, schedule="gpipe"),
+    "2-1 gpipe": hybrid([2, 1], ["2"], microbatches=4, schedule="gpipe", placement="replicas"),
     "1-2-1": hybrid([1, 2, 1], ["1", "4"], microbatches=6, activation_checkpointing="always"),
 }
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Learn
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAUROC
@@ -195,6 +196,41 @@ def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
     assert [len(rows) for rows in others] == [0, 0], "each row is there once"
 
 
+class Reductions(Callback):
+    """Counts on each rank how often gradients are added up over replicas."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.count, reduce = 0, dist.all_reduce
+
+        def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+            self.count += options.get("async_op", False)
+            return reduce(tensor, *args, **options)
+
+        dist.all_reduce = counted
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        Path(f"{trainer.global_rank}.reductions").write_text(str(self.count))
+
+
+def accumulated() -> list[dict[str, Tensor]]:
+    """Three batches an epoch: two steps of the optimizer, the second with one batch. Both replicas load the same."""
+    weights = []
+    for replicas in (None, [2, 1]):
+        model = ImageClassifier(network(), 3, optimizer=sgd)
+        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        trainer = trainer_of(replicas, [Reductions()] if replicas else [], **options)
+        trainer.fit(model, DataLoader(Images(24), 8))
+        weights.append(model.state_dict())
+    return [*weights, {str(rank): torch.tensor(int(Path(f"{rank}.reductions").read_text())) for rank in range(3)}]
+
+
+def test_accumulated_gradients_are_those_of_one_process_and_are_added_up_once() -> None:
+    single, piped, reductions = run_apart(accumulated)
+    for name, value in single.items():
+        assert_same_float32(piped[name], value)
+    assert {rank: int(count) for rank, count in reductions.items()} == {"0": 4, "1": 4, "2": 0}
+
+
 def bf16() -> list[dict[str, Tensor]]:
     weights = []
     for replicas in (None, [1, 1]):
@@ -211,12 +247,33 @@ def test_bf16_trains_as_one_process() -> None:
         assert (piped[name] - value).norm() <= 0.02 * value.norm() + 1e-3, name
 
 
+class NoReading(TorchDispatchMode):
+    """Refuses to read a number from a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
 class Overflow(Callback):
     """In the third step one gradient of one stage becomes infinite; notes the loss scale and what each step changed."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.notes: list[tuple[float, bool]] = []
         self.before = [p.detach().clone() for p in pl_module.parameters()]
+        assert trainer.strategy.pipeline is not None
+        share, train = trainer.strategy._share_overflow, trainer.strategy.pipeline.train
+
+        def without_reading(gradients: Any) -> None:
+            with NoReading():
+                share(gradients)
+
+        def trained_without_reading(*args: Any, **options: Any) -> Any:
+            assert isinstance(args[2], Tensor), "the scale stays on the device"
+            return train(*args, **options)
+
+        trainer.strategy._share_overflow = without_reading
+        trainer.strategy.pipeline.train = trained_without_reading
         if trainer.global_rank == 1:
             hurt = next(pl_module.parameters())
             hurt.register_hook(lambda g: g * float("inf") if trainer.global_step == 2 else g)
@@ -260,26 +317,25 @@ class OwnModule(LightningModule):
     def __init__(self, broken: str = "") -> None:
         super().__init__()
         self.broken = broken
-        if broken not in ("network", "other name", "several"):
+        if broken not in ("network", "several"):
             self.network = network()
         if broken == "bare stage":
             self.network = nn.Sequential(nn.Identity(), nn.Flatten(), nn.ReLU(), nn.Linear(36, 3))
-        if broken in ("other name", "several"):
+        if broken == "several":
             self.criterion = nn.CrossEntropyLoss()  # Has no parameters.
-        if broken == "other name":
-            self.net = network()
         if broken == "twice named":
             self.net = self.network
         if broken == "several":
             self.features, self.head = nn.Conv2d(1, 2, 3), nn.Linear(2, 2)
-        if broken == "loss":
-            self.loss = None
         if broken == "parameters":
             self.temperature = nn.Parameter(torch.ones(()))
         self.automatic_optimization = broken != "manual"
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
+
+    def loss_weight(self, targets: Tensor) -> int:
+        return len(targets)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         images, targets = batch
@@ -296,12 +352,10 @@ class OwnModule(LightningModule):
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("network", r"OwnModule has none: set it in __init__"),
-        ("other name", r"OwnModule has none: rename self.net to self.network, and call"),
-        ("several", r"OwnModule has none: make one nn.Module self.network of self.features, self.head,"),
+        ("network", r"one submodule of OwnModule, and none has parameters to train: build it in __init__"),
+        ("several", r"shared out over self.features, self.head: make one nn.Module of them"),
         ("twice named", r"OwnModule.net shares parameters with OwnModule.network: .* leave out self.net"),
-        ("loss", r"no method loss\(outputs, targets\)"),
-        ("parameters", "trainable parameters outside network"),
+        ("parameters", r"parameters of its own \(temperature\) beside those of self.network"),
         ("manual", "automatic_optimization=False"),
     ],
 )

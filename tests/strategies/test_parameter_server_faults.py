@@ -150,7 +150,7 @@ def test_an_error_in_one_worker_ends_the_run_with_its_message(run_cli, quick):
     assert "ends: worker 1 failed: AssertionError: no process nobody" in output
 
 
-@pytest.mark.parametrize(("mode", "every", "least", "most"), [("sync", 4, 1, 3), ("async", 100, 1, 48)])
+@pytest.mark.parametrize(("mode", "every", "least", "most"), [("sync", 4, 1, 7), ("async", 100, 1, 48)])
 def test_a_server_goes_on_from_its_snapshot_and_says_what_is_lost(run_cli, quick, mode, every, least, most):
     """The first snapshot is that of the values which training begins with."""
     options = {"mode": mode, "max_restarts": 1, "snapshot_every": every, "snapshot_directory": "snapshots"}

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 from ranks import run_started
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, choose_place
 from cnnstrategies.strategies.parameter_server.sessions import Sessions

@@ -27,5 +27,5 @@ def test_batch_normalisation_and_the_batch_decide_on_the_microbatches(network, d
     cut = "block1" if isinstance(network, SmallCNN) else "1"
     request = HybridPipelineStrategy(replicas=[1, 1], cuts=[cut], microbatches=asked).request
     trainer = SimpleNamespace(datamodule=data)
-    layout = request.choose(network, trainer, 2, torch.device("cpu"))
+    layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size: None)
     assert layout.microbatches == expected

@@ -31,7 +31,9 @@ def describe_pipeline(
     for stage, parameters in enumerate(stage_parameters(pipeline)):
         nodes = [node for node in pipeline.blueprint.training.stages[stage].graph.nodes if _computes(node)]
         ranks = pipeline.placement.ranks(stage)
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        together = ranks[-1] - ranks[0] == len(ranks) - 1
+        where = f"ranks {ranks[0]} to {ranks[-1]}" if together else f"ranks {', '.join(map(str, ranks))}"
+        where = f"rank {ranks[0]}" if len(ranks) == 1 else where
         text = f"{_name(nodes[0])} to {_name(nodes[-1])} on {where}: {parameters:,} parameters"
         rows.append((f"stage {stage}", text))
     return rows

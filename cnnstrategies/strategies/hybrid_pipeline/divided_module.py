@@ -1,6 +1,7 @@
 """A LightningModule whose network is divided into stages, and what belongs to the whole: state, averages, metrics."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -14,10 +15,9 @@ from torchmetrics import Metric
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.optimizer_state import Groups, group_names, hold, merge_state, named_state, split_state
+from cnnstrategies.strategies.hybrid_pipeline.find_network import put_network
 from cnnstrategies.strategies.hybrid_pipeline.step import NetworkStandIn
 from cnnstrategies.strategies.resumable import check_optimizer_states
-
-PREFIX = "network."
 
 
 class DividedModule:
@@ -25,33 +25,37 @@ class DividedModule:
 
     Args:
         module: The module.
-        pipeline: The stages of its network.
+        path: The path of its submodule that is divided.
+        pipeline: The stages of that.
         callbacks: Those of the trainer; the copies of the network that they average are divided, too.
 
     Attributes:
-        stand_in: What ``module.network`` is now.
+        stand_in: What has the submodule's place now.
 
     Raises:
         ConfigurationError: A callback needs the whole network.
     """
 
-    def __init__(self, module: LightningModule, pipeline: Pipeline, callbacks: Iterable[Any]) -> None:
-        network = module.network
-        assert isinstance(network, nn.Module)
+    def __init__(self, module: LightningModule, path: str, pipeline: Pipeline, callbacks: Iterable[Any]) -> None:
+        network = module.get_submodule(path)
         self.module = module
+        self.path = path
+        self.prefix = f"{path}."
         self.pipeline = pipeline
         self.network = network
         self.names = list(network.state_dict())
+        self.callbacks = list(callbacks)
         self._groups: dict[Optimizer, Groups] = {}
         own = set(pipeline.blueprint.state[pipeline.place.stage])
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             if name not in own:
                 tensor.data = torch.empty(0, dtype=tensor.dtype)  # Another rank holds it; `restore` brings it back.
-        self.stand_in = NetworkStandIn(pipeline.module)
-        module.network = self.stand_in
+        self.stand_in = NetworkStandIn(pipeline.module, path, network)
+        put_network(module, path, self.stand_in)
+        self._guard = network.register_forward_pre_hook(_refuse_call)
         # Each with its stage and its whole network.
         self._divided: list[tuple[LightningModule, nn.Module, nn.Module]] = [(module, pipeline.module, network)]
-        self._divide_averages(callbacks)
+        self._divide_averages()
         self._metrics: list[tuple[Metric, Any]] = []
         for child in module.modules():
             if isinstance(child, Metric):
@@ -64,9 +68,13 @@ class DividedModule:
         """Whether a callback averages weights."""
         return len(self._divided) > 1
 
-    def _divide_averages(self, callbacks: Iterable[Any]) -> None:
+    def another_stand_in(self) -> NetworkStandIn:
+        """One more of what has the submodule's place, for outputs of its own."""
+        return NetworkStandIn(self.pipeline.module, self.path, self.network)
+
+    def _divide_averages(self) -> None:
         blueprint, stage = self.pipeline.blueprint, self.pipeline.place.stage
-        for callback in callbacks:
+        for callback in self.callbacks:
             if isinstance(callback, StochasticWeightAveraging):
                 raise ConfigurationError(
                     "StochasticWeightAveraging averages whole networks: with strategy hybrid_pipeline use "
@@ -76,10 +84,9 @@ class DividedModule:
                 if isinstance(value, AveragedModel):
                     copy = value.module
                     assert isinstance(copy, LightningModule)
-                    whole = copy.network
-                    assert isinstance(whole, nn.Module)
+                    whole = copy.get_submodule(self.path)
                     part = blueprint.of(whole).build(stage).to(self.pipeline.device)
-                    copy.network = NetworkStandIn(part)
+                    put_network(copy, self.path, NetworkStandIn(part, self.path, whole))
                     self._divided.append((copy, part, whole))
 
     @property
@@ -89,29 +96,56 @@ class DividedModule:
         parameters = self.pipeline.module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in parameters if name in names}
 
-    def divide_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave each optimizer this stage's parameters alone."""
+    def divide_optimizers(self, optimizers: Sequence[Optimizer], move: bool = True) -> None:
+        """Leave each optimizer this stage's parameters alone.
+
+        Args:
+            optimizers: They have those of all stages.
+            move: Bring their state to the parameters' device.
+        """
         names = {parameter: name for name, parameter in self.network.named_parameters()}
         self._groups = {optimizer: group_names(optimizer, names) for optimizer in optimizers}
         for optimizer, groups in self._groups.items():
             hold(optimizer, self.own, groups)
-            if optimizer.state:
+            if move and optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, module and optimizers have the parameters of all stages, with their values, on the CPU; a collective.
+
+        What is frozen, unfrozen or added to the optimizers stays so; changed values are forgotten.
+        """
+        parameters = dict(self.network.named_parameters())
+        kept = {name: parameter.data for name, parameter in parameters.items()}
+        merged = self.pipeline.merge()
+        for name, parameter in parameters.items():
+            parameter.data = merged[name]
+        for optimizer, groups in self._groups.items():
+            hold(optimizer, parameters, groups)
+        put_network(self.module, self.path, self.network)
+        try:
+            yield
+        finally:
+            put_network(self.module, self.path, self.stand_in)
+            for name, parameter in parameters.items():
+                parameter.data = kept[name]
+            self.divide_optimizers(list(self._groups), move=False)
 
     def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Replace this stage's part of a state dict of the module by that of all stages on rank 0; a collective."""
-        own = {name: value for name, value in state.items() if name.startswith(PREFIX)}
+        own = {name: value for name, value in state.items() if name.startswith(self.prefix)}
         parts = self.pipeline.collect(own)
         if parts is None:
             return state
         merged = {name: value for part in parts for name, value in part.items()}
-        ordered = {PREFIX + name: merged[PREFIX + name] for name in self.names}
+        ordered = {self.prefix + name: merged[self.prefix + name] for name in self.names}
         return {**ordered, **{name: value for name, value in state.items() if name not in own}}
 
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This stage's part of a state dict of the whole module, with every key that is none of the network's."""
         own = self.module.state_dict().keys()
-        others = {PREFIX + name for name in self.names} - own
+        others = {self.prefix + name for name in self.names} - own
         return {name: value for name, value in state.items() if name not in others}
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -135,12 +169,13 @@ class DividedModule:
             merge: Bring the weights of all stages together on every rank, and the optimizers' states on rank 0, a
                 collective; else the network has those of this stage alone.
         """
+        self._guard.remove()
         for module, part, network in self._divided:
             if merge:
                 state = dict((*network.named_parameters(), *network.named_buffers()))
                 for name, value in self.pipeline.merge((part, network)).items():
                     state[name].data = value
-            module.network = network
+            put_network(module, self.path, network)
         if merge:
             self._restore_optimizers()
         for metric, available in self._metrics:
@@ -153,6 +188,13 @@ class DividedModule:
             hold(optimizer, parameters, groups)
             if state:
                 optimizer.load_state_dict(state)
+
+
+def _refuse_call(network: nn.Module, inputs: Any) -> None:
+    raise ConfigurationError(
+        f"the whole {type(network).__name__} is called, which is divided: call it in the steps by the attribute that "
+        "it was found by, and keep it in no list or variable beside"
+    )
 
 
 def _never() -> Literal[False]:

@@ -24,12 +24,21 @@ class ImagesElsewhere(Tensor):
 
     A step that changed them (normalised them, say) before it called the network would change nothing that a pipeline
     computes: the first stage takes the images as they were loaded.
+
+    Attributes:
+        number: Which of the network's inputs it stands for.
     """
 
+    number: int
+
     @classmethod
-    def like(cls, rows: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> "ImagesElsewhere":
+    def like(
+        cls, rows: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device, number: int = 0
+    ) -> "ImagesElsewhere":
         """A stand-in for ``rows`` images of a shape (C, H, W)."""
-        return torch.zeros((), dtype=dtype, device=device).expand(rows, *shape).as_subclass(cls)
+        images = torch.zeros((), dtype=dtype, device=device).expand(rows, *shape).as_subclass(cls)
+        images.number = number
+        return images
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"<images {tuple(self.shape)}, which the first stage has>"
@@ -46,10 +55,15 @@ class ImagesElsewhere(Tensor):
         name = getattr(func, "__name__", str(func))
         if name in _FORM | _HARMLESS or name == "__get__":
             result = super().__torch_function__(func, types, tuple(args), dict(kwargs or {}))  # type: ignore[no-untyped-call]
-            if not isinstance(result, Tensor) or (name in _HARMLESS and result.dtype == args[0].dtype):
+            if not isinstance(result, Tensor):
+                return result
+            if name in _HARMLESS and result.dtype == args[0].dtype:
+                assert isinstance(result, ImagesElsewhere)
+                result.number = args[0].number
                 return result
         raise ConfigurationError(
             f"the step, or a callback, computes with the images of the batch ({name}) outside the network: with "
             "strategy hybrid_pipeline the first stage alone has them, and takes them as they come; do it in the "
-            "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are"
+            "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are (a loss that "
+            "compares with the images needs them in the batch a second time, as targets)"
         )

@@ -1,24 +1,26 @@
 """From what a user asks of the hybrid pipeline to a layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, has_batch_norm
 from cnnstrategies.pipeline.engine import check_layout, divide_by_names
 from cnnstrategies.pipeline.layout import even_replicas
 from cnnstrategies.pipeline.microbatches import default_microbatches
 from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
-from cnnstrategies.pipeline.timetable import SCHEDULES, Schedule
+from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.planning.choose import choose_layout
 from cnnstrategies.planning.request import Request
+from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 
 BATCH_NORM = ("microbatch", "deferred")
 DEFAULT_STAGES = 2
@@ -33,11 +35,13 @@ class ChosenLayout:
         cuts: Names of modules, or positions.
         replicas: Replicas of each stage.
         microbatches: Microbatches of a global batch.
+        run_ahead: Whether stages hold one microbatch more than they need.
     """
 
     cuts: Sequence[str | int]
     replicas: tuple[int, ...]
     microbatches: int
+    run_ahead: bool
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,18 @@ class LayoutRequest:
     cuts: Sequence[str] | None
     microbatches: int | None
     schedule: Schedule
+    run_ahead: bool | None
     memory_limit: int | None
     batch_norm: BatchNormMode
     activation_checkpointing: Checkpointing
+    placement: Order
 
     def __post_init__(self) -> None:
         for name, value, accepted in (
             ("schedule", self.schedule, SCHEDULES),
             ("batch_norm", self.batch_norm, BATCH_NORM),
             ("activation_checkpointing", self.activation_checkpointing, CHECKPOINTING),
+            ("placement", self.placement, ORDERS),
         ):
             if value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
@@ -128,8 +135,22 @@ class LayoutRequest:
         if self.cuts is not None:
             divide_by_names(network, self.cuts)
 
-    def choose(self, network: nn.Module, trainer: Trainer, devices: int, device: torch.device) -> ChosenLayout:
+    def choose(
+        self,
+        network: nn.Module,
+        trainer: Trainer,
+        devices: int,
+        device: torch.device,
+        example: Callable[[int], Images | None],
+    ) -> ChosenLayout:
         """The layout; automatic cuts are chosen by rank 0, which profiles the network. A collective.
+
+        Args:
+            network: The whole network.
+            trainer: The trainer.
+            devices: Devices of the run.
+            device: That of this rank.
+            example: Gives a microbatch of so many images, if one can be had.
 
         Raises:
             ConfigurationError: The size of the images is not known, or no layout fits into memory.
@@ -138,8 +159,15 @@ class LayoutRequest:
         samples = _loaded_samples(trainer)
         microbatches = self.microbatches_on(devices, network, samples)
         if self.cuts is not None or self.stage_count == 1:
-            return ChosenLayout(self.cuts or [], replicas, microbatches)
-        images = _example(trainer, (samples or USUAL_SAMPLES) * replicas[0] // microbatches)
+            # Without a profile nobody knows what fits.
+            run_ahead = self.memory_limit is None if self.run_ahead is None else self.run_ahead
+            return ChosenLayout(self.cuts or [], replicas, microbatches, run_ahead)
+        images = example((samples or USUAL_SAMPLES) * replicas[0] // microbatches)
+        if images is None:
+            raise ConfigurationError(
+                "cuts are chosen by a profile, and the size of the images is not known: name the cuts, set "
+                "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
+            )
         chosen: list[Any] = [None]
         if trainer.global_rank == 0:
             request = Request(
@@ -149,36 +177,21 @@ class LayoutRequest:
                 replicas=replicas,
                 memory_limit=self.memory_limit,
                 activation_checkpointing=self.activation_checkpointing,
+                run_ahead=self.run_ahead,
             )
-            dtype = next(network.parameters()).dtype
+            network.to(device)
             try:
-                layout = choose_layout(network.to(device), images.to(device, dtype), request)
-                chosen = [list(layout.cuts)]
+                layout, run_ahead = choose_layout(network, on_device_of(network, images), request)
+                chosen = [(list(layout.cuts), run_ahead)]
             except ConfigurationError as error:
                 chosen = [str(error)]
         dist.broadcast_object_list(chosen, 0)
         if isinstance(chosen[0], str):
             raise ConfigurationError(chosen[0])
-        return ChosenLayout(chosen[0], replicas, microbatches)
+        return ChosenLayout(chosen[0][0], replicas, microbatches, chosen[0][1])
 
 
 def _loaded_samples(trainer: Trainer) -> int | None:
     """Samples of a batch of one process, if the data module says so: its loaders are not made yet."""
     size = getattr(getattr(trainer, "datamodule", None), "batch_size", None)
     return size if isinstance(size, int) else None
-
-
-def _example(trainer: Trainer, size: int) -> Tensor:
-    """One microbatch of noise of the images' size, with ``size`` images or the module's own example."""
-    module = trainer.lightning_module
-    datamodule = getattr(trainer, "datamodule", None)
-    example = module.example_input_array
-    shape = getattr(datamodule, "image_shape", None)
-    if isinstance(example, Tensor):
-        return example
-    if shape is None:
-        raise ConfigurationError(
-            "cuts are chosen by a profile, and the size of the images is not known: name the cuts, set "
-            "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
-        )
-    return torch.randn(max(1, size), *shape)

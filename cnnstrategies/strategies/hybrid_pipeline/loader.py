@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.hybrid_pipeline.batches import count_samples, first_rows
 
 
 class NoBatch(tuple[Any, ...]):
@@ -80,11 +79,9 @@ class StageLoader:
             if left is None:
                 yield batch
                 continue
-            size = len(batch if isinstance(batch, Tensor) else batch[0])
-            if size > left:
-                batch = batch[:left] if isinstance(batch, Tensor) else type(batch)(part[:left] for part in batch)
+            size = count_samples(batch)
             if left:
-                yield batch
+                yield first_rows(batch, left) if size > left else batch
             left -= min(size, left)
 
     def _real_samples(self) -> int | None:
@@ -123,21 +120,3 @@ def stage_loader(loader: Any, loads: bool, most: Callable[[int], int]) -> StageL
     """
     resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (ResumableStageLoader if resumable else StageLoader)(loader, loads, most)
-
-
-def images_and_rest(batch: Any) -> tuple[Tensor | None, tuple[Any, ...], str]:
-    """The images of a batch, what else is in it, and the kind of container.
-
-    Raises:
-        ConfigurationError: It is neither a tensor nor a tuple or list that begins with one.
-    """
-    if isinstance(batch, NoBatch):
-        return None, (), "tuple"
-    if isinstance(batch, Tensor):
-        return batch, (), "tensor"
-    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
-        return batch[0], tuple(batch[1:]), type(batch).__name__
-    raise ConfigurationError(
-        f"a batch is a {type(batch).__name__}: strategy hybrid_pipeline takes a tensor of images, or a tuple "
-        "(images, targets) of tensors with one row per sample"
-    )

@@ -1,5 +1,6 @@
 """How a pipeline's results enter Lightning's training step."""
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import Traced
 from cnnstrategies.pipeline.stage import StageModule
+from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 
 
@@ -23,7 +25,7 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: float, *parameters: nn.Parameter
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: float | Tensor, *parameters: nn.Parameter
     ) -> Tensor:
         """Return the loss.
 
@@ -49,7 +51,7 @@ class HandOver(torch.autograd.Function):
 
 
 def hand_over(
-    loss: Tensor, gradients: Sequence[Tensor | None], scale: float, parameters: Sequence[nn.Parameter]
+    loss: Tensor, gradients: Sequence[Tensor | None], scale: float | Tensor, parameters: Sequence[nn.Parameter]
 ) -> Tensor:
     """The loss that Lightning goes backward from: see :class:`HandOver`; a stage that is frozen has nothing to get."""
     if not parameters:
@@ -59,16 +61,21 @@ def hand_over(
 
 
 class NetworkStandIn(Traced):
-    """Takes the place of a LightningModule's ``network``: this rank's part, under the network's parameter names.
+    """Takes the place of a LightningModule's network: this rank's part, under the network's parameter names.
 
     Called with images it returns the outputs that the pipeline has computed for the batch.
 
     Args:
         stage: This rank's stage; its modules, parameters and buffers are shared.
+        path: What the module calls the network.
+        network: The whole network.
     """
 
-    def __init__(self, stage: StageModule) -> None:
+    def __init__(self, stage: StageModule, path: str, network: nn.Module) -> None:
         super().__init__()
+        self._path = path
+        self._inputs = network_inputs(network)
+        self._signature = inspect.signature(network.forward)
         for name, child in stage.named_children():
             self.add_module(name, child)
         for name, parameter in stage.named_parameters(recurse=False):
@@ -82,29 +89,49 @@ class NetworkStandIn(Traced):
         """Hand over the outputs of the batch that the next step gets."""
         self._outputs = [outputs]
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's outputs for the batch of this step.
 
         Raises:
             RuntimeError: It is called a second time in a step, or outside of one.
             ConfigurationError: It is called with something else than the images of the batch.
         """
-        if not isinstance(images, ImagesElsewhere):
-            raise ConfigurationError(
-                f"the network is called with {_described(images)} that is not the images of the batch: in a pipeline "
-                "the first stage takes these as they come; change them in the network's forward, in the dataset, or "
-                "in on_after_batch_transfer, which runs where they are"
-            )
+        given = self._signature.bind(*args, **kwargs).arguments
+        for number, name in enumerate(self._inputs):
+            images = given.pop(name)
+            if isinstance(images, tuple) and len(images) == 1:  # Of *args.
+                images = images[0]
+            if not isinstance(images, ImagesElsewhere):
+                raise ConfigurationError(
+                    f"the network is called with {_described(images)} that is not the images of the batch: in a "
+                    "pipeline the first stage takes these as they come; change them in the network's forward, in the "
+                    "dataset, or in on_after_batch_transfer, which runs where they are"
+                )
+            if images.number != number:
+                raise ConfigurationError(
+                    f"the network is called with another tensor of the batch as {name!r} than in the first step: in a "
+                    "pipeline it gets the same one in each"
+                )
+        for name, value in given.items():
+            default = self._signature.parameters[name].default
+            if value is not default and (isinstance(value, Tensor) or value != default):
+                raise ConfigurationError(
+                    f"self.{self._path} is called with {name}={_described(value)} besides the images: a network that "
+                    "is cut into stages has its options from the beginning; set it in its __init__, or leave out the "
+                    f"default of {name!r} if it is a tensor of the batch"
+                )
         if not self._outputs:
             raise RuntimeError(
-                "self.network was called twice in a step, or outside of a step: in a pipeline it can be called once, "
-                "with the images of the batch, in training_step, validation_step, test_step and predict_step"
+                f"self.{self._path} was called twice in a step, or outside of a step: in a pipeline it can be called "
+                "once, with the images of the batch, in training_step, validation_step, test_step and predict_step"
             )
         return self._outputs.pop()
 
 
 def _described(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else f"a {type(value).__name__}"
 
 
 def clip_by_joint_norm(optimizer: Optimizer, clip_val: int | float, counts: bool, device: torch.device) -> None:

@@ -1,9 +1,11 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
+import atexit
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
@@ -23,11 +25,18 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing
-from cnnstrategies.pipeline.timetable import Placement, Schedule
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError, cpu_group
 from cnnstrategies.processes import failed_before
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss, check_module, check_optimizers
+from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, flatten, seen, take_apart
+from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.contract import (
+    check_loss,
+    check_module,
+    check_optimizers,
+)
 from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
     differences_of_pipeline,
@@ -35,12 +44,23 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
     warn_of_small_microbatches,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.example import example_images
+from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
-from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, images_and_rest, stage_loader
+from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
+from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
 from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm, hand_over
+from cnnstrategies.strategies.hybrid_pipeline.step_loss import StepLoss, loss_for, loss_of
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
 from cnnstrategies.strategies.resumable import warn_of_weights_alone
+
+_STEPS = {
+    RunningStage.TRAINING: "training_step",
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -63,11 +83,18 @@ class HybridPipelineStrategy(DDPStrategy):
             the network has batch normalisation, so many that each has at least 8 samples, if the data module says with
             ``batch_size`` how many a process loads.
         schedule: ``1f1b``, or ``gpipe``, which holds the activations of all microbatches.
+        run_ahead: Under ``1f1b`` have stages hold the activations of one microbatch more than they need, so that
+            messages travel while they compute. By default where it gains time and fits into ``memory_limit``, as far as
+            a profile tells; with ``cuts`` and without a limit always.
         memory_limit: Bytes that a device may hold, for automatic cuts.
         batch_norm: Running statistics as after one full batch (``deferred``) or after the microbatches in turn
             (``microbatch``). In both, each microbatch is normalised by itself.
         activation_checkpointing: Recompute activations in the backward: ``never``, for all microbatches but each
             rank's last (``except_last``), or ``always``.
+        placement: How ranks are numbered, and so which are on one node: ``stages`` puts the replicas of a stage
+            together, which sum their gradients; ``replicas`` those that send each other activations.
+        network: The path of the submodule that is divided, such as ``model``; by default the one that has all of the
+            module's parameters.
         timeout: How long to wait for another rank.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices and launching.
 
@@ -83,9 +110,12 @@ class HybridPipelineStrategy(DDPStrategy):
         cuts: list[str] | None = None,
         microbatches: int | None = None,
         schedule: Schedule = "1f1b",
+        run_ahead: bool | None = None,
         memory_limit: int | None = None,
         batch_norm: BatchNormMode = "deferred",
         activation_checkpointing: Checkpointing = "never",
+        placement: Order = "stages",
+        network: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -95,17 +125,31 @@ class HybridPipelineStrategy(DDPStrategy):
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )
         self.request = LayoutRequest(
-            stages, replicas, cuts, microbatches, schedule, memory_limit, batch_norm, activation_checkpointing
+            stages,
+            replicas,
+            cuts,
+            microbatches,
+            schedule,
+            run_ahead,
+            memory_limit,
+            batch_norm,
+            activation_checkpointing,
+            placement,
         )
+        self.network_path = network
         self.time_limit = timeout
         self.pipeline: Pipeline | None = None
         self._checked: LightningModule | None = None
         self._divided: DividedModule | None = None
         self._batch: Batch | None = None
         self._layout: tuple[nn.Module, ChosenLayout] | None = None
+        self._loss: PartialLoss | None = None
+        self._found_inputs: dict[Hashable, list[int]] = {}
         self._failed = False
         self._in_parts = False
         self._loss_checked = False
+        self._accumulates = False
+        self._overflow = torch.zeros(())
 
     # Before the processes start
 
@@ -121,7 +165,7 @@ class HybridPipelineStrategy(DDPStrategy):
         module = self.lightning_module
         if module is None or module is self._checked:
             return
-        network = check_module(module)
+        network = module.get_submodule(check_module(module, self.network_path))
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
@@ -136,18 +180,18 @@ class HybridPipelineStrategy(DDPStrategy):
     @property
     def placement(self) -> Placement:
         """The numbering of the ranks."""
-        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes))
+        return Placement(self.request.replicas_on(self.num_nodes * self.num_processes), self.request.placement)
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The shards are those of the first stage's replicas; the other ranks name one and do not load it."""
-        first = self.placement.replicas[0]
-        return {"num_replicas": first, "rank": self.global_rank if self.global_rank < first else 0}
+        place = self.placement.place(self.global_rank)
+        return {"num_replicas": self.placement.replicas[0], "rank": 0 if place.stage else place.replica}
 
     @override
     def process_dataloader(self, dataloader: object) -> StageLoader:
-        loads = self.global_rank < self.placement.replicas[0]
+        loads = self.placement.place(self.global_rank).stage == 0
         return stage_loader(dataloader, loads, self._most)
 
     @override
@@ -159,17 +203,27 @@ class HybridPipelineStrategy(DDPStrategy):
         """
         if self.pipeline is None:
             return super().batch_to_device(batch, device, dataloader_idx)
+        images: Any = None
+        rest: tuple[Tensor, ...] = ()
+        form: Any = None
         if not isinstance(batch, NoBatch):
             batch = super().batch_to_device(batch, device, dataloader_idx)
-        images, rest, form = images_and_rest(batch)
+            images, rest, form = take_apart(batch, self._inputs(batch, dataloader_idx))
         with self._announced("share_batch"):
             self._batch = shared = self.pipeline.share(images, *rest, form=form)
-        rows = shared.split.samples if self._sees_batch else 0
-        seen = ImagesElsewhere.like(rows, shared.image_shape, shared.image_dtype, self.root_device)
-        if shared.form == "tensor":
-            return seen
-        whole = (seen, *(tensor[:rows] for tensor in shared.rest))
-        return list(whole) if shared.form == "list" else whole
+        check_forms(shared)
+        return seen(shared, None, self.root_device, none=not self._sees_batch)
+
+    def _inputs(self, batch: Any, dataloader_idx: int) -> list[int]:
+        """Which leaves of a batch the network takes."""
+        module = self.lightning_module
+        assert module is not None
+        step = _STEPS[module.trainer.state.stage or RunningStage.TRAINING]
+        key = (step, dataloader_idx, str(flatten(batch)[1]))
+        if key not in self._found_inputs:
+            network, path = self._divided_module.network, self._divided_module.path
+            self._found_inputs[key] = find_inputs(module, path, network, step, batch, dataloader_idx, self.root_device)
+        return self._found_inputs[key]
 
     @property
     def _sees_batch(self) -> bool:
@@ -180,14 +234,24 @@ class HybridPipelineStrategy(DDPStrategy):
     # Set-up
 
     @override
+    def setup_environment(self) -> None:
+        existed = dist.is_initialized()
+        super().setup_environment()
+        if not existed:
+            # Its threads would still run while the interpreter ends, which can abort a process that is done.
+            atexit.register(_end_default_group)
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self._check()
         self._failed = self._loss_checked = False
+        self._overflow = torch.zeros((), device=self.root_device)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        network = check_module(self.lightning_module)
+        path = check_module(self.lightning_module, self.network_path)
+        network = self.lightning_module.get_submodule(path)
         self._broadcast_weights(network)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
@@ -195,10 +259,12 @@ class HybridPipelineStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
-        self._divide(trainer, network)
+        self._divide(trainer, path)
         self.model_to_device()
         if fitting:
             self._divided_module.divide_optimizers(self.optimizers)
+            show_whole_network(trainer.callbacks, self._divided_module)  # type: ignore[attr-defined]
+            self._loss = loss_for(self._divided_module, self.root_device)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_grad_by_norm  # The plugin's own knows this stage's gradients alone.
@@ -209,10 +275,15 @@ class HybridPipelineStrategy(DDPStrategy):
                 "none: use bf16-mixed, or other cuts"
             )
 
-    def _divide(self, trainer: Trainer, network: nn.Module) -> None:
+    def _divide(self, trainer: Trainer, path: str) -> None:
         assert self.lightning_module is not None
+        network = self.lightning_module.get_submodule(path)
         if self._layout is None or self._layout[0] is not network:
-            layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device)
+            example = partial(example_images, trainer, path)
+            layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device, example)
+            if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
+                images = example(COMPARED) if self.is_global_zero else None
+                compare_on_rank_zero(network, layout.cuts, images, trainer)
             self._layout = (network, layout)
         layout = self._layout[1]
         self.pipeline = Pipeline(
@@ -221,12 +292,14 @@ class HybridPipelineStrategy(DDPStrategy):
             layout.replicas,
             layout.microbatches,
             self.request.schedule,
+            layout.run_ahead,
             self.request.batch_norm,
             self.request.activation_checkpointing,
             self.root_device,
             self.time_limit,
+            placement=self.request.placement,
         )
-        self._divided = DividedModule(self.lightning_module, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
+        self._divided = DividedModule(self.lightning_module, path, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
 
     def _broadcast_weights(self, network: nn.Module) -> None:
         """Start from rank 0's weights on every rank."""
@@ -257,23 +330,33 @@ class HybridPipelineStrategy(DDPStrategy):
             self._pipeline.refresh()
 
     @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """The steps inside are followed by others before the optimizer's: replicas keep their gradients."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
         if not self._loss_checked:
             warn_of_small_microbatches(self._divided_module.network, batch.split)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        # Left on the device: reading a number there would wait for all that was computed.
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
         with self.precision_plugin.train_step_context():
-            gradients, local = pipeline.train(batch, module.loss, scale)
+            assert self._loss is not None
+            if isinstance(self._loss, StepLoss):
+                self._loss.called_with(args, kwargs)
+                self._loss.thorough = not self._loss_checked
+            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates, gather=True)
             if scaler is not None:
                 self._share_overflow(gradients)
             output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
-        loss = output["loss"] if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor):
-            raise ConfigurationError(
-                f"{type(module).__name__}.training_step returned {type(loss).__name__}: a pipeline's gradients are "
-                "computed already; return the loss"
-            )
+        loss = loss_of(module, output)
         self._check_loss(loss)
         loss = hand_over(loss, gradients, scale, pipeline.parameters)
         return {**output, "loss": loss} if isinstance(output, dict) else loss
@@ -330,13 +413,24 @@ class HybridPipelineStrategy(DDPStrategy):
         if self._loss_checked:
             return
         self._loss_checked = True
-        check_loss(loss.detach(), self._pipeline.mean_loss())
+        check_loss(loss.detach(), self._pipeline.mean_loss(), isinstance(self._loss, MeanLoss))
 
     def _share_overflow(self, gradients: list[Tensor | None]) -> None:
-        """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale."""
-        finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
-        if not self.reduce_boolean_decision(finite) and finite:
-            next(g for g in gradients if g is not None).fill_(float("inf"))
+        """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale.
+
+        Once for each step of the optimizer: what an earlier one of its batches has brought is kept until then.
+        """
+        own = [gradient for gradient in gradients if gradient is not None]
+        if own:
+            finite = torch.isfinite(torch.nn.utils.get_total_norm(own, float("inf")))
+            self._overflow = torch.maximum(self._overflow, 1.0 - finite.float())
+        if self._accumulates:
+            return
+        if self.world_size > 1:
+            dist.all_reduce(self._overflow, op=ReduceOp.MAX)
+        if own:
+            own[0].masked_fill_(self._overflow > 0, float("inf"))
+        self._overflow = torch.zeros_like(self._overflow)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
@@ -428,6 +522,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
+        atexit.unregister(_end_default_group)  # It would wait for what a lost rank does not send any more.
         if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
@@ -441,12 +536,19 @@ class HybridPipelineStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
         if self._divided is not None:
+            show_own_stage(self._divided.callbacks)
             self._divided.restore(merge=not self._failed)
             self._in_parts = self._failed
             if self._failed:
                 self._checked = None
             else:
                 self._pipeline.close()
-        self.pipeline = self._divided = None
+        self.pipeline = self._divided = self._loss = None
+        self._found_inputs.clear()
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         super().teardown()
+
+
+def _end_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

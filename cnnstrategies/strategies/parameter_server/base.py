@@ -12,8 +12,8 @@ from torch.distributed import ReduceOp
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.supervision import Supervision
-from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import Options

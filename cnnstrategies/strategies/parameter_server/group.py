@@ -59,7 +59,7 @@ class WorkerGroup:
         self.keys = None if run_keys is None else KeyPair.create()
         public = "" if self.keys is None else self.keys.public
         self._membership = Membership(worker_address(options, place, rank), public_key=public, keys=run_keys)
-        self._collectives = Collectives(self._membership, run_keys)
+        self._collectives = Collectives(self._membership)
 
     @property
     def is_open(self) -> bool:
@@ -88,8 +88,6 @@ class WorkerGroup:
         for metric, sync, available in self._metrics:
             metric.dist_sync_fn, metric.distributed_available_fn = sync, available
         self._metrics.clear()
-        if self._collectives is not None:
-            self._collectives.close()
         if self._membership is not None:
             self._membership.close()
         self._collectives = self._membership = None

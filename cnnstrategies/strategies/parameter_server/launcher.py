@@ -29,11 +29,11 @@ from cnnstrategies._lightning_private import (
     check_start,
     script_command,
 )
+from cnnstrategies.paramserver.coordinator.roster import WORKER
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.processes import Forked, Handle
-from cnnstrategies.paramserver.roster import WORKER
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
-from cnnstrategies.paramserver.view import RunEnded
 from cnnstrategies.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.options import Options, check_callbacks
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, Layout, choose_place, open_supervision

@@ -131,6 +131,7 @@ class Options:
             "replication": self.replication,
             "snapshot_every": self.snapshot_every,
             "snapshot_directory": self.snapshot_directory,
+            "timeout": self.timeout,
         }
 
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
-from cnnstrategies.paramserver.membership import Address
+from cnnstrategies.paramserver.coordinator.roster import SERVER
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator, files_of_server
 from cnnstrategies.paramserver.processes import Handle
-from cnnstrategies.paramserver.roster import SERVER
 from cnnstrategies.paramserver.security import KeyPair, is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
@@ -108,6 +108,9 @@ def open_supervision(
         place: Where the processes meet.
         training: Whether there is something for servers to do.
         method: How to start them.
+
+    Raises:
+        ConfigurationError: They may not open as many files as they will have connections.
     """
     servers = options.server_count(layout.nodes) if training else 0
     address = Address(
@@ -115,10 +118,15 @@ def open_supervision(
     )
     supervision = Supervision(address, load_keys(place.key_file))
     recoverable = options.replication > 1 or options.snapshot_every > 0
+    workers = layout.nodes * layout.processes
+    if layout.node == 0:
+        allow_files(files_of_coordinator(workers, servers), "the coordinator")
+    if servers and not options.endpoints:
+        allow_files(files_of_server(workers, servers), "a server")
     if layout.node == 0:
         settings = CoordinatorSettings(
             _listening(place.coordinator),
-            layout.nodes * layout.processes,
+            workers,
             servers,
             options.timeout,
             survivable=options.replication - 1,

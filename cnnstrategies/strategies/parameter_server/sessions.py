@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.view import RunEnded
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import Layout, Place, choose_place
 

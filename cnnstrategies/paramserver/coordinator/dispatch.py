@@ -28,6 +28,8 @@ class _Share:
     held: deque[Chunk] = field(default_factory=deque)
     finished: int = 0
     taken: int = 0
+    asked: int = -1
+    last: Chunk | None = None
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Dispatcher:
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
         self._epochs[number] = _Epoch(deque(left + cut))
 
-    def take(self, worker: int, number: int, processed: int, workers: Collection[int]) -> Chunk:
+    def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
         """The next chunk for a worker.
 
         Every worker gets at least one chunk of an epoch, if there are as many: one that got none would take no part
@@ -75,6 +77,7 @@ class Dispatcher:
             number: The epoch.
             processed: Positions that it has processed in this epoch, in the order in which it got them.
             workers: All that take part.
+            ordinal: How often it has asked in this epoch; it gets the same if it asks the same again.
 
         Returns:
             The chunk; an empty one when there are no more.
@@ -84,6 +87,9 @@ class Dispatcher:
         if epoch is None:
             return none
         share = epoch.shares.setdefault(worker, _Share())
+        if share.last is not None and ordinal <= share.asked:
+            return share.last
+        share.asked, share.last = ordinal, none
         while share.held and share.finished + len(share.held[0]) <= processed:
             share.finished += len(share.held.popleft())
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
@@ -92,6 +98,7 @@ class Dispatcher:
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
         share.taken += len(chunk)
+        share.last = chunk
         return chunk
 
     def lose(self, worker: int) -> None:

@@ -1,43 +1,43 @@
-"""The coordinator: who takes part, and what all of them must agree on. ps-lite calls it the scheduler.
-
-One small process. Servers and workers register here and send heartbeats; they receive numbered views of the
-membership, and workers gather small values through it. Collectives are numbered, and each is complete when every
-worker of the group has contributed, or has left or died: a death ends nobody's wait for ever.
-
-A worker that is started again takes part in the set-up by replaying it: the results of all collectives up to the
-start of training are kept, so what it is told is what the others were told. It is let into the group at the next
-boundary, a collective at which nobody is in the middle of a step, once every server has seen the view with it.
-
-A coordinator serves one session: when every worker has left, its servers end, and whoever comes later is told. A script
-may have several sessions, one after the other, each with a coordinator of its own at the same place; a worker that is
-ahead of the others knocks until the one of its session is there.
-"""
+"""The process of a coordinator: its socket, and who may connect."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Self
 
 import zmq
 
-from cnnstrategies.paramserver.control import LARGEST_MESSAGE, ControlError, parse, send
-from cnnstrategies.paramserver.coordinator_handlers import CoordinatorHandlers
-from cnnstrategies.paramserver.coordinator_settings import CoordinatorSettings
+from cnnstrategies.paramserver.control import LARGEST_MESSAGE, encode, parse
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
+from cnnstrategies.paramserver.drivers.loop import Loop
+from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
+LONGEST_WAIT = 0.1  # seconds between two looks at whether the process that started this one is there
+ROUTES = 1 << 16  # connections that are known at a time
+AT_ONCE = 200  # messages between two looks at the timers
 
 
-class Coordinator:
-    """Registration, views, collectives and chunks of data for one run; see the module's text.
+class CoordinatorService:
+    """Runs the role :class:`~cnnstrategies.paramserver.coordinator.coordinator.Coordinator` over a ROUTER socket.
 
     Args:
         settings: Numbers and the endpoint.
         keys: The run's CURVE keys: only processes that have them too are let in. None for no encryption.
+
+    Attributes:
+        dropped: How many messages were none.
+
+    Raises:
+        ConfigurationError: It may not open as many files as there are connections.
     """
 
     def __init__(self, settings: CoordinatorSettings, keys: KeyPair | None = None) -> None:
-        self._tick = max(0.02, settings.timeout / 20)
+        allow_files(files_of_coordinator(settings.workers, settings.servers), "the coordinator")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)
@@ -54,7 +54,11 @@ class Coordinator:
         self._bind(settings)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
-        self._handlers = CoordinatorHandlers(settings, partial(send, self._socket))
+        self._stopped = False
+        self._routes: OrderedDict[Peer, bytes] = OrderedDict()
+        self._encoded: tuple[Message | None, list[bytes]] = None, []
+        self._loop = Loop(Coordinator(settings), self._send, on_end=self._end)
+        self._loop.start()
 
     def _bind(self, settings: CoordinatorSettings) -> None:
         """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""
@@ -66,7 +70,7 @@ class Coordinator:
             except zmq.ZMQError as error:
                 if error.errno != zmq.EADDRINUSE or time.monotonic() > deadline:
                     raise
-            time.sleep(self._tick)
+            time.sleep(LONGEST_WAIT)
 
     def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to stop.
@@ -78,18 +82,40 @@ class Coordinator:
         poller.register(self._socket, zmq.POLLIN)
         if self._gatekeeper is not None:
             poller.register(self._gatekeeper.socket, zmq.POLLIN)
-        while not (self._handlers.stopped or orphaned()):
-            ready = dict(poller.poll(int(self._tick * 1000)))
+        while not (self._stopped or orphaned()):
+            ready = dict(poller.poll(int(1000 * self._loop.until_next(LONGEST_WAIT)) + 1))
             if self._gatekeeper is not None and self._gatekeeper.socket in ready:
                 self._gatekeeper.answer()
             if self._socket in ready:
-                for _ in range(200):
+                for _ in range(AT_ONCE):
                     try:
-                        parts = self._socket.recv_multipart(zmq.NOBLOCK)
+                        self.handle(self._socket.recv_multipart(zmq.NOBLOCK))
                     except zmq.Again:
                         break
-                    self.handle(parts)
-            self._handlers.look_for_the_silent()
+            self._loop.fire()
+
+    def handle(self, frames: Sequence[bytes]) -> None:
+        """Act on one message; what is not one is counted and dropped."""
+        try:
+            sender, message = parse(frames[1:])
+            self._routes[sender] = frames[0]  # Another one after a cut.
+            self._routes.move_to_end(sender)
+            if len(self._routes) > ROUTES:
+                self._routes.popitem(last=False)
+            self._loop.message(sender, message)
+        except ControlError:
+            self.dropped += 1
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        route = self._routes.get(peer)
+        if route is None:
+            return
+        if self._encoded[0] is not message:
+            self._encoded = message, encode(COORDINATOR, message)  # A view goes to all, and is encoded once.
+        self._socket.send_multipart([route, *self._encoded[1], *message.frames], copy=False)
+
+    def _end(self, end: End) -> None:
+        self._stopped = True
 
     def close(self) -> None:
         """Close the socket."""
@@ -103,10 +129,3 @@ class Coordinator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def handle(self, parts: Sequence[bytes]) -> None:
-        """Act on one message; what is not one is counted and dropped."""
-        try:
-            self._handlers.handle(parse(parts, routed=True))
-        except ControlError:
-            self.dropped += 1

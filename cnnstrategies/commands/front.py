@@ -1,0 +1,52 @@
+"""Finds the command that was meant, and what was meant by its words, and runs it."""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+from cnnstrategies.commands import early, help, recipes
+from cnnstrategies.commands.refuse import show
+from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.processes import STARTER, end_with_parent, told_by_starter
+
+VERSION = "--version"
+
+
+def run(words: Sequence[str]) -> None:
+    """Run a command.
+
+    Args:
+        words: Those after the program's name.
+
+    Raises:
+        ConfigurationError: There is no such command, or its words are mistaken.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        starter = told_by_starter(STARTER)
+        end_with_parent(None if starter is None else int(starter))
+    if not words or words[0] in help.HELP_WORDS:
+        show(help.overview())
+        return
+    name = words[0]
+    if name == VERSION:
+        show(f"cnnstrategies {importlib.metadata.version('cnnstrategies')}")
+        return
+    if name not in COMMANDS:
+        raise ConfigurationError(f"no command {name!r}{early.accepted(name, list(COMMANDS))}")
+    if any(word in help.HELP_WORDS for word in words):
+        show(help.of_command(name))
+        return
+    if help.FULL in words:
+        show(help.in_full(name, "".join(words[words.index(help.FULL) + 1 :][:1])))
+        return
+    command = COMMANDS[name]
+    if command.configured:
+        # As `python -m` does: whoever runs a configuration has the classes that it names beside it.
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        words = recipes.with_files(words)
+        if "LOCAL_RANK" not in os.environ:
+            early.check(words)
+    command.run(words)

@@ -1,0 +1,53 @@
+"""The parser of configurations: LightningCLI's, with errors of one line."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jsonargparse import set_parsing_settings
+from lightning.pytorch.cli import LightningArgumentParser
+from typing_extensions import override
+
+from cnnstrategies.commands.errors import explain_parse_error
+from cnnstrategies.commands.factories import Instantiator
+from cnnstrategies.commands.refuse import fail, shows_tracebacks
+
+# With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
+set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+
+
+class ArgumentParser(LightningArgumentParser):
+    """Says what is wrong with a configuration in one line and exits with code 2."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> None:  # type: ignore[override]
+        if shows_tracebacks() and ex is not None:
+            raise ex
+        fail(explain_parse_error(message, sys.argv[1:]))
+
+    @override
+    def parse_args(self, args: Sequence[str] | None = None, *rest: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        # For what a class in a class takes, jsonargparse writes the value it has read into an argument again.
+        if args is not None and len(args) == 1 and args[0].startswith("--") and args[0].endswith("=None"):
+            args = [f"{args[0].removesuffix('None')}null"]
+        return super().parse_args(args, *rest, **kwargs)
+
+    @override
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().add_instantiator(Instantiator(instantiator), *args, **kwargs)
+
+    @override
+    def _check_value_key(self, action: argparse.Action, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check a value, but one that a reference is a part of only where the reference has been followed.
+
+        Where a class takes the place of another, jsonargparse asks this which of the arguments that were given it takes
+        as well, and drops the others: a network whose number of classes is a reference would be dropped. The name is
+        private, and `tests/commands/test_parser.py` watches it.
+        """
+        try:
+            return super()._check_value_key(action, value, *args, **kwargs)
+        except Exception:
+            if "${" in str(value):
+                return value
+            raise

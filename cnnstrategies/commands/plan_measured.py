@@ -1,0 +1,197 @@
+"""What ``cnnstrategies plan`` measures: the network of a configuration, on the device that it will train on."""
+
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.strategies import StrategyRegistry
+from torch import Tensor, fx
+from typing_extensions import override
+
+from cnnstrategies.commands.model_and_data import ModelAndData, device_of
+from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.quiet import quieten
+from cnnstrategies.data import ImageDataModule
+from cnnstrategies.data.batch_size import share
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batchnorm import has_batch_norm
+from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster import Cluster
+from cnnstrategies.planning.cluster_file import read_cluster
+from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.measure_links import measure_local_link
+from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.planning.profile import Profile, from_two_sizes
+from cnnstrategies.planning.profile_csv import read_profile, write_profile
+from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
+from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
+
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+SMALLER = 4  # A second batch is so much smaller: microbatches are between the two.
+
+
+class PlanCLI(ModelAndData):
+    """What ``fit`` parses, and a plan's own options."""
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_class_arguments(PlanOptions, None, skip={"cluster"})
+
+
+def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[Job, PlanOptions]:
+    """What to plan for, and the options that the words give.
+
+    Args:
+        words: The command line after ``plan``, without the cluster.
+        cluster: The file that describes it, if there is one.
+
+    Raises:
+        ConfigurationError: The configuration cannot be planned for; the message says why.
+    """
+    # What LightningCLI reads, and what errors are explained by.
+    sys.argv = ["cnnstrategies plan", *words]
+    quieten()
+    cli = PlanCLI()
+    config = cli.config
+    names = [field.name for field in fields(PlanOptions) if field.name != "cluster"]
+    options = PlanOptions(cluster=cluster, **{name: getattr(config, name) for name in names})
+    return job_for(cli.model, cli.datamodule, config.trainer, options), options
+
+
+def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, options: PlanOptions) -> Job:
+    """Measure the model's network on this machine, or read its profile.
+
+    Args:
+        model: Its network is divided.
+        data: Gives the shape of the images and the batch size.
+        trainer: The trainer's arguments: devices, num_nodes, accelerator, precision, strategy.
+        options: What a plan needs beyond them.
+    """
+    named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
+    network = model.get_submodule(find_network(model, named))
+    device = device_of(trainer.accelerator)
+    devices = _count(trainer.devices) * int(trainer.num_nodes)
+    described = read_cluster(options.cluster, devices) if options.cluster is not None else None
+    asked = None if options.search else _asked(trainer.strategy)
+    traced = trace(network.to(device))
+    loading = asked.replicas_on(devices)[0] if asked else devices
+    samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
+    if options.profile is not None:
+        if options.profile_batch is None:
+            raise ConfigurationError("profile_batch is missing: the samples of the batch that it was taken with")
+        measured = read_profile(options.profile, options.profile_batch)
+    else:
+        images, own = _images(data)
+        samples = samples or own * loading
+        measured = _measure(traced, images, max(1, samples // devices), device, model, trainer)
+        if options.write_profile is not None:
+            write_profile(options.write_profile, measured, [_operation(traced, node) for node in ordered_nodes(traced)])
+            print(f"Wrote {options.write_profile}, for --profile_batch {measured.costs.microbatch_size:.0f}")
+    if samples is None:
+        raise ConfigurationError("batch_size is missing: the samples of a step; or batch_per_device, for each device")
+    return Job(
+        profile=measured,
+        cluster=described or Cluster.flat(devices, _link(options, device)),
+        samples=samples,
+        microbatches=asked.microbatches_on(devices, network, samples // loading) if asked else None,
+        replicas=asked.replicas_on(devices) if asked else None,
+        cuts=tuple(find_cut(traced, name) for name in asked.cuts) if asked and asked.cuts is not None else None,
+        schedule=asked.schedule if asked else "1f1b",
+        activation_checkpointing=asked.activation_checkpointing if asked else "never",
+        run_ahead=asked.run_ahead if asked else None,
+        state_copies=2 + options.optimizer_states,
+        memory_limit=asked.memory_limit if asked else None,
+    )
+
+
+def _samples(
+    data: LightningDataModule, options: PlanOptions, devices: int, loading: int, accumulated: int
+) -> int | None:
+    """Samples of a step where options or data say so; where no trainer divides them, this process loads one share."""
+    given = options.batch_size
+    if options.batch_per_device is not None:
+        if given is not None:
+            raise ConfigurationError("batch_size and batch_per_device say the same: leave one of them out")
+        given = options.batch_per_device * devices
+    if isinstance(data, ImageDataModule) and data.global_batch_size is not None:
+        whole = data.global_batch_size
+        # What the configuration's own strategy refuses is refused here too.
+        own = share(whole, loading, accumulated) if given is None else given // loading
+        data.global_batch_size = max(1, own)
+        return given if given is not None else whole // accumulated
+    return given
+
+
+def _measure(
+    traced: fx.GraphModule, images: Tensor, size: int, device: torch.device, model: LightningModule, trainer: Any
+) -> Profile:
+    """Costs by the samples, from a device's share of the batch and a fourth of it."""
+    if device.type == "cpu":
+        # What a launcher of several processes on this machine would leave to each.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // _count(trainer.devices)))
+    precision = AUTOCAST.get(str(trainer.precision))
+    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
+    memory_format = torch.channels_last if getattr(model, "channels_last", False) else torch.contiguous_format
+    with autocast:
+        large = profile(traced, _batch_of(images, size, device, memory_format))
+        small = profile(traced, _batch_of(images, max(1, size // SMALLER), device, memory_format))
+    return from_two_sizes(large, small, has_batch_norm(traced))
+
+
+def _operation(traced: fx.GraphModule, node: fx.Node) -> str:
+    if node.op == "call_module":
+        return str(traced.get_submodule(str(node.target))).partition("\n")[0]
+    return str(getattr(node.target, "__name__", node.target))
+
+
+def _asked(strategy: Any) -> LayoutRequest | None:
+    """What a hybrid pipeline in a configuration asks for, with its defaults; None for another strategy."""
+    if isinstance(strategy, str):
+        if strategy not in StrategyRegistry:
+            return None
+        entry = StrategyRegistry[strategy]
+        defaults = {name: value.default for name, value in inspect.signature(entry["strategy"]).parameters.items()}
+        arguments = {**defaults, **entry["init_params"]}
+    else:
+        arguments = dict(getattr(strategy, "init_args", None) or {})
+    names = [field.name for field in fields(LayoutRequest)]
+    return LayoutRequest(**{name: arguments[name] for name in names}) if set(names) <= set(arguments) else None
+
+
+def _count(devices: Any) -> int:
+    if isinstance(devices, list):
+        return len(devices)
+    if not str(devices).isdigit() or int(devices) < 1:
+        raise ConfigurationError(
+            f"trainer.devices={devices}: a plan needs their number, for example --trainer.devices 2"
+        )
+    return int(devices)
+
+
+def _images(data: LightningDataModule) -> tuple[Tensor, int]:
+    """Some training images, and the samples of a batch of one process."""
+    data.prepare_data()
+    data.setup("fit")
+    images = next(iter(data.train_dataloader()))[0]
+    return images, len(images)
+
+
+def _batch_of(images: Tensor, size: int, device: torch.device, memory_format: torch.memory_format) -> Tensor:
+    repeats = -(-size // len(images))
+    return images.repeat(repeats, *[1] * (images.ndim - 1))[:size].to(device).contiguous(memory_format=memory_format)
+
+
+def _link(options: PlanOptions, device: torch.device) -> Link:
+    if options.bandwidth is not None:
+        return Link(options.bandwidth * 1e6 / 8, options.latency / 1e3)
+    return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")

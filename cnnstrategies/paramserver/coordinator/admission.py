@@ -1,0 +1,202 @@
+"""Who becomes a member, who is one no longer, and whether the run goes on without those that are gone."""
+
+from collections.abc import Callable
+
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
+from cnnstrategies.paramserver.core.node import Message, Peer
+
+PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
+
+
+class Admission:
+    """Registration and loss of members.
+
+    Args:
+        settings: Of the coordinator.
+        roster: The members.
+        watchdog: Hears of members that are to come.
+        forget: Drops what is known of a member that is gone.
+        finish: Ends the run.
+
+    Attributes:
+        silent: The members that were silent: role, id and life of each, for the supervisions to end them.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        roster: Roster,
+        watchdog: Watchdog,
+        forget: Callable[[float, Member], None],
+        finish: Callable[[str], None],
+    ) -> None:
+        self.silent: list[list[str | int]] = []
+        self._settings = settings
+        self._roster = roster
+        self._watchdog = watchdog
+        self._forget = forget
+        self._finish = finish
+        self._began = 0.0
+        self._told: set[Peer] = set()
+
+    def begin(self, now: float) -> None:
+        """Wait for the members from now on."""
+        self._began = now
+
+    # Joining
+
+    def refusal(self, peer: Peer) -> str | None:
+        """Why a process that is no member cannot become one."""
+        if not self._roster.expects(peer.role, peer.id):
+            return (
+                f"this run has {self._settings.workers} workers and {self._settings.servers} "
+                f"servers: no {peer} is expected"
+            )
+        if self._roster.is_over(peer):
+            return (
+                f"{peer} was silent for {self._settings.timeout:g} s and counts as dead: the run goes on without it; "
+                "raise `timeout` if it was only busy"
+            )
+        known = self._roster.at(peer.role, peer.id)
+        if known is not None and known.peer != peer and known.peer.life >= peer.life:
+            return f"{peer} was registered already ({known}), or has been replaced"
+        return None
+
+    def admit(self, now: float, peer: Peer, message: Message) -> None:
+        """Register a process that is not refused; a second time does nothing.
+
+        Raises:
+            ControlError: The message has other fields.
+        """
+        if self._roster.find(peer) is not None:
+            return
+        member = Member(
+            peer,
+            message.integer("process"),
+            message.string("host")[:255],
+            now,
+            message.string("endpoint"),
+            message.string("public_key"),
+            came=now,
+        )
+        known = self._roster.at(peer.role, peer.id)
+        if known is not None:
+            self._roster.remove(known)
+            self._forget(now, known)
+        self._roster.add(member)
+        self._watchdog.kept(peer.role, peer.id)
+        if peer.role == SERVER:
+            # A server that another replaces without having been missed has lost its state all the same.
+            self._roster.lost_servers.discard(peer.id)
+            member.since = self._roster.number + 1
+            self._roster.publish()
+
+    # Losing
+
+    def look(self, now: float, over: bool, overdue: tuple[int, list[str]]) -> None:
+        """Take out the members that give no sign of life; to be called several times a second.
+
+        Args:
+            now: The time.
+            over: Whether the run is over, and nobody's loss matters any more.
+            overdue: A view, and the servers that live and have not taken it up in good time.
+        """
+        timeout = self._settings.timeout
+        if over:
+            for member in self._roster.members:
+                if now - member.seen > timeout:
+                    self._roster.remove(member)
+            return
+        if self._hears_nobody(now):
+            return
+        for member in self._roster.members:
+            if now - member.seen > timeout:
+                self._miss(now, member, f"was silent for {timeout:g} s")
+        view, blind = overdue
+        for member in self._roster.members:
+            # One that has not seen any yet is being set up: it imports, and loads a snapshot.
+            set_up = member.acknowledged > 0 or now - member.came > self._settings.appear
+            if str(member.peer) in blind and set_up:
+                self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
+        if now - self._began > self._settings.appear and (missing := self._roster.missing()):
+            self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
+
+    def died(self, now: float, member: Member, how: str, replaced: bool) -> None:
+        """A supervision has said that a process has died.
+
+        Args:
+            now: The time.
+            member: Which one; it may not have registered yet, or have been missed already.
+            how: In which way.
+            replaced: Whether another takes its place.
+        """
+        role, identity, life, _ = member.peer
+        if member.peer in self._told or self._roster.has_begun_again(member.peer):
+            return
+        self._told.add(member.peer)
+        self._roster.bury(role, identity, life)
+        if not replaced:
+            self._roster.account_for(role, identity)
+        known = self._roster.at(role, identity)
+        if known is not None and known.peer.life > life:
+            return
+        if known is not None:
+            self._roster.remove(known)
+            self._forget(now, known)
+            member = known
+        self._lose(now, member, how, replaced)
+
+    def _hears_nobody(self, now: float) -> bool:
+        """Whether it is more likely that this process is cut off than that all others have died at once."""
+        members = self._roster.members
+        quiet = now - max((member.seen for member in members), default=now)
+        timeout = self._settings.timeout
+        if len(members) > 1 and quiet > timeout:
+            self._finish(
+                f"the coordinator has heard none of the {len(members)} members for {timeout:g} s: it is cut off"
+            )
+        return len(members) > 1 and quiet > timeout / 2
+
+    def _miss(self, now: float, member: Member, how: str) -> None:
+        self.silent.append([*member.peer[:3]])
+        self._roster.remove(member)
+        self._forget(now, member)
+        # The supervision asks for the silent, ends them, and says whether another takes their place.
+        self._lose(now, member, how, replaced=self._settings.supervised)
+
+    def _lose(self, now: float, member: Member, how: str, replaced: bool) -> None:
+        """Decide whether the run goes on without a member that was removed.
+
+        Args:
+            now: The time.
+            member: Which one.
+            how: It was lost.
+            replaced: Whether another takes its place.
+        """
+        role, identity = member.peer.role, member.peer.id
+        trouble = self._of_server(now, member, how) if role == SERVER else self._of_worker(member, how)
+        if trouble is not None and replaced:
+            seconds = self._settings.appear
+            text = f"{member} {how}, and nobody took its place within {seconds:g} s"
+            self._watchdog.promise(role, identity, now + seconds, text)
+        elif trouble is not None:
+            self._finish(trouble)
+        if role == WORKER and self._roster.sealed and not self._roster.group:
+            self._finish(f"{member} {how}, and no worker is left")
+
+    def _of_server(self, now: float, member: Member, how: str) -> str | None:
+        self._roster.lost_servers.add(member.peer.id)
+        if self._roster.copies_are_left:
+            self._roster.publish()  # Its copies take over; if it returns, it is a new one.
+            return None
+        return f"{member} {how}: its parameters are lost; with replication: 2 or snapshots a run survives this"
+
+    def _of_worker(self, member: Member, how: str) -> str | None:
+        if not self._roster.sealed:
+            when = " before training began" if self._settings.servers else ", and every worker is needed here"
+            return f"{member} {how}{when}"
+        if member.peer.id in self._settings.essential:
+            return f"{member}, which writes checkpoints and logs, {how}: with max_restarts it would return"
+        return None

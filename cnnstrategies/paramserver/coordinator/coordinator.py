@@ -1,0 +1,338 @@
+"""The coordinator: who takes part, and what all of them must agree on. ps-lite calls it the scheduler.
+
+Servers and workers register here and send heartbeats; they receive numbered views of the membership, and workers gather
+small values through it. Collectives are numbered, and each is complete when every worker of the group has contributed,
+or has left or died: a death ends nobody's wait for ever.
+
+A worker that is started again takes part in the set-up by replaying it: the results of all collectives up to the
+start of training are kept, so what it is told is what the others were told. It is let into the group at the next
+boundary, a collective at which nobody is in the middle of a step, once every server has seen the view with it.
+
+A coordinator serves one session: when every worker has left, its servers end, and whoever comes later is told. A script
+may have several sessions, one after the other, each with a coordinator of its own at the same place; a worker that is
+ahead of the others knocks until the one of its session is there.
+"""
+
+from collections.abc import Callable, Sequence
+
+from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
+from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.meetings import Rounds
+from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.values import Values
+from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog
+from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
+from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
+
+TICK = "tick"
+NOTICES = 64  # names
+PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
+
+
+class Coordinator:
+    """Registration, views, collectives and chunks of data for one run: a role; see the module's text.
+
+    Args:
+        settings: Of the coordinator.
+        kept: How many answers to keep for each member.
+
+    Attributes:
+        dropped: How many messages were none.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
+        self.dropped = 0
+        self._settings = settings
+        self._tick = max(0.02, settings.timeout / 20)
+        self._looked = self._asleep = 0.0
+        self._effects: Effects = []
+        self._answering = Answering(kept)
+        self._watchdog = Watchdog(settings.timeout)
+        self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send)
+        self._rounds = Rounds(self._roster, self._answer)
+        self._values = Values(self._answer)
+        self._dispatcher = Dispatcher()
+        self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
+        self._ended: Message | None = None
+        self._stopping: float | None = None
+        self._notices: dict[str, int] = {}
+        self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
+            "leave": self._leave,
+            "collect": self._collect,
+            "put": lambda now, member, message: self._values.put(member.peer, message),
+            "get": lambda now, member, message: self._values.get(member.peer, message),
+            "epoch": self._epoch,
+            "take": self._take,
+            "notice": self._notice,
+            "end": lambda now, member, message: self._end(now, member.peer, message),
+        }
+        self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
+            "died": self._died,
+            "status": self._status,
+            "end": self._end,
+            "stop": self._stop,
+        }
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that are registered."""
+        return self._roster.members
+
+    @property
+    def collectives(self) -> int:
+        """How many are complete."""
+        return self._rounds.sequence
+
+    @property
+    def entries(self) -> int:
+        """How many of the members' requests are kept."""
+        return self._answering.entries
+
+    # The role
+
+    def start(self, now: float) -> Effects:
+        """Begin to wait for the members."""
+        self._looked = now
+        self._admission.begin(now)
+        return [Timer(TICK, now + self._tick)]
+
+    def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
+        """Act on a message, if it is of this session.
+
+        Raises:
+            ControlError: It is of an unknown kind or has other fields.
+        """
+        session = message.integer("session")
+        if session == self._settings.session:
+            self._handle(self._awake(now), sender, message)
+        elif session > self._settings.session and self._ended is not None:
+            self._effects.append(End("makes room for the next session", clean=True))
+        return self._take_effects()
+
+    def on_timer(self, now: float, name: str) -> Effects:
+        """Look for members that are silent, and for what does not end."""
+        awake = self._awake(now)
+        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
+        self._admission.look(awake, self._ended is not None, overdue)
+        if self._ended is None:
+            trouble = self._watchdog.look(awake, self._waits())
+            if trouble is not None:
+                self._finish(trouble)
+        self._after_change(awake)
+        return [*self._take_effects(), Timer(TICK, now + self._tick)]
+
+    def on_call(self, now: float, call: Call) -> Effects:
+        """Nothing is asked of it by its own process."""
+        return []
+
+    def _awake(self, now: float) -> float:
+        """The time without that in which this process was stopped: then not the others were silent."""
+        passed, self._looked = now - self._looked, now
+        if passed > PAUSE * self._settings.timeout:
+            self._asleep += passed
+        return now - self._asleep
+
+    def _take_effects(self) -> Effects:
+        effects, self._effects = self._effects, []
+        return effects
+
+    # Messages
+
+    def _handle(self, now: float, sender: Peer, message: Message) -> None:
+        member = self._roster.find(sender)
+        if member is not None:
+            member.seen = now
+        if message.kind == "hello":
+            self._hello(now, sender, message)
+        elif message.kind == PROBE:
+            self._probe(sender, member, message)
+        elif sender.role == "supervision":
+            handler = self._of_supervision.get(message.kind)
+            if handler is None:
+                raise ControlError(f"a supervision does not say {message.kind!r}")
+            handler(now, sender, message)
+        elif message.kind == "over":
+            self._roster.account_for(sender.role, sender.id)
+            if member is not None:
+                self._roster.remove(member, left=True)
+        elif member is None:
+            self._turn_away(sender, message)
+        elif message.kind == "beat":
+            self._beat(now, member, message)
+        else:
+            self._request(now, member, message)
+        self._after_change(now)
+
+    def _request(self, now: float, member: Member, message: Message) -> None:
+        if self._ended is not None and message.kind != "leave":
+            self._send(member.peer, self._ended)
+            return
+        new, effects = self._answering.take(member.peer, message)
+        self._effects += effects
+        if not new:
+            return
+        try:
+            self._handlers[message.kind](now, member, message)
+        except (ControlError, KeyError, TypeError) as error:
+            text = f"`{message.kind}` has other contents: {error}"
+            self._answer(member.peer, Message(REFUSED, {"message": text}, request=message.request))
+
+    def _probe(self, sender: Peer, member: Member | None, message: Message) -> None:
+        if member is not None:
+            self._effects += self._answering.probe(sender, message, self._blames)
+        else:
+            self._send(sender, Message(UNKNOWN, {"ids": message.integers("ids")}))
+
+    def _blames(self, peer: Peer, request: int) -> Sequence[str]:
+        return self._rounds.blames(peer) or ["whoever is to tell it"]
+
+    def _waits(self) -> list[Wait]:
+        workers = tuple(f"{WORKER} {one}" for one in sorted(self._roster.group))
+        gets = [Wait(f"get {name}", who, workers, False) for name, who in self._values.waiting.items()]
+        return self._rounds.waits + gets
+
+    def _send(self, peer: Peer, message: Message) -> None:
+        self._effects.append(Send(peer, message))
+
+    def _answer(self, peer: Peer, message: Message) -> None:
+        self._effects += self._answering.answer(peer, message)
+
+    # Who is here
+
+    def _hello(self, now: float, sender: Peer, message: Message) -> None:
+        refusal = self._admission.refusal(sender)
+        if refusal is not None:
+            self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
+        elif self._ended is not None:
+            self._send(sender, Message(REFUSED, self._ended.fields, request=message.request))
+        else:
+            self._admission.admit(now, sender, message)
+            self._send(sender, Message(DONE, self._roster.view_message.fields, request=message.request))
+
+    def _turn_away(self, sender: Peer, message: Message) -> None:
+        """Tell a process that is no member that it is none."""
+        if self._roster.gone.get(sender):
+            if message.kind == "leave":
+                self._send(sender, Message(DONE, request=message.request))
+            return
+        refusal = self._admission.refusal(sender)
+        if refusal is not None:
+            self._send(sender, Message("ended", {"message": refusal, "clean": False}))
+
+    def _beat(self, now: float, member: Member, message: Message) -> None:
+        member.acknowledged = max(member.acknowledged, message.integer("seen"))
+        self._send(member.peer, Message("pong", {"number": self._roster.number}))
+        if self._ended is not None:
+            self._send(member.peer, self._ended)
+            return
+        if message.integer("here") < self._roster.number:
+            self._send(member.peer, self._roster.view_message)
+        if message.integer("notices") < len(self._notices):
+            self._send(member.peer, self._news())
+
+    def _forget(self, now: float, member: Member) -> None:
+        """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
+        self._answering.forget(member.peer)
+        self._values.forget(member.peer)
+        if member.peer.role == WORKER:
+            self._rounds.forget(member.peer.id)
+            if self._roster.sealed:
+                self._leave_group(now, member.peer.id)
+
+    def _leave_group(self, now: float, worker: int) -> None:
+        if worker in self._roster.group:
+            self._roster.group.discard(worker)
+            self._dispatcher.lose(worker)
+            self._roster.publish()
+
+    def _after_change(self, now: float) -> None:
+        """Go on with what waited for something that has changed."""
+        if self._stopping is not None and not self._roster.members:
+            late = now - self._stopping > self._settings.timeout
+            if late or not self._roster.missing():
+                self._effects.append(End("was told to stop", clean=True))
+        if self._ended is not None:
+            return
+        self._rounds.complete(now)
+        self._rounds.release()
+        reason = self._rounds.over
+        if reason is not None:
+            self._finish(reason)
+
+    def _died(self, now: float, sender: Peer, message: Message) -> None:
+        role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
+        process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
+        self._admission.died(now, Member(Peer(role, identity, life), process, "this node", now), how, replaced)
+        self._send(sender, Message(DONE, request=message.request))
+
+    def _leave(self, now: float, member: Member, message: Message) -> None:
+        self._roster.remove(member, left=True)
+        self._forget(now, member)
+        self._send(member.peer, Message(DONE, request=message.request))
+        if member.peer.role == WORKER:
+            self._leave_group(now, member.peer.id)
+            if not self._roster.group:
+                self._finish("the session is over: every worker has left", clean=True)
+
+    # What is agreed on
+
+    def _collect(self, now: float, member: Member, message: Message) -> None:
+        trouble = self._rounds.collect(now, member, message)
+        if trouble is not None:
+            self._finish(trouble)
+
+    def _epoch(self, now: float, member: Member, message: Message) -> None:
+        number = message.integer("epoch")
+        self._dispatcher.begin(number, message.integer("samples"), message.integer("chunk"))
+        self._answer(member.peer, Message(DONE, {"epoch": number}, request=message.request))
+
+    def _take(self, now: float, member: Member, message: Message) -> None:
+        chunk = self._dispatcher.take(
+            member.peer.id,
+            message.integer("epoch"),
+            message.integer("processed"),
+            self._roster.group,
+            message.integer("ordinal"),
+        )
+        fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
+        self._answer(member.peer, Message(DONE, fields, request=message.request))
+
+    def _notice(self, now: float, member: Member, message: Message) -> None:
+        name, value = message.string("name"), message.integer("value")
+        if len(self._notices) < NOTICES:
+            self._notices.setdefault(name, value)
+        self._answer(member.peer, Message(DONE, request=message.request))
+        self._roster.tell_all(self._news())
+
+    def _news(self) -> Message:
+        return Message("notices", {"notices": dict(self._notices)})
+
+    # The end
+
+    def _end(self, now: float, sender: Peer, message: Message) -> None:
+        self._finish(message.string("message")[:4000], clean=message.flag("clean"))
+        self._answer(sender, Message(DONE, request=message.request))
+
+    def _finish(self, text: str, clean: bool = False) -> None:
+        """Tell everyone that the run is over, and why."""
+        if self._ended is None:
+            self._ended = Message("ended", {"message": text, "clean": clean})
+            self._roster.tell_all(self._ended)
+
+    def _stop(self, now: float, sender: Peer, message: Message) -> None:
+        """End, once the members of other nodes know why; those of the sender's it has ended itself."""
+        self._send(sender, Message(DONE, request=message.request))
+        self._finish("the run is over", clean=True)
+        self._stopping = now if self._stopping is None else self._stopping
+        ended = {(one[0], one[1]) for one in message.fields["members"]}
+        for place in ended:
+            self._roster.account_for(*place)
+        for member in self._roster.members:
+            if member.peer[:2] in ended:
+                self._roster.remove(member, left=True)
+
+    def _status(self, now: float, sender: Peer, message: Message) -> None:
+        ended = None if self._ended is None else dict(self._ended.fields)
+        fields = {"silent": self._admission.silent, "ended": ended}
+        self._send(sender, Message(DONE, fields, request=message.request))

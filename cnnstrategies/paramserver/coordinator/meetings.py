@@ -1,0 +1,196 @@
+"""The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cnnstrategies.paramserver.coordinator.roster import Member, Roster
+from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, Wait
+from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
+from cnnstrategies.paramserver.core.requests import DONE
+
+
+@dataclass
+class _Contribution:
+    peer: Peer
+    request: int
+    asked: int
+    operation: str
+    frames: Sequence[Buffer]
+
+
+@dataclass
+class _Result:
+    sequence: int
+    ids: list[int]
+    sizes: list[int]
+    at: float
+    view: int = 0
+    frames: list[Buffer] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
+
+    def message(self, request: int, joined: bool) -> Message:
+        fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
+        return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, self.frames, request)
+
+
+@dataclass
+class _Answer:
+    """What a worker was told last; it is told the same if it asks again."""
+
+    peer: Peer
+    asked: int
+    result: _Result
+    joined: bool
+
+
+class Rounds:
+    """The collectives of a run, one after the other.
+
+    One that seals is the last of the set-up: from then on views name the workers. At a boundary those that have come
+    since are let into the group. The results of both wait until all servers have seen the view that they lead to.
+
+    Args:
+        roster: The members; its group and its seal change here.
+        answer: Answers a request.
+
+    Attributes:
+        sequence: How many are complete.
+    """
+
+    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None]) -> None:
+        self._roster = roster
+        self._answer = answer
+        self.sequence = 0
+        self._log: list[_Result] = []
+        self._pending: dict[int, _Contribution] = {}
+        self._flags: tuple[bool, bool] = (False, False)
+        self._joiners: dict[int, _Contribution] = {}
+        self._held: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
+        self._answers: dict[int, _Answer] = {}
+
+    def collect(self, now: float, member: Member, message: Message) -> str | None:
+        """Take a worker's contribution.
+
+        Returns:
+            Why the run cannot go on, if it cannot.
+
+        Raises:
+            ControlError: The message has other fields.
+        """
+        sequence, operation = message.integer("sequence"), message.string("operation")
+        seal, boundary = message.flag("seal"), message.flag("boundary")
+        peer, identity = member.peer, member.peer.id
+        contribution = _Contribution(peer, message.request, sequence, operation, message.frames)
+        told = self._answers.get(identity)
+        if told is not None and told.peer == peer and told.asked == sequence:
+            self._hold(told.result, [(contribution, told.joined)])
+            return None
+        if self._roster.sealed and seal:
+            self._joiners[identity] = contribution
+            return self.over
+        if sequence < len(self._log):
+            self._tell(contribution, self._log[sequence], joined=False)
+            return None
+        if sequence != self.sequence or identity not in self._roster.group:
+            return f"{member} is at collective {sequence}, {operation}, and the others are at {self.sequence}"
+        other = next(iter(self._pending.items()), None)
+        if other is not None and other[1].operation != operation:
+            return (
+                f"worker {other[0]} is at `{other[1].operation}` and worker {identity} at `{operation}`: every "
+                "worker must call the same collectives in the same order"
+            )
+        self._pending[identity] = contribution
+        self._flags = (seal, boundary)
+        self.complete(now)
+        return None
+
+    @property
+    def over(self) -> str | None:
+        """Why nobody can be let in any more, if somebody waits for it."""
+        if self._joiners and not self._roster.group:
+            names = ", ".join(f"worker {one}" for one in sorted(self._joiners))
+            return f"training is over: no worker is left that could let in {names}, which was started again"
+        return None
+
+    def forget(self, worker: int) -> None:
+        """Take out what a worker that is gone has contributed to the present round."""
+        self._joiners.pop(worker, None)
+        self._pending.pop(worker, None)
+        self._answers.pop(worker, None)
+
+    def complete(self, now: float) -> None:
+        """End the present round if nobody is waited for."""
+        roster = self._roster
+        if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
+            return
+        seal, boundary = self._flags
+        pending, self._pending = dict(sorted(self._pending.items())), {}
+        result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()], now)
+        result.frames = [frame for one in pending.values() for frame in one.frames]
+        self.sequence += 1
+        replies = [(one, False) for one in pending.values()]
+        if not roster.sealed:
+            self._log.append(result)
+        if seal:
+            roster.sealed = True
+        elif boundary and self._joiners:
+            roster.group |= self._joiners.keys()
+            result.admitted = sorted(self._joiners)
+            replies += [(one, True) for one in self._joiners.values()]
+            self._joiners = {}
+        if seal or result.admitted:
+            roster.publish()
+        if seal or boundary:
+            result.view = roster.number
+        self._hold(result, replies)
+
+    def release(self) -> None:
+        """Send the results that wait for the servers to have seen a view."""
+        held, self._held = self._held, []
+        for result, replies in held:
+            self._hold(result, replies)
+
+    def overdue(self, now: float, seconds: float) -> tuple[int, list[str]]:
+        """A view that workers have waited for so long that servers take it up, and the servers that have not."""
+        for result, _ in self._held:
+            if now - result.at > seconds:
+                return result.view, self._roster.not_seen(result.view)
+        return 0, []
+
+    @property
+    def waits(self) -> list[Wait]:
+        """Who waits, in which collective, and for whom."""
+        group = tuple(f"worker {one}" for one in sorted(self._roster.group))
+        found = []
+        if self._pending:
+            operation = next(iter(self._pending.values())).operation
+            here = tuple(f"worker {one}" for one in sorted(self._pending))
+            present = set(here)
+            found.append(Wait(operation, here, tuple(name for name in group if name not in present)))
+        if self._joiners:
+            found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), group))
+        for result, replies in self._held:
+            who = tuple(str(one.peer) for one, _ in replies)
+            found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
+        return found
+
+    def blames(self, peer: Peer) -> list[str]:
+        """Some of those for whom a worker waits, if it waits in a collective."""
+        if peer.id in self._pending:
+            absent = (one for one in self._roster.group if one not in self._pending)
+            return [f"worker {one}" for one in itertools.islice(absent, MOST_NAMED)]
+        if peer.id in self._joiners:
+            return ["the others' next boundary"]
+        return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]
+
+    def _hold(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
+        if result.view and self._roster.not_seen(result.view):
+            self._held.append((result, replies))
+            return
+        for one, joined in replies:
+            self._tell(one, result, joined)
+
+    def _tell(self, one: _Contribution, result: _Result, joined: bool) -> None:
+        self._answers[one.peer.id] = _Answer(one.peer, one.asked, result, joined)
+        self._answer(one.peer, result.message(one.request, joined))

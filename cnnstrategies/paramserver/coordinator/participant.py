@@ -1,0 +1,184 @@
+"""A process's side of the coordinator: it registers, sends heartbeats, keeps the newest view and asks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Return, Send, Timer
+from cnnstrategies.paramserver.core.requests import MOST, REFUSED, REPLIES, TIMER, Asking, Request
+from cnnstrategies.paramserver.core.view import View
+
+COORDINATOR = Peer("coordinator", 0)
+BEAT = "beat"
+VIEW = 0  # the number of the call that a new view answers: nobody has asked
+PAUSE = 0.25  # of the time-out
+UNHEARD = 3.0  # of the time-out: for a coordinator that answers heartbeats and nothing else
+LEAVING = 0.5  # of the time-out: for the coordinator to be heard by one that leaves
+
+
+class Participant:
+    """A member of a run: a role.
+
+    Its calls are the coordinator's kinds of requests, and
+
+
+    - ``seen``: this process has taken up the view ``number``.
+    - ``leave``: this process goes on purpose; the role ends when the coordinator knows.
+
+    Args:
+        address: Who this process is, and how patient.
+        process: Tells it from another that claims to be the same.
+        hello: What the coordinator is told of it.
+
+    Attributes:
+        view: The newest view; None before the coordinator has answered.
+        ended: Why the run is over, and whether as planned.
+        notices: The numbers that processes have told all others, by name.
+        asking: The open requests.
+        seen: Number of the newest view that this process has taken up.
+    """
+
+    def __init__(self, address: Address, process: int, hello: Mapping[str, Any]) -> None:
+        self.peer = Peer(address.role, address.id, address.incarnation, process)
+        self.view: View | None = None
+        self.ended: End | None = None
+        self.notices: dict[str, int] = {}
+        self.asking = Asking(COORDINATOR, {"session": address.session}, min(MOST, 2 * address.heartbeat))
+        self._address = address
+        self._hello = hello
+        self.seen = 0
+        self._heard = self._beat_at = 0.0
+        self._sequence = 0
+        self._taken: dict[int, int] = {}
+
+    def start(self, now: float) -> Effects:
+        """Register."""
+        self._heard = now
+        return [*self.asking.ask(now, "hello", self._hello), *self._beat_later(now)]
+
+    def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
+        """Take what the coordinator says.
+
+        Raises:
+            ControlError: It has other fields than its kind.
+        """
+        self._heard = now
+        if message.kind in REPLIES:
+            request, effects = self.asking.on_reply(now, message)
+            return effects + (self._answered(now, request, message) if request is not None else [])
+        if message.kind == "view":
+            return self._take_view(message)
+        if message.kind == "ended":
+            return self._told_end(message)
+        if message.kind == "notices":
+            self.notices = {name: value for name, value in message.fields["notices"].items() if type(value) is int}
+        return []
+
+    def on_timer(self, now: float, name: str) -> Effects:
+        """Send a heartbeat, or ask what became of the requests."""
+        if self.ended is not None:
+            return []
+        if name == TIMER:
+            return self.asking.on_timer(now)
+        late = now - self._beat_at
+        if late > PAUSE * self._address.timeout:
+            self._heard += late  # This process was stopped, not the coordinator silent.
+            for request in self.asking.open.values():
+                request.progress += late
+        leaving = any(one.message.kind == "leave" for one in self.asking.open.values())
+        if leaving and now - self._heard > LEAVING * self._address.timeout:
+            return self._end("this process has left, and the coordinator may have gone before", clean=True)
+        patience = self._address.timeout if self.view is not None else self._address.appear
+        if now - self._heard > patience:
+            return self._end(
+                f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: it died, or the "
+                "connection to it is cut",
+                clean=False,
+            )
+        for request in self.asking.open.values() if self.view is not None else ():
+            if now - request.progress > UNHEARD * self._address.timeout:
+                what = request.message.fields.get("operation", request.message.kind)
+                return self._end(
+                    f"{self.peer}: the coordinator at {self._address.coordinator} has not answered `{what}` for "
+                    f"{now - request.progress:.0f} s, although it hears this process's heartbeats",
+                    clean=False,
+                )
+        return [*self._beat(), *self._beat_later(now)]
+
+    def on_call(self, now: float, call: Call) -> Effects:
+        """Ask the coordinator, or tell it what this process has done."""
+        if self.ended is not None:
+            return [Return(call.number, self.ended.reason)]
+        if call.kind == "leave" and self.view is None:
+            return self._end("this process has not taken part", clean=True)
+        if call.kind == "seen":
+            self.seen = max(self.seen, call.fields["number"])
+            return self._beat()
+        fields = {**call.fields}
+        if call.kind == "collect":
+            fields["sequence"] = self._sequence
+        elif call.kind == "take":
+            fields["ordinal"] = self._taken.get(fields["epoch"], 0)
+        return self.asking.ask(now, call.kind, fields, call.frames, call.number)
+
+    @property
+    def idle(self) -> bool:
+        """Whether this process may go: what it has told has been heard."""
+        told = ("leave", "end", "notice")
+        return self.ended is not None or all(one.message.kind not in told for one in tuple(self.asking.open.values()))
+
+    def blames(self, call: int) -> str:
+        """For whom a call waits, as far as it is known."""
+        for request in tuple(self.asking.open.values()):
+            if request.call == call and request.blames:
+                return ", ".join(request.blames)
+        return "the coordinator"
+
+    def _answered(self, now: float, request: Request, message: Message) -> Effects:
+        kind = request.message.kind
+        if message.kind == REFUSED and kind == "hello":
+            return self._told_end(message)
+        if kind == "hello":
+            return [*self._take_view(message), *self._beat()]
+        if kind == "leave":
+            return [Return(request.call, message), *self._end("this process has left", clean=True)]
+        if message.kind == REFUSED:
+            return [Return(request.call, message.string("message"))]
+        if kind == "collect":
+            self._sequence = message.integer("sequence") + 1
+        elif kind == "take":
+            epoch = request.message.integer("epoch")
+            self._taken = {epoch: self._taken.get(epoch, 0) + 1}
+        return [Return(request.call, message)]
+
+    def _take_view(self, message: Message) -> Effects:
+        try:
+            view = View.from_dict(message.fields["view"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise ControlError(f"view: {error}") from error
+        if self.view is not None and view.number <= self.view.number:
+            return []
+        self.view = view
+        return [Return(VIEW, message)]
+
+    def _beat(self) -> Effects:
+        if self.view is None:
+            return []
+        fields = {"here": self.view.number, "seen": self.seen, "notices": len(self.notices)}
+        return [Send(COORDINATOR, Message("beat", {"session": self._address.session, **fields}))]
+
+    def _beat_later(self, now: float) -> Effects:
+        self._beat_at = now + self._address.heartbeat
+        return [Timer(BEAT, self._beat_at)]
+
+    def _told_end(self, message: Message) -> Effects:
+        over = Send(COORDINATOR, Message("over", {"session": self._address.session}))
+        return [over, *self._end(message.string("message"), message.flag("clean"))]
+
+    def _end(self, reason: str, clean: bool) -> Effects:
+        if self.ended is not None:
+            return []
+        self.ended = End(reason, clean)
+        calls = [Return(request.call, reason) for request in self.asking.open.values()]
+        self.asking.open.clear()
+        return [*calls, self.ended, Timer(BEAT, None), Timer(TIMER, None)]

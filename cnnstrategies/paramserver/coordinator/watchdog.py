@@ -1,0 +1,94 @@
+"""What must not be waited for without end: members that were promised, and members that wait for each other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What some members wait for.
+
+    Attributes:
+        what: A name for the user.
+        who: Those that wait.
+        others: For whom.
+        everyone: Whether for all of these, and not for any.
+    """
+
+    what: str
+    who: tuple[str, ...]
+    others: tuple[str, ...]
+    everyone: bool = True
+
+    def __str__(self) -> str:
+        return f"{named(self.who)} in `{self.what}` for {named(self.others)}"
+
+
+def named(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
+    rest = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def stuck(waits: Sequence[Wait]) -> list[Wait]:
+    """Those of the waits that nobody who does not wait can end."""
+    held = list(waits)
+    while True:
+        waiting = {name for wait in held for name in wait.who}
+        free = [wait for wait in held if _can_end(wait, waiting)]
+        if not free:
+            return held
+        held = [wait for wait in held if wait not in free]
+
+
+def _can_end(wait: Wait, waiting: set[str]) -> bool:
+    blocked = [other in waiting for other in wait.others]
+    return not blocked or not (any(blocked) if wait.everyone else all(blocked))
+
+
+class Watchdog:
+    """Promises that must be kept in time, and circles of waits that must not last.
+
+    Args:
+        timeout: Seconds that a circle may last.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._promises: dict[tuple[str, int], tuple[float, str]] = {}
+        self._since = 0.0
+        self._circle: list[Wait] = []
+
+    def promise(self, role: str, identity: int, until: float, else_why: str) -> None:
+        """Somebody will take a place.
+
+        Args:
+            role: Of which role.
+            identity: Which place.
+            until: Until when.
+            else_why: Why the run cannot go on without.
+        """
+        self._promises[role, identity] = until, else_why
+
+    def kept(self, role: str, identity: int) -> None:
+        """Somebody has taken the place."""
+        self._promises.pop((role, identity), None)
+
+    def look(self, now: float, waits: Sequence[Wait]) -> str | None:
+        """Why the run cannot go on, if a promise was not kept or a circle has lasted.
+
+        Args:
+            now: The time.
+            waits: What members wait for here.
+        """
+        for until, why in self._promises.values():
+            if now > until:
+                return why
+        circle = stuck(waits)
+        if circle != self._circle:
+            self._circle, self._since = circle, now
+        if not circle or now - self._since <= self._timeout:
+            return None
+        return f"nobody can go on: {'; '.join(map(str, circle))}"

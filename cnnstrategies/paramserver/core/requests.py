@@ -1,0 +1,200 @@
+"""Requests between two processes whose messages may be lost, doubled, late or in another order.
+
+The asking end numbers its requests and keeps each until it is answered. A timer sends a ``probe`` with the numbers of
+the open ones and no payload; the answering end sends again the answers it has, says of which it holds that it is not
+forgotten, and asks for those that never came. Handlers must be right without what is kept here: the end that answers
+may forget any answer, and is then asked anew.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cnnstrategies.paramserver.core.node import Buffer, Effects, Message, Peer, Send, Timer
+
+DONE, REFUSED, HELD, UNKNOWN, PROBE = "done", "refused", "held", "unknown", "probe"
+REPLIES = frozenset((DONE, REFUSED, HELD, UNKNOWN))
+TIMER = "requests"
+LEAST, MOST = 0.05, 1.0  # seconds between two probes
+ROUND_TRIPS = 4
+KEPT = 4096  # answers to one peer
+SMALL = 1 << 16  # bytes; a larger answer is read again
+
+
+@dataclass
+class Request:
+    """One that is not answered.
+
+    Attributes:
+        message: What was sent.
+        call: What it is for.
+        asked: When.
+        progress: When the other end has last said something of it.
+        blames: Who the other end waits for before it answers.
+    """
+
+    message: Message
+    call: int
+    asked: float
+    progress: float
+    blames: Sequence[str] = ()
+
+
+class Asking:
+    """The asking end of the requests to one peer.
+
+    Args:
+        peer: Who is asked.
+        common: Fields of every message.
+        most: Seconds between two probes, once there were some.
+    """
+
+    def __init__(self, peer: Peer, common: Mapping[str, Any], most: float = MOST) -> None:
+        self.peer = peer
+        self.open: dict[int, Request] = {}
+        self._common = common
+        self._most = most
+        self._last = 0
+        self._interval = LEAST
+        self._round_trip = 0.0
+        self._probed = False
+
+    def ask(
+        self, now: float, kind: str, fields: Mapping[str, Any], frames: Sequence[Buffer] = (), call: int = 0
+    ) -> Effects:
+        """Send a request."""
+        self._last += 1
+        floor = min(self.open, default=self._last)
+        message = Message(kind, {**self._common, **fields, "floor": floor}, frames, self._last)
+        idle = not self.open
+        self.open[self._last] = Request(message, call, now, now)
+        if not idle:
+            return [Send(self.peer, message)]
+        self._interval = min(max(LEAST, ROUND_TRIPS * self._round_trip), self._most)
+        self._probed = False
+        return [Send(self.peer, message), Timer(TIMER, now + self._interval)]
+
+    def on_reply(self, now: float, message: Message) -> tuple[Request | None, Effects]:
+        """Take a reply: the request that it ends, if it ends one, and what is to be done.
+
+        Raises:
+            ControlError: It has other fields.
+        """
+        if message.kind == HELD:
+            for number, blames in zip(message.integers("ids"), message.fields["blames"], strict=False):
+                if number in self.open:
+                    self.open[number].blames = blames
+                    self.open[number].progress = now
+            return None, []
+        if message.kind == UNKNOWN:
+            again = [self.open[number].message for number in message.integers("ids") if number in self.open]
+            return None, [Send(self.peer, one) for one in again]
+        request = self.open.pop(message.request, None)
+        if request is not None and not self._probed:
+            self._round_trip = now - request.asked
+        return request, [] if self.open else [Timer(TIMER, None)]
+
+    def on_timer(self, now: float) -> Effects:
+        """Ask about the open requests."""
+        if not self.open:
+            return []
+        self._probed = True
+        self._interval = min(2 * self._interval, self._most)
+        numbers = sorted(self.open)
+        probe = Message(PROBE, {**self._common, "ids": numbers, "floor": numbers[0]})
+        return [Send(self.peer, probe), Timer(TIMER, now + self._interval)]
+
+    def again(self) -> Effects:
+        """Send all that is open once more, in order."""
+        return [Send(self.peer, request.message) for _, request in sorted(self.open.items())]
+
+    def drop(self, kind: str) -> None:
+        """Wait no longer for the answers to requests of a kind."""
+        self.open = {number: one for number, one in self.open.items() if one.message.kind != kind}
+
+
+@dataclass
+class _Side:
+    floor: int = 0
+    kept: dict[int, Message] = field(default_factory=dict)
+    held: set[int] = field(default_factory=set)
+
+    def rise(self, floor: int) -> None:
+        if floor > self.floor:
+            self.floor = floor
+            self.kept = {number: message for number, message in self.kept.items() if number >= floor}
+            self.held = {number for number in self.held if number >= floor}
+
+
+class Answering:
+    """The answering end, for any number of peers; what is kept of one ends with its life.
+
+    Args:
+        kept: How many answers to keep for each peer.
+    """
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._sides: dict[Peer, _Side] = {}
+
+    def take(self, sender: Peer, message: Message) -> tuple[bool, Effects]:
+        """Whether a request is new and to be handled, and what is to be done if it is not.
+
+        Raises:
+            ControlError: It has no number.
+        """
+        floor = message.integer("floor")
+        side = self._sides.setdefault(sender, _Side())
+        side.rise(floor)
+        number = message.request
+        if number < side.floor or number in side.held:
+            return False, []
+        if number in side.kept:
+            return False, [Send(sender, side.kept[number])]
+        side.held.add(number)
+        return True, []
+
+    def answer(self, peer: Peer, reply: Message) -> Effects:
+        """Send the answer to a request that was held."""
+        side = self._sides.get(peer)
+        if side is not None:
+            side.held.discard(reply.request)
+            small = sum(len(frame) for frame in reply.frames) <= SMALL
+            if small and reply.request >= side.floor:
+                side.kept[reply.request] = reply
+                while len(side.kept) > self._kept:
+                    del side.kept[min(side.kept)]
+        return [Send(peer, reply)]
+
+    def probe(self, sender: Peer, message: Message, blames: Callable[[Peer, int], Sequence[str]]) -> Effects:
+        """Say of each request that a peer has open what became of it.
+
+        Args:
+            sender: Who asks.
+            message: The probe.
+            blames: Who is waited for before a request that is held is answered.
+
+        Raises:
+            ControlError: The probe has other fields.
+        """
+        numbers, floor = message.integers("ids"), message.integer("floor")
+        side = self._sides.get(sender, _Side())
+        side.rise(floor)
+        effects: Effects = [Send(sender, side.kept[number]) for number in numbers if number in side.kept]
+        held = [number for number in numbers if number in side.held]
+        if held:
+            why = [list(blames(sender, number)) for number in held]
+            effects.append(Send(sender, Message(HELD, {"ids": held, "blames": why})))
+        unknown = [one for one in numbers if one >= side.floor and one not in side.held and one not in side.kept]
+        if unknown:
+            effects.append(Send(sender, Message(UNKNOWN, {"ids": unknown})))
+        return effects
+
+    def forget(self, peer: Peer) -> None:
+        """Drop what is kept of a peer."""
+        self._sides.pop(peer, None)
+
+    @property
+    def entries(self) -> int:
+        """How much is kept."""
+        return sum(1 + len(side.kept) + len(side.held) for side in self._sides.values())

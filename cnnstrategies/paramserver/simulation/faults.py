@@ -1,0 +1,127 @@
+"""What goes wrong in a simulated run: decided by hashes, so that to take one fault away moves no other."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_MASK = (1 << 64) - 1
+
+
+def draw(*numbers: int) -> float:
+    """A number in [0, 1) that depends on nothing but some integers (splitmix64)."""
+    state = 0x9E3779B97F4A7C15
+    for number in numbers:
+        state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return (state >> 11) / (1 << 53)
+
+
+class Fault(NamedTuple):
+    """One that happens at a moment.
+
+    Attributes:
+        kind: ``kill``, ``crash`` (a supervision with its whole node), ``pause``, ``sleep`` (all processes at once),
+            ``cut`` (both ways), ``deaf`` (it hears nothing) or ``mute`` (nobody hears it).
+        role: Of the process.
+        id: Of the process.
+        at: When.
+        seconds: How long; a killed one stays dead.
+    """
+
+    kind: str
+    role: str
+    id: int
+    at: float
+    seconds: float
+
+    def __str__(self) -> str:
+        length = "" if self.kind in DEADLY else f" for {self.seconds:.2f} s"
+        return f"{self.at:.3f} s: {self.kind} {self.role} {self.id}{length}"
+
+
+DEADLY = ("kill", "crash")
+MessageFault = tuple[int, int]  # link and ordinal
+KINDS = ("kill", "kill", "pause", "sleep", "cut", "deaf", "mute")
+
+
+class Faults:
+    """The faults of one seed.
+
+    Half of the seeds have a network like TCP, which keeps the order and loses messages only with a connection; the
+    others' loses, doubles and delays any.
+
+    Args:
+        seed: Decides everything.
+        places: Role and id of each process that can be hit.
+        timeout: The run's; faults are short or long compared with it.
+        busy: Seconds in which the faults happen.
+        removed: Those that do not happen, of what this seed has.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        places: Sequence[tuple[str, int]],
+        timeout: float,
+        busy: float,
+        removed: frozenset[Fault | MessageFault] = frozenset(),
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.met: list[MessageFault] = []
+        self.tcp = draw(seed, 1) < 0.5
+        self._seed = seed
+        self._timeout = timeout
+        self._removed = removed
+        self._rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
+        self.timed = [fault for fault in self._timed(places, busy) if fault not in removed]
+        self._arrivals: dict[int, float] = {}
+
+    def _timed(self, places: Sequence[tuple[str, int]], busy: float) -> list[Fault]:
+        found = []
+        for ordinal in range(int(5 * draw(self._seed, 3))):
+            kind = KINDS[int(len(KINDS) * draw(self._seed, 4, ordinal))]
+            role, identity = places[int(len(places) * draw(self._seed, 5, ordinal))]
+            kind = "crash" if (kind, role) == ("kill", "supervision") else kind
+            long = draw(self._seed, 7, ordinal) < 0.5
+            part = draw(self._seed, 8, ordinal)
+            seconds = self._timeout * (1.5 + 2 * part if long else 0.3 * part)
+            found.append(Fault(kind, role, identity, busy * draw(self._seed, 9, ordinal), seconds))
+        return found
+
+    def arrivals(self, now: float, link: int, ordinal: int) -> list[float]:
+        """When a message arrives: once, several times, or never.
+
+        Args:
+            now: When it is sent.
+            link: A number for its sender and receiver.
+            ordinal: How many this sender has sent to this receiver before.
+        """
+        latency = 0.0002 + 0.002 * draw(self._seed, 11, link, ordinal)
+        chance = draw(self._seed, 12, link, ordinal) if self._rate else 1.0
+        bad = chance < self._rate and (link, ordinal) not in self._removed
+        if bad:
+            self.met.append((link, ordinal))
+        part = chance / self._rate if bad else 1.0
+        if self.tcp:
+            if bad and part < 0.5:
+                self.counts["lost with a connection"] += 1
+                return []
+            if bad:
+                self.counts["delayed"] += 1
+                latency += 0.2 * self._timeout * draw(self._seed, 13, link, ordinal)
+            arrival = max(now + latency, self._arrivals.get(link, 0.0))
+            self._arrivals[link] = arrival
+            return [arrival]
+        if not bad:
+            return [now + latency]
+        late = now + latency + 0.2 * self._timeout * draw(self._seed, 13, link, ordinal)
+        if part < 0.4:
+            self.counts["lost"] += 1
+            return []
+        if part < 0.7:
+            self.counts["doubled"] += 1
+            much_later = late + 2 * self._timeout * draw(self._seed, 14, link, ordinal) ** 4
+            return [now + latency, much_later]
+        self.counts["reordered"] += 1
+        return [late]

@@ -1,0 +1,213 @@
+"""What must hold in every simulated run of the coordinator, with the numbers of the design's list."""
+
+from cnnstrategies.paramserver.coordinator.participant import Participant
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.core.node import Peer, Send
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.simulation.faults import DEADLY
+from cnnstrategies.paramserver.simulation.toys import SAMPLES, Toys, contents
+from cnnstrategies.paramserver.simulation.world import Process, World
+
+WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
+ENTRIES = 16  # that the coordinator keeps of each member's requests
+
+
+class ViolationError(Exception):
+    """An invariant does not hold."""
+
+
+class Invariants:
+    """Watches a world.
+
+    Args:
+        world: It.
+        toys: Its processes.
+        settings: Of the coordinator.
+        epochs: That are to be trained.
+    """
+
+    def __init__(self, world: World, toys: Toys, settings: CoordinatorSettings, epochs: int) -> None:
+        self._world = world
+        self._toys = toys
+        self._settings = settings
+        self._epochs = epochs
+        self._views: dict[int, str] = {}
+        self._lives: dict[int, int] = {}
+        self._begun: set[int] = set()
+        self._members: dict[int, dict[int, int]] = {}
+        self._known: dict[Peer, int] = {}
+        self._deaths: list[Process] = []
+        self._sealed_at: float | None = None
+        world.on_send = self._sent
+        world.on_step = self._stepped
+        world.on_death = self._deaths.append
+
+    # While it runs
+
+    def _sent(self, sender: Process, send: Send) -> None:
+        if sender.peer.role != "coordinator" or "view" not in send.message.fields:
+            return
+        description = send.message.fields["view"]
+        if isinstance(description, int):
+            if send.message.fields["sequence"] not in self._begun:
+                self._begun.add(send.message.fields["sequence"])
+                self._check_servers(description)
+            return
+        view, text = View.from_dict(description), str(description)
+        for worker in () if view.number in self._views else view.workers:
+            if worker.incarnation < self._lives.get(worker.id, 0):
+                raise ViolationError(f"11: worker {worker.id} is again at life {worker.incarnation} in {text}")
+            self._lives[worker.id] = worker.incarnation
+        if self._views.setdefault(view.number, text) != text:
+            raise ViolationError(f"11: view {view.number} is {text}, and was {self._views[view.number]}")
+        if view.workers and self._sealed_at is None:
+            self._sealed_at = self._world.now
+
+    def _check_servers(self, view: int) -> None:
+        """A collective that lets somebody in ends when every server knows whom."""
+        for member in self._toys.coordinator.members:
+            process = self._world.processes[member.peer.role, member.peer.id]
+            if member.peer.role == SERVER and process.peer == member.peer and isinstance(process.role, Participant):
+                seen = process.role.seen
+                if seen < view:
+                    raise ViolationError(f"10: {process} has seen view {seen}, and workers begin with {view}")
+
+    def _stepped(self, process: Process) -> None:
+        if process.peer.role == "coordinator":
+            members = {one.peer.id: one.peer.life for one in self._toys.coordinator.members if one.peer.role == WORKER}
+            for sequence in range(len(self._members), self._toys.coordinator.collectives):
+                self._members[sequence] = members
+            return
+        if process.peer.role not in (SERVER, WORKER):
+            return
+        view = getattr(process.role, "view", None)
+        number = -1 if view is None else view.number
+        if number < self._known.get(process.peer, -1):
+            raise ViolationError(f"11: {process} goes back to view {number}")
+        self._known[process.peer] = number
+
+    def look(self) -> None:
+        """Raise if nothing has gone on for long; to be called now and then.
+
+        Raises:
+            ViolationError: So it is.
+        """
+        since = max(self._world.progress, self._last_fault())
+        if self._world.now - since > WITHIN * self._settings.timeout and self._unfinished():
+            names = ", ".join(map(str, self._unfinished()))
+            raise ViolationError(f"17: nothing has happened for {self._world.now - since:.2f} s: {names}")
+
+    @property
+    def over(self) -> bool:
+        """Whether every process has come to its end."""
+        return all(
+            not one.alive or one.done or one.ended is not None
+            for one in self._world.processes.values()
+            if one.peer.role != "coordinator"
+        )
+
+    def _last_fault(self) -> float:
+        return max(
+            (fault.at + fault.seconds * (fault.kind not in DEADLY) for fault in self._world.faults.timed), default=0
+        )
+
+    def _unfinished(self) -> list[Process]:
+        return [
+            one
+            for one in self._world.processes.values()
+            if one.peer.role in (SERVER, WORKER) and one.alive and not one.done and one.ended is None
+        ]
+
+    # At the end
+
+    def check(self) -> None:
+        """Raise if something did not go as it should.
+
+        Raises:
+            ViolationError: So it is.
+        """
+        self._check_results()
+        self._check_ends()
+        self._check_samples()
+        entries = self._toys.coordinator.entries
+        members = self._settings.workers + self._settings.servers
+        if entries > ENTRIES * members:
+            raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")
+
+    def _check_results(self) -> None:
+        for sequence, told in self._toys.log.results.items():
+            for worker, (_, life, _) in contents(next(iter(told.values()))).items():
+                if self._members[sequence].get(worker) != life:
+                    raise ViolationError(
+                        f"10: collective {sequence} has life {life} of worker {worker}, no member then"
+                    )
+            answers = {str((one.fields["ids"], contents(one))) for one in told.values()}
+            if len(answers) > 1:
+                raise ViolationError(f"12: collective {sequence} has the results {answers}")
+            for peer, one in told.items():
+                mine = contents(one).get(peer.id)
+                if mine is None and not one.flag("joined"):
+                    raise ViolationError(f"12: {peer} is not in the result of its collective {sequence}")
+
+    def _check_ends(self) -> None:
+        victims = self._victims()
+        for process in self._world.processes.values():
+            ended = process.ended
+            if not process.alive or ended is None or ended.clean or process.peer.role == "coordinator":
+                continue
+            # One that is cut off knows only whom it does not hear.
+            named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
+            named = {*named, "was silent"} if "coordinator" in victims else named
+            if not any(victim in ended.reason for victim in named):
+                raise ViolationError(f"17: {process} ends naming no cause: {ended.reason}; victims: {victims}")
+            if not self._is_needed(process, victims):
+                raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
+
+    def _is_needed(self, process: Process, victims: set[str]) -> bool:
+        """Whether the victims make a run end, or this process."""
+        settings = self._settings
+        if "coordinator" in victims or str(process.peer) in victims or "worker 0" in victims:
+            return True
+        if any(victim.startswith(WORKER) and self._struck_before_training(victim) for victim in victims):
+            return True
+        if victims | {str(one) for one in self._toys.log.left} >= {
+            f"{WORKER} {one}" for one in range(settings.workers)
+        }:
+            return True
+        return sum(victim.startswith(SERVER) for victim in victims) > settings.survivable
+
+    def _struck_before_training(self, victim: str) -> bool:
+        sealed = self._sealed_at
+        return sealed is None or any(
+            fault.at < sealed and (fault.kind == "crash" or _name(fault.role, fault.id) == victim)
+            for fault in self._world.faults.timed
+        )
+
+    def _victims(self) -> set[str]:
+        """Who was hit so hard that a run may have to go on without it."""
+        timeout = self._settings.timeout
+        hit: dict[str, float] = {}
+        for fault in self._world.faults.timed:
+            deadly = fault.kind in DEADLY
+            names = [_name(fault.role, fault.id)] if fault.kind != "sleep" else []
+            if fault.kind == "crash":
+                names += [_name(*place) for place, node in self._toys.hosts.items() if node == fault.id]
+            for name in names:
+                hit[name] = hit.get(name, 0.0) + (timeout if deadly else fault.seconds)
+        return {name for name, seconds in hit.items() if seconds > 0.55 * timeout}
+
+    def _check_samples(self) -> None:
+        log = self._toys.log
+        done = [(epoch, sample) for epoch, sample, _ in log.processed]
+        if not self._victims() and not self._deaths and len(done) != len(set(done)):
+            raise ViolationError(f"13: processed twice: {sorted(one for one in done if done.count(one) > 1)}")
+        # What a worker that dies has taken of an epoch is given out in that or in the next.
+        complete = range(self._epochs - 1 if self._deaths else self._epochs) if log.left else range(0)
+        missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
+        if missing:
+            raise ViolationError(f"13: never processed: {sorted(missing)}")
+
+
+def _name(role: str, identity: int) -> str:
+    return role if role == "coordinator" else f"{role} {identity}"

@@ -1,0 +1,211 @@
+"""Workers, servers and supervisions that do to the coordinator what the real ones do, and train nothing."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import Participant
+from cnnstrategies.paramserver.coordinator.reporter import Reporter
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.requests import KEPT
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.simulation.faults import draw
+from cnnstrategies.paramserver.simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
+
+SAMPLES, CHUNK = 24, 2
+SETUP = 2  # collectives before training
+LOOK = 0.05  # seconds between two looks of a supervision at its processes
+
+
+@dataclass
+class Log:
+    """What the toys have seen: what the invariants are about.
+
+    Attributes:
+        results: Of each collective: what each participant was told of it.
+        processed: Epoch and sample numbers that were worked on, by whom.
+        epochs: How far each worker has come.
+        left: The workers that have come to the end.
+    """
+
+    results: dict[int, dict[Peer, Message]] = field(default_factory=dict)
+    processed: list[tuple[int, int, Peer]] = field(default_factory=list)
+    epochs: dict[Peer, int] = field(default_factory=dict)
+    left: set[Peer] = field(default_factory=set)
+
+
+class Toys:
+    """Starts the processes of a run.
+
+    Args:
+        world: Where.
+        settings: Of the coordinator.
+        epochs: To train.
+        restarts: How often a process that was killed is started again.
+        nodes: Each with a supervision.
+        seed: Of how long things take.
+    """
+
+    def __init__(
+        self, world: World, settings: CoordinatorSettings, epochs: int, restarts: int, nodes: int, seed: int
+    ) -> None:
+        self.log = Log()
+        self._world = world
+        self._settings = settings
+        self._epochs = epochs
+        self._restarts = restarts
+        self._nodes = nodes
+        self._seed = seed
+        self._draws = 0
+        # The handlers must be right without the answers that are kept.
+        self.coordinator = Coordinator(settings, kept=0 if draw(seed, 32) < 0.5 else KEPT)
+        self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
+        world.on_node = lambda node: [world.processes[place] for place in self.hosts if self.hosts[place] == node]
+
+    def start(self) -> None:
+        """Start all."""
+        self._world.spawn(Peer("coordinator", 0), self.coordinator, _idle())
+        for role, count in ((SERVER, self._settings.servers), (WORKER, self._settings.workers)):
+            for identity in range(count):
+                self.hosts[role, identity] = identity % self._nodes
+                self._member(role, identity, 0)
+        for node in range(self._nodes):
+            children = [place for place, host in self.hosts.items() if host == node and place[0] != "coordinator"]
+            peer = Peer("supervision", node)
+            self._world.spawn(peer, Reporter(self._settings.session), self._supervise(node, children))
+
+    def _seconds(self, least: float, most: float) -> float:
+        self._draws += 1
+        return least + (most - least) * draw(self._seed, 31, self._draws)
+
+    def _member(self, role: str, identity: int, life: int) -> Process:
+        timeout = self._settings.timeout
+        address = Address("sim", role, identity, life, timeout / 10, timeout, self._settings.appear)
+        hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}
+        participant = Participant(address, 1, {**hello, "public_key": ""})
+        program = self._work(participant) if role == WORKER else self._serve(participant)
+        return self._world.spawn(participant.peer, participant, program)
+
+    # Programs
+
+    def _serve(self, participant: Participant) -> Program:
+        yield from _newer_view(participant, -1)
+        yield Ask("get", {"name": "specification"})
+        seen = View(0, (), ())
+        while True:
+            seen = yield from _newer_view(participant, seen.number)
+            yield Sleep(self._seconds(0.0, 0.05))
+            yield Tell("seen", {"number": seen.number})
+
+    def _work(self, participant: Participant) -> Program:
+        yield Sleep(self._seconds(0.0, 0.3))
+        yield from _newer_view(participant, -1)
+        if participant.peer.id == 0:
+            yield Ask("put", {"name": "specification"}, (b"text",))
+        for _ in range(SETUP):
+            yield from self._collect(participant, "gather")
+        started = yield from self._collect(participant, "start", seal=True)
+        epoch = 0
+        if started.flag("joined"):
+            epoch = contents(started)[min(started.fields["ids"])][2]
+        joined = started.flag("joined")
+        while epoch < self._epochs:
+            if not joined:
+                yield from self._collect(participant, "boundary", boundary=True, epoch=epoch)
+            joined = False
+            yield from self._train(participant, epoch)
+            yield from self._collect(participant, "gather")
+            epoch += 1
+            self.log.epochs[participant.peer] = epoch
+        self.log.left.add(participant.peer)
+        yield Ask("leave")
+
+    def _train(self, participant: Participant, epoch: int) -> Program:
+        yield Ask("epoch", {"epoch": epoch, "samples": SAMPLES, "chunk": CHUNK})
+        processed = 0
+        while True:
+            chunk = yield Ask("take", {"epoch": epoch, "processed": processed})
+            start, stop = chunk.integer("start"), chunk.integer("stop")
+            if start == stop:
+                return
+            yield Sleep(self._seconds(0.005, 0.08))
+            numbers = range(start, stop)
+            self.log.processed += [(chunk.integer("epoch"), number, participant.peer) for number in numbers]
+            processed += stop - start
+
+    def _collect(
+        self, participant: Participant, operation: str, seal: bool = False, boundary: bool = False, epoch: int = 0
+    ) -> Generator[Ask | Tell | Sleep | Until, Any, Message]:
+        peer = participant.peer
+        frames = (bytes((peer.id, peer.life, epoch)),)
+        result = yield Ask("collect", {"operation": operation, "seal": seal, "boundary": boundary}, frames)
+        self.log.results.setdefault(result.integer("sequence"), {})[peer] = result
+        yield from _newer_view(participant, result.integer("view") - 1)
+        return cast(Message, result)
+
+    # Supervision
+
+    def _supervise(self, node: int, children: list[tuple[str, int]]) -> Program:
+        lives = dict.fromkeys(children, 0)
+        over = False
+        asked = self._world.now
+        while any(role == WORKER and self._runs(role, one) for role, one in lives):
+            yield Sleep(LOOK)
+            for role, identity in list(lives):
+                process = self._world.processes[role, identity]
+                if process.alive:
+                    continue
+                replaced = lives[role, identity] < self._restarts and not over
+                fields = {"role": role, "id": identity, "incarnation": lives[role, identity], "process": 1}
+                yield Tell("died", {**fields, "how": "was killed", "replaced": replaced})
+                if replaced:
+                    lives[role, identity] += 1
+                    self._member(role, identity, lives[role, identity])
+                else:
+                    del lives[role, identity]
+            if self._world.now - asked < self._settings.timeout / 5:
+                continue
+            asked = self._world.now
+            status = yield Ask("status", patience=self._settings.timeout / 4)
+            if status is not None:
+                over = over or status.fields["ended"] is not None
+                for role, identity, life in status.fields["silent"]:
+                    if lives.get((role, identity)) == life:
+                        self._world.kill(self._world.processes[role, identity])
+        if node == 0:
+            yield from self._stop(children)
+
+    def _stop(self, children: list[tuple[str, int]]) -> Program:
+        until = self._world.now + self._settings.timeout
+        while self._world.now < until:
+            status = yield Ask("status", patience=self._settings.timeout / 4)
+            if status is not None and status.fields["ended"] is not None:
+                break
+            until = self._world.now + self._settings.timeout if status is not None else until
+        yield Ask("end", {"message": "the run is over", "clean": True}, patience=self._settings.timeout / 4)
+        for place in children:
+            self._world.kill(self._world.processes[place])
+        yield Ask("stop", {"members": [[*place] for place in children]}, patience=self._settings.timeout / 4)
+
+    def _runs(self, role: str, identity: int) -> bool:
+        process = self._world.processes[role, identity]
+        return not process.alive or not (process.done or process.ended is not None)
+
+
+def contents(result: Message) -> dict[int, bytes]:
+    """What each participant has brought: its number, its life and its epoch."""
+    return dict(zip(result.fields["ids"], (bytes(frame) for frame in result.frames), strict=True))
+
+
+def _newer_view(participant: Participant, number: int) -> Generator[Ask | Tell | Sleep | Until, Any, View]:
+    yield Until(lambda: participant.view is not None and participant.view.number > number)
+    assert participant.view is not None
+    return participant.view
+
+
+def _idle() -> Program:
+    while True:
+        yield Sleep(1000.0)

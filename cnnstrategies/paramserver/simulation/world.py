@@ -1,0 +1,333 @@
+"""Virtual time: runs roles, their programs and the links between them, event by event, the same for the same seed."""
+
+import heapq
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cnnstrategies.paramserver.core.node import (
+    Call,
+    ControlError,
+    Effects,
+    End,
+    Message,
+    Peer,
+    Return,
+    Role,
+    Send,
+    Timer,
+)
+from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, Faults, draw
+
+
+class Sleep(NamedTuple):
+    """A program computes for some seconds."""
+
+    seconds: float
+
+
+class Until(NamedTuple):
+    """A program waits until something holds."""
+
+    holds: Callable[[], bool]
+
+
+class Ask(NamedTuple):
+    """A program calls its role and waits for the result, or for some seconds; then it gets None."""
+
+    kind: str
+    fields: Mapping[str, Any] = {}
+    frames: Sequence[bytes] = ()
+    patience: float | None = None
+
+
+class Tell(NamedTuple):
+    """A program calls its role and goes on."""
+
+    kind: str
+    fields: Mapping[str, Any] = {}
+
+
+Program = Generator[Ask | Tell | Sleep | Until, Any, None]
+LOOK = 0.02  # seconds between two looks of a program that waits for something to hold
+
+
+class EndedError(Exception):
+    """Raised in a program: its role has no result for it."""
+
+
+@dataclass
+class Process:
+    """A simulated process: a role, and the program that calls it.
+
+    Attributes:
+        peer: Who it is.
+        role: What receives its messages.
+        program: What it does.
+        alive: Whether it has not been killed and has not ended.
+        ended: How its role has ended.
+        done: Whether its program has come to its end.
+    """
+
+    peer: Peer
+    role: Role
+    program: Program
+    alive: bool = True
+    ended: End | None = None
+    done: bool = False
+    drift: float = 1.0
+    paused_until: float = 0.0
+    missed: list[Callable[[], None]] = field(default_factory=list)
+    timers: dict[str, float] = field(default_factory=dict)
+    waits: int = 0
+    calls: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.peer}" + (f" (life {self.peer.life})" if self.peer.life else "")
+
+
+class World:
+    """Processes and what happens to them.
+
+    Args:
+        seed: Of clocks.
+        faults: What goes wrong.
+
+    Attributes:
+        now: The time, in seconds.
+        events: How many there were.
+        processes: By role and id; a new life takes the place of an older.
+        progress: When a program last had a result.
+        trace: Filled with a line for each event if it is a list.
+        on_send: Called with each message that is sent.
+        on_death: Called with each process that was killed.
+        on_node: Says which processes run on a node, but for its supervision.
+    """
+
+    def __init__(self, seed: int, faults: Faults) -> None:
+        self.now = 0.0
+        self.events = 0
+        self.faults = faults
+        self.processes: dict[tuple[str, int], Process] = {}
+        self.progress = 0.0
+        self.trace: list[str] | None = None
+        self.on_send: Callable[[Process, Send], None] = lambda sender, send: None
+        self.on_death: Callable[[Process], None] = lambda process: None
+        self.on_node: Callable[[int], list[Process]] = lambda node: []
+        self.on_step: Callable[[Process], None] = lambda process: None
+        self._seed = seed
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._sent: dict[int, int] = {}
+        self._links: dict[tuple[str, int, str, int], int] = {}
+        self._blocked: dict[tuple[str, int, bool], float] = {}
+        for fault in faults.timed:
+            self.at(fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+
+    # Processes
+
+    def spawn(self, peer: Peer, role: Role, program: Program) -> Process:
+        """Start a process."""
+        process = Process(peer, role, program)
+        process.drift = 1.0 + 0.02 * (draw(self._seed, 21, *map(ord, peer.role), peer.id, peer.life) - 0.5)
+        self.processes[peer.role, peer.id] = process
+        self.note(f"{process} starts")
+        self._act(process, lambda: process.role.start(self._clock(process)))
+        self.at(self.now, lambda: self._resume(process, 0, None))
+        return process
+
+    def at(self, time: float, what: Callable[[], None]) -> None:
+        """Have something happen at a time."""
+        self.events += 1
+        heapq.heappush(self._heap, (time, self.events, what))
+
+    def step(self) -> bool:
+        """Go on to the next event; False if there is none."""
+        if not self._heap:
+            return False
+        self.now, _, what = heapq.heappop(self._heap)
+        what()
+        return True
+
+    def note(self, text: str) -> None:
+        """Write a line of the trace."""
+        if self.trace is not None:
+            self.trace.append(f"{self.now:9.4f}  {text}")
+
+    def kill(self, process: Process) -> None:
+        """End a process at once."""
+        if process.alive:
+            process.alive = False
+            process.program.close()
+            self.note(f"{process} is killed")
+            self.on_death(process)
+
+    # Faults
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind == "sleep":
+            self._sleep(fault)
+            return
+        if fault.kind == "crash":
+            for child in self.on_node(fault.id):
+                self.kill(child)
+        process = self.processes.get((fault.role, fault.id))
+        if process is None or not process.alive or process.ended is not None:
+            return
+        self.faults.counts[f"{fault.kind} {fault.role}"] += 1
+        self.note(f"FAULT {fault}")
+        until = self.now + fault.seconds
+        if fault.kind in DEADLY:
+            self.kill(process)
+        elif fault.kind == "pause":
+            self._pause(process, until)
+        else:
+            for outgoing in (True, False):
+                if fault.kind != ("deaf" if outgoing else "mute"):
+                    self._blocked[fault.role, fault.id, outgoing] = until
+
+    def _sleep(self, fault: Fault) -> None:
+        self.faults.counts["sleep"] += 1
+        self.note(f"FAULT {fault}")
+        for process in self.processes.values():
+            self._pause(process, self.now + fault.seconds)
+
+    def _pause(self, process: Process, until: float) -> None:
+        process.paused_until = max(process.paused_until, until)
+        self.at(until, lambda: self._wake(process))
+
+    def _wake(self, process: Process) -> None:
+        if self.now >= process.paused_until:
+            missed, process.missed = process.missed, []
+            for what in missed:
+                what()
+
+    def _run(self, process: Process, what: Callable[[], None]) -> None:
+        """Do something in a process, later if it is paused."""
+        if not process.alive:
+            return
+        if self.now < process.paused_until:
+            process.missed.append(what)
+        else:
+            what()
+
+    # Roles
+
+    def _clock(self, process: Process) -> float:
+        return self.now * process.drift
+
+    def _act(self, process: Process, what: Callable[[], Effects]) -> None:
+        try:
+            effects = what()
+        except ControlError as error:
+            self.note(f"{process} drops a message: {error}")
+            return
+        for effect in effects:
+            if isinstance(effect, Send):
+                self._send(process, effect)
+            elif isinstance(effect, Timer):
+                self._set_timer(process, effect)
+            elif isinstance(effect, Return):
+                self._return(process, effect.call, effect.value)
+            elif process.ended is None:
+                self.note(f"{process} ends: {effect.reason}")
+                process.ended = effect
+        self.on_step(process)
+
+    def _send(self, sender: Process, send: Send) -> None:
+        self.on_send(sender, send)
+        ends = (sender.peer.role, sender.peer.id, send.to.role, send.to.id)
+        link = self._links.setdefault(ends, _link(ends))
+        ordinal = self._sent[link] = self._sent.get(link, -1) + 1
+        blocked = self._blocked
+        cut = blocked.get((ends[0], ends[1], True), 0.0) > self.now or blocked.get((*ends[2:], False), 0.0) > self.now
+        arrivals = [] if cut else self.faults.arrivals(self.now, link, ordinal)
+        if self.trace is not None:
+            fate = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
+            self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{fate}")
+        for arrival in arrivals:
+            self.at(arrival, lambda: self._deliver(sender.peer, send))
+
+    def _deliver(self, sender: Peer, send: Send) -> None:
+        process = self.processes.get((send.to.role, send.to.id))
+        if process is None or process.ended is not None or (process.peer != send.to and send.to.role != "coordinator"):
+            return
+        self._run(
+            process,
+            lambda: self._act(process, lambda: process.role.on_message(self._clock(process), sender, send.message)),
+        )
+
+    def _set_timer(self, process: Process, timer: Timer) -> None:
+        if timer.at is None:
+            process.timers.pop(timer.name, None)
+            return
+        process.timers[timer.name] = timer.at
+        at = max(self.now, timer.at / process.drift)
+        self.at(at, lambda: self._run(process, lambda: self._fire(process, timer.name, timer.at)))
+
+    def _fire(self, process: Process, name: str, at: float | None) -> None:
+        if process.ended is None and process.timers.get(name) == at:
+            del process.timers[name]
+            self._act(process, lambda: process.role.on_timer(self._clock(process), name))
+
+    # Programs
+
+    def _return(self, process: Process, number: int, value: Message | str | None) -> None:
+        if number and number == process.waits:
+            process.waits = 0
+            self.at(self.now, lambda: self._run(process, lambda: self._resume(process, number, value)))
+
+    def _resume(self, process: Process, call: int, value: Message | str | None) -> None:
+        if not process.alive or process.done:
+            return
+        if call and process.peer.role != "supervision":
+            self.progress = self.now
+        try:
+            program = process.program
+            wanted = program.throw(EndedError(value)) if isinstance(value, str) else program.send(value)
+            while isinstance(wanted, Tell):
+                self._call(process, Call(0, wanted.kind, wanted.fields))
+                wanted = program.send(None)
+        except (StopIteration, EndedError):
+            process.done = True
+            return
+        if isinstance(wanted, Sleep):
+            self.at(self.now + wanted.seconds, lambda: self._run(process, lambda: self._resume(process, 0, None)))
+        elif isinstance(wanted, Until):
+            self._look(process, wanted)
+        else:
+            number = process.waits = process.calls = process.calls + 1
+            if wanted.patience is not None:
+                self.at(self.now + wanted.patience, lambda: self._return(process, number, None))
+            self._call(process, Call(number, wanted.kind, wanted.fields, wanted.frames))
+
+    def _call(self, process: Process, call: Call) -> None:
+        self.note(f"{process} calls {call.kind} {dict(call.fields)}")
+        self._act(process, lambda: process.role.on_call(self._clock(process), call))
+
+    def _look(self, process: Process, until: Until) -> None:
+        if not process.alive:
+            return
+        if process.ended is not None:
+            self._run(process, lambda: self._resume(process, 0, process.ended.reason if process.ended else ""))
+        elif until.holds():
+            self._run(process, lambda: self._resume(process, 0, None))
+        else:
+            self.at(self.now + LOOK, lambda: self._look(process, until))
+
+
+ROLES = ("coordinator", "supervision", "server", "worker")
+
+
+def _link(ends: tuple[str, int, str, int]) -> int:
+    sender, number, receiver, other = ends
+    return ((ROLES.index(sender) << 16 | number) << 20) | ROLES.index(receiver) << 16 | other
+
+
+def _short(message: Message) -> str:
+    fields = {name: value for name, value in message.fields.items() if name not in ("session", "floor")}
+    if "view" in fields and isinstance(fields["view"], dict):
+        view = fields["view"]
+        workers = [f"{one['id']}.{one['incarnation']}" for one in view["workers"]]
+        servers = [f"{one['id']} since {one['since']}" for one in view["servers"]]
+        fields["view"] = f"{view['number']}: workers {workers}, servers {servers}, lost {[*view['lost']]}"
+    return f"#{message.request} {fields}" if message.request else f"{fields}"

@@ -1,0 +1,148 @@
+"""Moments of all BatchNorm calls of a stage in one table, and what they make of the running statistics.
+
+Everything is computed for all layers at once, on the device and without looking at a value.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cnnstrategies._torch_private import add_all, copy_all
+
+
+class MomentTable:
+    """Means and unbiased variances of each call of each layer in each microbatch of a step.
+
+    A *slot* is one call of one layer in a forward: the first calls of all layers come before the second ones of those
+    that are called again, and so on. A slot has a column for each of its layer's channels.
+
+    Args:
+        layers: The layers, each with the number of its calls in a forward.
+        microbatches: Microbatches of a step.
+
+    Attributes:
+        slots: Call and layer of each slot.
+        counts: For each microbatch and slot the values per channel; 0 where the layer was not reached. The last row
+            is for what runs again, and not looked at; so is that of the moments.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Any, int]], microbatches: int) -> None:
+        self.layers = [layer for layer, _ in layers]
+        self.microbatches = microbatches
+        self.calls = max((calls for _, calls in layers), default=0)
+        self.slots = [
+            (call, index) for call in range(self.calls) for index, (_, calls) in enumerate(layers) if call < calls
+        ]
+        like = self.layers[0].running_mean if layers else torch.empty(0)
+        widths = [int(layer.num_features) for layer in self.layers]
+        self.starts = [0]
+        for _, index in self.slots:
+            self.starts.append(self.starts[-1] + widths[index])
+        self.moments = torch.zeros(microbatches + 1, 2, self.starts[-1], dtype=like.dtype, device=like.device)
+        self.counts = [[0.0] * len(self.slots) for _ in range(microbatches + 1)]
+        # The slot of each column; of a call after the first, the column of the same channel's first call.
+        self._slot_of = torch.repeat_interleave(
+            torch.arange(len(self.slots)), torch.tensor([widths[index] for _, index in self.slots], dtype=torch.int64)
+        ).to(like.device)
+        self._layer_of = self._slot_of[: sum(widths)]
+        self._cell_of = torch.tensor([call * len(widths) + index for call, index in self.slots], device=like.device)
+        self._first_call_of = [
+            torch.cat([torch.arange(self.starts[i], self.starts[i + 1]) for c, i in self.slots if c == call]).to(
+                like.device
+            )
+            for call in range(1, self.calls)
+        ]
+        self._new = torch.empty(2, sum(widths), dtype=like.dtype, device=like.device)
+        self._parts = [part for moment in self._new for part in moment.split(widths)]
+        self._momenta: list[float | None] = []
+        self._weight = torch.empty(0)
+        self._updates = torch.zeros(len(widths), dtype=torch.int64, device=like.device)
+        self._updates_of = self._updates.unbind()
+
+    def clear(self) -> None:
+        """Start from none."""
+        self.moments.zero_()
+        for row in self.counts:
+            row[:] = [0.0] * len(row)
+
+    def place(self, row: int, slot: int) -> tuple[Tensor, Tensor]:
+        """Where the mean and the variance (C,) of a slot stand."""
+        mean, variance = self.moments[row, :, self.starts[slot] : self.starts[slot + 1]].unbind()
+        return mean, variance
+
+    def update(self, deferred: bool, group: dist.ProcessGroup | None) -> None:
+        """Update the layers' running statistics.
+
+        Args:
+            deferred: By the union of all microbatches, and not by each in turn.
+            group: The stage's replicas, whose microbatches count too; None for one.
+        """
+        moments = self.moments[:-1].double()
+        counts = torch.tensor(self.counts[:-1], dtype=torch.float64, device=moments.device)
+        if group is not None:
+            joined = torch.cat([counts.flatten(), moments.flatten()])
+            dist.all_reduce(joined, group=group)
+            counts = joined[: counts.numel()].view_as(counts)
+            moments = joined[counts.numel() :].view_as(moments)
+        if deferred:
+            moments = _union(counts[:, self._slot_of], moments)
+            counts = counts.sum(0, keepdim=True)
+        kept, shares, updates = self._weights(counts > 0)
+        added = (shares[:, None, self._slot_of] * moments).sum(0)
+        total = added[:, : self._new.shape[1]]
+        for call, columns in enumerate(self._first_call_of, start=1):
+            start = self.starts[next(slot for slot, (c, _) in enumerate(self.slots) if c == call)]
+            total[:, columns] += added[:, start : start + len(columns)]
+        buffers = [*(layer.running_mean for layer in self.layers), *(layer.running_var for layer in self.layers)]
+        running = torch.cat(buffers).view(2, -1)
+        self._new.copy_(total.addcmul_(running, kept[self._layer_of]))
+        copy_all(buffers, self._parts)
+        self._updates.copy_(updates)
+        add_all([layer.num_batches_tracked for layer in self.layers], self._updates_of)
+
+    def _weights(self, reached: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What each update counts.
+
+        Args:
+            reached: Which slots were called in each row.
+
+        Returns:
+            For each layer what is left of the old value, for each row and slot what it adds, and for each layer the
+            number of updates.
+        """
+        rows, layers = len(reached), len(self.layers)
+        cells = torch.zeros(rows, self.calls * layers, dtype=torch.bool, device=reached.device)
+        cells[:, self._cell_of] = reached
+        in_turn = cells.view(rows * self.calls, layers)
+        number = in_turn.cumsum(0)
+        momenta = [layer.momentum for layer in self.layers]
+        if momenta != self._momenta:
+            self._momenta = momenta
+            self._weight = torch.tensor([one or 0.0 for one in momenta], dtype=torch.float64, device=reached.device)
+        weight = self._weight
+        if None in momenta:  # An average of all updates so far.
+            averages = torch.tensor([momentum is None for momentum in momenta]).to(reached.device)
+            tracked = torch.stack([layer.num_batches_tracked for layer in self.layers])
+            weight = torch.where(averages, 1.0 / (tracked + number).clamp(min=1).double(), weight)
+        weight = weight * in_turn
+        left = torch.cumprod((1.0 - weight).flip(0), 0)
+        later = torch.cat([torch.ones_like(left[:1]), left[:-1]]).flip(0)  # What is left after the later ones.
+        shares = (weight * later).view(rows, -1)[:, self._cell_of]
+        return left[-1], shares, number[-1]
+
+
+def _union(counts: Tensor, moments: Tensor) -> Tensor:
+    """Mean and unbiased variance (1, 2, W) of the union of the rows' samples.
+
+    Args:
+        counts: Samples of each (M, W).
+        moments: Mean and unbiased variance of each (M, 2, W).
+    """
+    means, unbiased = moments.unbind(1)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total.clamp(min=1)
+    squares = (unbiased * (counts - 1) + counts * (means - mean) ** 2).sum(0)
+    return torch.stack([mean, squares / (total - 1).clamp(min=1)])[None]

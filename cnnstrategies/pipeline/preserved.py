@@ -1,0 +1,28 @@
+"""A network that is tried out, and is afterwards as it was."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def preserved(network: nn.Module) -> Iterator[None]:
+    """Put a network's buffers and gradients and the random numbers back as they were.
+
+    Parameters are expected not to change: nothing here steps an optimizer.
+    """
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
+    devices = {tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"}
+    device_type = next(iter(devices)).type if devices else "cuda"
+    try:
+        with torch.random.fork_rng(devices=list(devices), device_type=device_type):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,0 +1,146 @@
+"""The machines that a plan is made for: devices in order, what they are connected by, how often they fail."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from cnnstrategies.planning.costs import Link
+
+AllReduce = Literal["flat", "two_level"]
+ALL_REDUCE: tuple[AllReduce, ...] = ("flat", "two_level")
+SERVER_RATE = 1e9  # bytes of gradients per second that a server adds up and applies; a core of about 2020
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine.
+
+    Attributes:
+        devices: How many it has.
+        network: To the other machines; its devices share it.
+        inside: Between two of its devices; the network where it is left out.
+        speed: Of a device, as a multiple of the one that the profile was taken on.
+        memory: Bytes of a device; unlimited when None.
+        price: Of the whole machine, for an hour.
+        shared: How often its network has to carry what one message brings: there are others beside it, alike.
+    """
+
+    devices: int
+    network: Link
+    inside: Link
+    speed: float = 1.0
+    memory: int | None = None
+    price: float = 0.0
+    shared: float = 1.0
+
+
+@dataclass(frozen=True)
+class Failures:
+    """How often devices fail, and what that costs; in seconds.
+
+    Attributes:
+        device_mtbf: Mean time between two failures of one device.
+        restart: From a failure until training goes on.
+        checkpoint: To write a checkpoint.
+    """
+
+    device_mtbf: float
+    restart: float
+    checkpoint: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines in the order in which their devices are numbered.
+
+    Attributes:
+        hosts: The machines.
+        failures: None where they never fail.
+        jitter: Standard deviation of a device's step time, as a share of it.
+        all_reduce: ``flat``, one ring through all devices, as torch's backends have it, or ``two_level``, rings inside
+            the machines and one between them.
+        server_rate: Bytes of gradients per second that a parameter server adds up and applies.
+    """
+
+    hosts: tuple[Host, ...]
+    failures: Failures | None = None
+    jitter: float = 0.0
+    all_reduce: AllReduce = "flat"
+    server_rate: float = SERVER_RATE
+    _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def flat(devices: int, link: Link) -> "Cluster":
+        """Equal devices with the same connection between any two, as if each were a machine."""
+        return Cluster((Host(1, link, link),) * devices)
+
+    @cached_property
+    def devices(self) -> int:
+        """Devices of all machines."""
+        return sum(host.devices for host in self.hosts)
+
+    @cached_property
+    def host_of(self) -> tuple[int, ...]:
+        """The machine of each device."""
+        return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
+
+    @cached_property
+    def speeds(self) -> tuple[float, ...]:
+        """The speed of each device."""
+        return tuple(self.hosts[host].speed for host in self.host_of)
+
+    @cached_property
+    def memory(self) -> int | None:
+        """Bytes of the device that has least."""
+        return min((host.memory for host in self.hosts if host.memory is not None), default=None)
+
+    def link(self, one: int, other: int) -> Link:
+        """The connection between two devices."""
+        return self._between(self.host_of[one], self.host_of[other])
+
+    def ring(self, first: int, count: int) -> Link:
+        """The slowest connection of a ring through devices that are numbered one after another, at least two."""
+        key = ("ring", first, count)
+        if key not in self._memo:
+            hosts = self.host_of[first : first + count]
+            pairs = {(one, other) for one, other in itertools.pairwise(hosts)}
+            self._memo[key] = slower([self._between(*pair) for pair in sorted(pairs)])
+        link: Link = self._memo[key]
+        return link
+
+    def _between(self, one: int, other: int) -> Link:
+        key = ("link", one, other)
+        if key not in self._memo:
+            hosts = self.hosts[one], self.hosts[other]
+            self._memo[key] = hosts[0].inside if one == other else slower([host.network for host in hosts])
+        link: Link = self._memo[key]
+        return link
+
+    def taken(self, devices: int) -> "Cluster":
+        """Only its last devices, which is where a search that begins with the last stage begins."""
+        if devices == self.devices:
+            return self
+        key = ("taken", devices)
+        if key not in self._memo:
+            hosts: list[Host] = []
+            for host in reversed(self.hosts):
+                count = min(host.devices, devices)
+                devices -= count
+                if count:
+                    hosts.insert(0, replace(host, devices=count))
+            self._memo[key] = replace(self, hosts=tuple(hosts), _memo={})
+        cluster: Cluster = self._memo[key]
+        return cluster
+
+    def with_network(self, factor: float) -> "Cluster":
+        """The same with another rate between the machines."""
+        hosts = tuple(replace(host, network=host.network.scaled(factor)) for host in self.hosts)
+        return replace(self, hosts=hosts, _memo={})
+
+
+def slower(links: Sequence[Link]) -> Link:
+    """The connection with the least bandwidth, with the greatest latency of all."""
+    slowest = min(links, key=lambda link: link.bandwidth)
+    return replace(slowest, latency=max(link.latency for link in links))

@@ -1,0 +1,168 @@
+"""The parameter server: synchronous steps by a recurrence over layers, others by a closed network of queues."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.cluster import slower
+from cnnstrategies.planning.costs import GraphCosts
+
+PART = 2**22  # bytes of a layer at once
+STALENESS = 2  # of ssp, as its recipe has it
+
+
+@dataclass(frozen=True)
+class Station:
+    """Where the updates of workers wait for each other.
+
+    Attributes:
+        name: What it is, for the table.
+        demand: Seconds for one update.
+    """
+
+    name: Bottleneck
+    demand: float
+
+
+class ParameterServer:
+    """Workers on all devices, a server process on each machine, whose connection both share.
+
+    Args:
+        job: What is planned for.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        cluster = job.cluster
+        self.workers = cluster.devices
+        self.servers = len(cluster.hosts)
+        self.most = max(host.devices for host in cluster.hosts)
+        one = len(cluster.hosts) == 1
+        self.link = cluster.hosts[0].inside if one else slower([host.network for host in cluster.hosts])
+        self.port: Bottleneck = "link" if one else "nic"
+        # Of what a worker sends, the part for its own machine's server does not leave it.
+        self.leaving = 1.0 if one else (self.servers - 1) / self.servers
+
+    def candidates(self) -> Iterator[Candidate]:
+        """The three modes."""
+        samples = self.job.share(self.workers)
+        if samples and self.workers > 1:
+            yield Candidate("parameter_server", {}, Effect.ROUNDING, self.workers, samples)
+            yield Candidate("parameter_server_async", {}, Effect.LEARNING, self.workers, samples)
+            yield Candidate("parameter_server_ssp", {"staleness": STALENESS}, Effect.LEARNING, self.workers, samples)
+
+    def bound(self, candidate: Candidate) -> float:
+        """Forward and backward: of the slowest where all wait for it, else of all together."""
+        costs = self._costs(candidate)
+        speeds = self.job.cluster.speeds
+        speed = min(speeds) if candidate.family == "parameter_server" else sum(speeds) / len(speeds)
+        return (costs.forward_time + costs.backward_time) / speed
+
+    def predict(self, candidate: Candidate) -> Prediction:
+        """Step time: for asynchronous modes of as many updates as there are workers."""
+        costs = self._costs(candidate)
+        if candidate.family == "parameter_server":
+            step, bottleneck = self._synchronous(costs)
+            staleness = 0.0
+        else:
+            step, bottleneck = self._asynchronous(costs)
+            staleness = float(self.workers - 1)
+            if candidate.family == "parameter_server_ssp":
+                # Nobody is far ahead of the slowest, so all go at its mean rate in the long run.
+                slowest = (costs.forward_time + costs.backward_time) / min(self.job.cluster.speeds)
+                step = max(step, slowest)
+                staleness = min(staleness, self.workers * float(candidate.options["staleness"]))
+        stage_memory = sum(node.saved_bytes for node in costs.nodes) + costs.input_bytes
+        made = Prediction(
+            step=step,
+            samples=candidate.samples,
+            sent_bytes=round(2 * self.workers * costs.parameter_bytes * self.leaving),
+            memory=2 * costs.parameter_bytes + stage_memory,
+            bottleneck=bottleneck,
+            staleness=staleness,
+        )
+        is_synchronous = candidate.family == "parameter_server"
+        return finished(self.job, candidate, made, waits=is_synchronous, survives=True)
+
+    def _costs(self, candidate: Candidate) -> GraphCosts:
+        return self.job.profile.at(candidate.samples / self.workers)
+
+    def _synchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
+        """The time between two steps: each layer's forward awaits its own weights, each push leaves in the backward."""
+        speed = min(self.job.cluster.speeds)
+        arrived = [0.0] * len(costs.nodes)
+        ends: list[float] = []
+        now = 0.0
+        for _ in range(3):
+            for index, node in enumerate(costs.nodes):
+                now = max(now, arrived[index]) + node.forward / speed
+            out, server, back = now, now, now
+            for index in range(len(costs.nodes) - 1, -1, -1):
+                node = costs.nodes[index]
+                now += node.backward / speed
+                if not node.parameter_bytes:
+                    continue
+                # A large layer is sent in parts, which are applied and sent back while others still come.
+                parts = -(-node.parameter_bytes // PART)
+                moving = self._moving(node.parameter_bytes) / parts
+                applying = self._applying(node.parameter_bytes) / parts
+                for _ in range(parts):
+                    out = max(out, now) + moving
+                    server = max(server, out + self.link.latency) + applying
+                    back = max(back, server) + moving
+                arrived[index] = back + self.link.latency
+            ends.append(now)
+        step = ends[-1] - ends[-2]
+        moved, applied = (
+            sum(map(of, (n.parameter_bytes for n in costs.nodes))) for of in (self._moving, self._applying)
+        )
+        compute = (costs.forward_time + costs.backward_time) / speed
+        if step < 1.5 * compute:
+            return step, "compute"
+        return step, "server" if applied > moved else self.port
+
+    def _moving(self, size: int) -> float:
+        """Seconds in which all workers of a machine send a layer, or its servers receive it."""
+        return size * self.most * self.leaving / self.link.rate(size / self.servers)
+
+    def _applying(self, size: int) -> float:
+        """Seconds in which a server handles its part of a layer from all workers."""
+        return size * self.workers / self.servers / self.job.cluster.server_rate
+
+    def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
+        """Seconds in which the workers make as many updates as they are.
+
+        Mean value analysis (Reiser and Lavenberg, 1980): while a worker computes it is away; its update and its new
+        weights pass through the machines' connections and the servers, a part of it through each at once.
+        """
+        speeds = self.job.cluster.speeds
+        away = (costs.forward_time + costs.backward_time) / (sum(speeds) / len(speeds))
+        size = costs.parameter_bytes
+        moving = size * self.leaving / self.servers / self.link.rate(size / self.servers) + self.link.latency
+        stations = [
+            Station(self.port, moving),
+            Station("server", size / self.servers / self.job.cluster.server_rate),
+            Station(self.port, moving),
+        ]
+        rate = mean_value_analysis(away, [station.demand for station in stations], self.workers)
+        step = self.workers / rate
+        if step < 1.5 * away:
+            return step, "compute"
+        return step, max(stations, key=lambda station: station.demand).name
+
+
+def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -> float:
+    """Customers per second that pass a closed network of queues.
+
+    Args:
+        away: Seconds that each spends outside of the queues in a round.
+        demands: Seconds of service at each queue in a round.
+        customers: How many go round.
+    """
+    queues = [0.0] * len(demands)
+    rate = 0.0
+    for count in range(1, customers + 1):
+        times = [demand * (1 + queue) for demand, queue in zip(demands, queues, strict=True)]
+        rate = count / (away + sum(times))
+        queues = [rate * time for time in times]
+    return rate

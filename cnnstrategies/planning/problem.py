@@ -1,0 +1,147 @@
+"""What a layout is chosen for, and the closed model of its step time."""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import in_flight
+from cnnstrategies.planning.cluster import Cluster
+from cnnstrategies.planning.collectives import BUCKET_BYTES, all_reduce
+from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.places import Places, places_of
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What a layout is chosen for.
+
+    Attributes:
+        costs: Costs of the nodes for one microbatch.
+        cluster: Its devices are the ranks, in order.
+        microbatches: Microbatches of a step.
+        schedule: Name of the schedule.
+        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
+        memory_limit: Bytes that a device may hold; unlimited when None.
+        recomputes: Whether a stage keeps only its inputs and runs its forward again before the backward.
+        run_ahead: Whether stages hold one microbatch more; where it gains time and there is memory, when None.
+    """
+
+    costs: GraphCosts
+    cluster: Cluster
+    microbatches: int
+    schedule: Literal["gpipe", "1f1b"] | str = "1f1b"
+    state_copies: int = 3
+    memory_limit: int | None = None
+    recomputes: bool = False
+    run_ahead: bool | None = None
+
+    @cached_property
+    def time_before(self) -> Floats:
+        """Seconds of forward and backward of the nodes before each position."""
+        forwards = 2 if self.recomputes else 1
+        return _before([forwards * node.forward + node.backward for node in self.costs.nodes])
+
+    @cached_property
+    def drain_before(self) -> Floats:
+        """Seconds of the backward of the nodes before each position."""
+        return _before([node.backward for node in self.costs.nodes])
+
+    @cached_property
+    def parameters_before(self) -> Floats:
+        """Bytes of the parameters of the nodes before each position."""
+        return _before([node.parameter_bytes for node in self.costs.nodes])
+
+    @cached_property
+    def saved_before(self) -> Floats:
+        """Bytes that the nodes before each position make and keep until the backward."""
+        return _before([node.saved_bytes for node in self.costs.nodes])
+
+    @cached_property
+    def places(self) -> Places:
+        """Where stages can be."""
+        return places_of(self.cluster)
+
+    @property
+    def compute_time(self) -> float:
+        """Seconds of the whole network for one microbatch, on the quickest device."""
+        return float(self.time_before[-1]) / max(self.cluster.speeds)
+
+    def flights(self, replicas: Sequence[int], stage: int, run_ahead: bool) -> int:
+        """Most microbatches that a replica of a stage holds at once."""
+        rounds = -(-self.microbatches // replicas[stage])
+        return min(in_flight(replicas, stage, run_ahead), rounds) if self.schedule == "1f1b" else rounds
+
+    def model(self, layout: Layout) -> float:
+        """Step time in seconds: one microbatch through all stages and back, and what the slowest adds for the rest."""
+        fill, slowest = 0.0, 0.0
+        for time, transfer, others in self._stages(layout):
+            fill += time + transfer
+            slowest = max(slowest, others)
+        return fill + slowest
+
+    def bound(self, layout: Layout) -> float:
+        """A step time that the layout cannot fall below: one stage's work after one pass of those before it."""
+        bounds = (0, *layout.cuts, len(self.costs.nodes))
+        used, before, longest = layout.devices, 0.0, 0.0
+        for stage, replicas in enumerate(layout.replicas):
+            used -= replicas
+            first = self.cluster.devices - used - replicas
+            speeds = self.cluster.speeds[first : first + replicas]
+            time = float(self.time_before[bounds[stage + 1]] - self.time_before[bounds[stage]])
+            # The first replica has one microbatch more, if any has; a quick one may have it.
+            rounds = -(-self.microbatches // replicas)
+            longest = max(longest, before + rounds * time / max(speeds))
+            before += time / max(speeds)
+        return longest
+
+    def filled(self, layout: Layout) -> Layout:
+        """The layout with the devices that it leaves out, each given to the stage that is slowest then."""
+        replicas = list(layout.replicas)
+        bounds = (0, *layout.cuts, len(self.costs.nodes))
+        times = [float(self.time_before[b] - self.time_before[a]) for a, b in itertools.pairwise(bounds)]
+        queue = [(-time / count, stage) for stage, (time, count) in enumerate(zip(times, replicas, strict=True))]
+        heapq.heapify(queue)
+        spare = self.cluster.devices - sum(replicas)
+        while spare and queue:
+            _, stage = heapq.heappop(queue)
+            if replicas[stage] < self.microbatches:
+                replicas[stage] += 1
+                spare -= 1
+                heapq.heappush(queue, (-times[stage] / replicas[stage], stage))
+        return Layout(layout.cuts, tuple(replicas))
+
+    def _stages(self, layout: Layout) -> list[tuple[float, float, float]]:
+        """Of each stage the time of a microbatch, that of its transfer to the next, and what the others add."""
+        costs, places = self.costs, self.places
+        bounds = (0, *layout.cuts, len(costs.nodes))
+        used, result = layout.devices, []
+        for stage, replicas in enumerate(layout.replicas):
+            used -= replicas
+            start, end = bounds[stage], bounds[stage + 1]
+            place = places.kinds[places.kind(used, replicas)]
+            time = float(self.time_before[end] - self.time_before[start]) / place.speed
+            link = places.transfer[used]
+            transfer = link.time(costs.sent_bytes[end]) + link.time(costs.sent_gradient_bytes[end]) if link else 0.0
+            incoming = costs.sent_bytes[start] + costs.sent_gradient_bytes[end]
+            outgoing = costs.sent_bytes[end] + costs.sent_gradient_bytes[start]
+            port = max(incoming, outgoing) * min(replicas, place.shared_by) / place.port.bandwidth
+            parameters = float(self.parameters_before[end] - self.parameters_before[start])
+            reduction = all_reduce(self.cluster, self.cluster.devices - used - replicas, replicas)
+            whole = reduction(parameters) - self.drain_before[end] / place.speed
+            bucket = reduction(min(parameters, BUCKET_BYTES)) - self.drain_before[start] / place.speed
+            rounds = -(-self.microbatches // replicas)
+            result.append((time, transfer, (rounds - 1) * max(time, port) + max(0.0, float(whole), float(bucket))))
+        return result
+
+
+def _before(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(values, dtype=float)])

@@ -1,0 +1,211 @@
+"""Profiles as CSV files: a row for each node of the network's graph, as PipeDream's profiles have been published."""
+
+import csv
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
+from cnnstrategies.planning.profile import Profile
+
+COLUMNS = ("node", "operation", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes", "inputs")
+# Ours beside those: what was measured and does not follow from the others.
+MORE_COLUMNS = ("forward_fixed_ms", "backward_fixed_ms", "saved_bytes", "gradient_bytes", "cut")
+INPUT = "Input"
+
+
+@dataclass(frozen=True)
+class _Row:
+    line: int
+    name: str
+    operation: str
+    numbers: Mapping[str, float]
+    inputs: tuple[str, ...]
+
+    @property
+    def is_input(self) -> bool:
+        return self.operation.startswith(INPUT)
+
+    @property
+    def output(self) -> int:
+        return int(self.numbers["activation_bytes"])
+
+
+def read_profile(file: Path, batch: int) -> Profile:
+    """The profile that a file holds.
+
+    Rows whose operation is ``Input`` are the network's input. Without the columns that :func:`write_profile` adds,
+    times are proportional to the samples, every output is kept until the backward, and a cut is possible before each
+    node that does not change its input in place.
+
+    Args:
+        file: The CSV file.
+        batch: Samples for which it was measured.
+
+    Raises:
+        ConfigurationError: It is not such a file, or its graph has a cycle; the message has the file and the line.
+    """
+    rows = _ordered(file, _read(file))
+    inputs = [row for row in rows if row.is_input]
+    nodes = [row for row in rows if not row.is_input]
+    ours = "saved_bytes" in rows[0].numbers
+    index = {row.name: position for position, row in enumerate(nodes)}
+    consumers: dict[str, list[int]] = {row.name: [] for row in rows}
+    for position, row in enumerate(nodes):
+        for name in row.inputs:
+            consumers[name].append(position)
+    # The first node's stage has the images and sends them to the stages that use them once more.
+    values = [Value(0, tuple(later), row.output, 0) for row in inputs if (later := _after_first(consumers[row.name]))]
+    for row in nodes:
+        if consumers[row.name]:
+            gradient = int(row.numbers.get("gradient_bytes", row.output))
+            values.append(Value(index[row.name], tuple(consumers[row.name]), row.output, gradient))
+    cuts = [position for position in range(1, len(nodes)) if _may_cut(nodes[position], ours)]
+    costs = GraphCosts(
+        nodes=tuple(
+            NodeCost(
+                name=row.name,
+                forward=row.numbers["forward_ms"] / 1e3,
+                backward=row.numbers["backward_ms"] / 1e3,
+                parameter_bytes=int(row.numbers["parameter_bytes"]),
+                saved_bytes=int(row.numbers.get("saved_bytes", row.output)),
+            )
+            for row in nodes
+        ),
+        values=tuple(values),
+        cut_positions=tuple(cuts),
+        microbatch_size=batch,
+        input_bytes=sum(row.output for row in inputs),
+    )
+    fixed = [
+        (row.numbers.get("forward_fixed_ms", 0.0) / 1e3, row.numbers.get("backward_fixed_ms", 0.0) / 1e3)
+        for row in nodes
+    ]
+    normalises = any(re.search(r"batch_?norm", row.operation, re.IGNORECASE) for row in nodes)
+    return Profile(costs, tuple(fixed) if ours and any(map(any, fixed)) else (), normalises, ours)
+
+
+def write_profile(file: Path, profile: Profile, operations: Sequence[str]) -> None:
+    """Write a profile so that another machine can plan with it.
+
+    Args:
+        file: Where to.
+        profile: What was measured.
+        operations: What each node does, in words.
+    """
+    costs = profile.costs
+    sources: list[list[str]] = [[] for _ in costs.nodes]
+    sources[0].append("input")
+    made = {}
+    for value in costs.values:
+        again = value.gradient_bytes == 0 and value.producer == 0 and value.bytes == costs.input_bytes
+        for consumer in value.consumers:
+            sources[consumer].append("input" if again else costs.nodes[value.producer].name)
+        if not again:
+            made[value.producer] = value
+    fixed = profile.fixed or ((0.0, 0.0),) * len(costs.nodes)
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow([*COLUMNS, *MORE_COLUMNS])
+        writer.writerow(["input", INPUT, 0, 0, costs.input_bytes, 0, "", 0, 0, 0, 0, 0])
+        for index, node in enumerate(costs.nodes):
+            output = made.get(index)
+            sizes = (output.bytes, output.gradient_bytes) if output else (0, 0)
+            times = [f"{1e3 * seconds:.6g}" for seconds in (node.forward, node.backward, *fixed[index])]
+            named = (node.name, operations[index])
+            sizes_and_inputs = (sizes[0], node.parameter_bytes, " ".join(sources[index]))
+            more = (*times[2:], node.saved_bytes, sizes[1], int(index in costs.cut_positions))
+            writer.writerow([*named, *times[:2], *sizes_and_inputs, *more])
+
+
+def _read(file: Path) -> list[_Row]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(f"{file}: {getattr(error, 'strerror', None) or error}") from error
+    reader = csv.reader(text.splitlines())
+    header = next(reader, [])
+    missing = [name for name in COLUMNS if name not in header]
+    if missing:
+        raise ConfigurationError(
+            f"{file}, line 1: no column {', '.join(missing)}; a profile has the columns {','.join(COLUMNS)}"
+        )
+    rows: list[_Row] = []
+    lines: dict[str, int] = {}
+    for fields in reader:
+        if not fields:
+            continue
+        row = _row(file, reader.line_num, dict(zip(header, fields, strict=False)), len(fields) == len(header))
+        if row.name in lines:
+            _refuse(file, row.line, f"node {row.name!r} is in line {lines[row.name]} too: each node has one row")
+        lines[row.name] = row.line
+        rows.append(row)
+    if all(row.is_input for row in rows):
+        _refuse(file, 1, "no node of a network follows")
+    for row in rows:
+        for name in row.inputs:
+            if name not in lines:
+                _refuse(file, row.line, f"inputs: no node {name!r}; names of other rows are accepted, with spaces")
+    return rows
+
+
+def _row(file: Path, line: int, fields: Mapping[str, str], is_whole: bool) -> _Row:
+    if not is_whole:
+        _refuse(file, line, "not as many values as the first line has columns; quote those that have commas")
+    numbers = {}
+    for name in (*COLUMNS[2:6], *MORE_COLUMNS):
+        if name not in fields:
+            continue
+        try:
+            numbers[name] = float(fields[name])
+        except ValueError:
+            numbers[name] = -1.0
+        if not 0 <= numbers[name] < float("inf"):
+            _refuse(file, line, f"{name}: {fields[name]!r} is not accepted; it must be a number of at least 0")
+    if not fields["node"]:
+        _refuse(file, line, "node: a name is needed")
+    return _Row(line, fields["node"], fields["operation"], numbers, tuple(fields["inputs"].split()))
+
+
+def _ordered(file: Path, rows: Sequence[_Row]) -> list[_Row]:
+    """Every row after its inputs, otherwise as in the file."""
+    done: set[str] = set()
+    order: list[_Row] = []
+    waiting = list(rows)
+    while waiting:
+        ready = [row for row in waiting if done.issuperset(row.inputs)]
+        if not ready:
+            _refuse(file, waiting[0].line, _cycle(waiting))
+        # One at a time where possible, so that the file's order is kept.
+        for row in waiting:
+            if done.issuperset(row.inputs):
+                done.add(row.name)
+                order.append(row)
+        waiting = [row for row in waiting if row.name not in done]
+    return order
+
+
+def _cycle(waiting: Sequence[_Row]) -> str:
+    """A circle among rows that wait for each other: from any of them back to a row seen before."""
+    inputs = {row.name: row.inputs for row in waiting}
+    path = [waiting[0].name]
+    while True:
+        name = next(name for name in inputs[path[-1]] if name in inputs)
+        if name in path:
+            return f"the graph has a cycle: {' <- '.join([*path[path.index(name) :], name])}"
+        path.append(name)
+
+
+def _after_first(consumers: Sequence[int]) -> list[int]:
+    return [position for position in consumers if position > 0]
+
+
+def _may_cut(row: _Row, ours: bool) -> bool:
+    return bool(row.numbers.get("cut")) if ours else "inplace" not in row.operation
+
+
+def _refuse(file: Path, line: int, why: str) -> NoReturn:
+    raise ConfigurationError(f"{file}, line {line}: {why}")

@@ -1,0 +1,71 @@
+"""A microbatch to measure and compare the network with, before training."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, IterableDataset
+
+from cnnstrategies._lightning_private import train_loader
+from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.tracing import network_inputs
+from cnnstrategies.strategies.hybrid_pipeline.batches import flatten
+from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
+from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+
+_CPU = torch.device("cpu")
+
+
+def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
+    """One microbatch of the network's inputs.
+
+    It is the module's own example, noise of the size of the data's images, or samples of the training data.
+
+    Args:
+        trainer: The trainer, of which no loader has been iterated.
+        path: The path of the network.
+        size: How many samples, where that is open.
+
+    Returns:
+        The images; None where they cannot be known without taking them from what is trained with.
+    """
+    module = trainer.lightning_module
+    network = module.get_submodule(path)
+    names = network_inputs(network)
+    example = module.example_input_array
+    shape = getattr(getattr(trainer, "datamodule", None), "image_shape", None)
+    given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
+    if len(given) == len(names) and all(isinstance(one, Tensor) for one in given):
+        return given[0] if len(names) == 1 else given
+    with same_random_numbers(_CPU):
+        if shape is not None and len(names) == 1:
+            return torch.randn(max(1, size), *shape)
+        batch = _samples(train_loader(trainer), max(1, size))
+        return None if batch is None else _inputs(module, path, network, batch)
+
+
+def on_device_of(network: nn.Module, images: Images) -> Images:
+    """The images on the network's device and, unless they are integers, of its type."""
+    like = next(network.parameters())
+    result: Images = tree_map(lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None), images)
+    return result
+
+
+def _samples(loader: Any, size: int) -> Any:
+    """A batch of the first samples of the data; nothing that a sampler or an iterator gives is used up."""
+    dataset: Any = getattr(loader, "dataset", None)
+    if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
+        return None
+    if loader.batch_size is None and loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
+
+
+def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:
+    shadow = shadow_of(module, path, network, copy_metrics(module))
+    batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
+    inputs = find_inputs(module, path, network, "training_step", batch, 0, _CPU)
+    leaves, _ = flatten(batch)
+    return leaves[inputs[0]] if len(inputs) == 1 else tuple(leaves[index] for index in inputs)

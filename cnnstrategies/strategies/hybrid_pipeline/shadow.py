@@ -1,0 +1,125 @@
+"""A LightningModule whose steps leave no trace: what they log, count and store belongs to it alone."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric, MetricCollection
+
+FEW = 100  # Lists of more things are copied, and what is in them is not.
+# Objects that a step uses and does not count with; to copy them would take time or break them.
+_SHARED = (
+    *(type, FunctionType, ModuleType, torch.device, torch.dtype, torch.Generator),
+    *(nn.Module, Optimizer, Dataset, DataLoader, Trainer, LightningDataModule),
+)
+
+
+class MutedTrainer:
+    """A trainer that is read alone: it has no loggers, and what is set on it is forgotten.
+
+    Args:
+        trainer: The trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._real = trainer
+        self.loggers = [DummyLogger() for _ in trainer.loggers]
+        self.logger = self.loggers[0] if self.loggers else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_real":
+            raise AttributeError(name)
+        return getattr(self._real, name)
+
+
+def copy_metrics(module: nn.Module) -> dict[int, nn.Module]:
+    """Copies of a module's metrics, by the identity of those."""
+    copies: dict[int, nn.Module] = {}
+    for metric in module.modules():
+        if isinstance(metric, Metric | MetricCollection):
+            copies[id(metric)] = copy.deepcopy(metric)  # Their methods are bound to the object.
+    return copies
+
+
+def shadow_of(
+    module: LightningModule, path: str, network: nn.Module, metrics: Mapping[int, nn.Module]
+) -> LightningModule:
+    """A copy of a module as it is now, whose steps do not change it.
+
+    Its buffers, lists, numbers and small objects of the user's own classes are copies; parameters and data
+    are the module's.
+
+    Args:
+        module: The module.
+        path: The path of its network.
+        network: What stands there in the copy.
+        metrics: What stands in the place of its metrics; no step's result depends on what they have counted.
+    """
+    made: dict[int, Any] = {**metrics, id(module.get_submodule(path)): network}
+    shadow = _copy_of_module(module, made)
+    shadow.trainer = MutedTrainer(module.trainer)
+    for name in ("log", "log_dict", "print"):
+        vars(shadow)[name] = _say_nothing
+    result: LightningModule = shadow
+    return result
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Put the random numbers back afterwards as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), isolate_rng(include_cuda=False):
+        yield
+
+
+def _copy_of_module(module: nn.Module, made: dict[int, Any]) -> Any:
+    if id(module) in made:
+        return made[id(module)]
+    made[id(module)] = shadow = object.__new__(type(module))
+    attributes = dict(vars(module))
+    children = attributes.pop("_modules")
+    buffers = attributes.pop("_buffers")
+    vars(shadow)["_modules"] = {name: child and _copy_of_module(child, made) for name, child in children.items()}
+    vars(shadow)["_buffers"] = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+    vars(shadow)["_parameters"] = dict(attributes.pop("_parameters"))
+    vars(shadow).update({name: _copied(value, made) for name, value in attributes.items()})
+    return shadow
+
+
+def _copied(value: Any, made: dict[int, Any], depth: int = 3) -> Any:
+    if id(value) in made:
+        return made[id(value)]
+    if isinstance(value, MethodType) and id(value.__self__) in made:
+        return MethodType(value.__func__, made[id(value.__self__)])
+    if isinstance(value, Tensor):
+        return value if isinstance(value, nn.Parameter) else value.detach().clone()
+    if value is None or isinstance(value, (str, int, float, bytes, *_SHARED)) or not depth:
+        return value
+    if isinstance(value, (list, set, dict)):
+        result: Any = copy.copy(value)
+        if len(value) <= FEW and isinstance(value, list):
+            result[:] = [_copied(one, made, depth - 1) for one in value]
+        elif len(value) <= FEW and isinstance(value, dict):
+            result.update({key: _copied(one, made, depth - 1) for key, one in value.items()})
+        return result
+    if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] in ("torch", "lightning"):
+        return value
+    try:
+        result = copy.copy(value)
+        vars(result).update({name: _copied(one, made, depth - 1) for name, one in vars(value).items()})
+    except Exception:
+        return value
+    return result
+
+
+def _say_nothing(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,0 +1,99 @@
+"""The loss that the last stage trains: the module's own step for each microbatch, or its method ``loss``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Batch
+from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
+from cnnstrategies.pipeline.recompute import RandomState
+from cnnstrategies.strategies.hybrid_pipeline.batches import seen
+from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+
+
+class StepLoss(WeighedLoss):
+    """What ``training_step`` returns for a part of the batch, when the network returns that part's outputs.
+
+    The step runs on a copy of the module: nothing is logged, counted or stored, and no random number used up. It runs
+    on the whole batch once more for that.
+
+    Args:
+        divided: The module.
+        device: Where the stage runs.
+    """
+
+    def __init__(self, divided: DividedModule, device: torch.device) -> None:
+        super().__init__(self._run, list(divided.own.values()))
+        self._divided = divided
+        self._device = device
+        self._stand_in = divided.another_stand_in()
+        self._metrics = copy_metrics(divided.module)
+        self._arguments: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
+
+    def called_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Take note of what the trainer calls ``training_step`` with."""
+        self._arguments = args, kwargs
+
+    def begin(self, batch: Batch) -> None:
+        """Start on another batch."""
+        super().begin(batch)
+        self._random = RandomState(self._device)
+
+    def _run(self, outputs: Any, microbatch: int | None) -> Tensor:
+        divided = self._divided
+        self._stand_in.put(outputs)
+        self._stand_in.training = divided.stand_in.training
+        shadow = shadow_of(divided.module, divided.path, self._stand_in, self._metrics)
+        args, kwargs = list(self._arguments[0]), dict(self._arguments[1])
+        batch = seen(self._batch, microbatch, self._device)
+        if args:
+            args[0] = batch
+        else:
+            kwargs["batch"] = batch
+        with same_random_numbers(self._device):
+            self._random.restore()
+            return loss_of(divided.module, shadow.training_step(*args, **kwargs))
+
+
+def loss_of(module: LightningModule, output: Any) -> Tensor:
+    """The loss of what a training step has returned.
+
+    Raises:
+        ConfigurationError: It has returned none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step returned {type(loss).__name__}: a pipeline's gradients are "
+            "computed already; return the loss"
+        )
+    return loss
+
+
+def loss_for(divided: DividedModule, device: torch.device) -> PartialLoss:
+    """How the loss of a divided module is computed in parts.
+
+    Args:
+        divided: The module.
+        device: Where the stage runs.
+    """
+    module: Any = divided.module
+    return MeanLoss(module.loss, module.loss_weight) if has_mean_loss(module) else StepLoss(divided, device)
+
+
+def has_mean_loss(module: nn.Module) -> bool:
+    """Whether a module says with ``loss_weight(targets)`` how its ``loss(outputs, targets)`` is divided.
+
+    A class that replaces ``loss`` alone does not.
+    """
+    for kind in type(module).__mro__:
+        if "loss_weight" in vars(kind):
+            return callable(getattr(module, "loss", None))
+        if "loss" in vars(kind):
+            return False
+    return False

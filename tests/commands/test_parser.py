@@ -1,0 +1,58 @@
+"""One's own class in the place of a recipe's keeps the arguments that it takes too."""
+
+from pathlib import Path
+
+import yaml
+
+MINE = """
+from torch import nn
+from cnnstrategies import ImageClassifier
+from cnnstrategies.data import DigitsDataModule
+
+
+class Mine(ImageClassifier):
+    pass
+
+
+class Counts(ImageClassifier):
+    def __init__(self, network: nn.Module, classes: int = 10):
+        super().__init__(network, classes)
+
+
+class Digits(DigitsDataModule):
+    pass
+"""
+
+
+def printed(run_cli, *args):
+    Path("mine.py").write_text(MINE)
+    code, output = run_cli("fit", "--config=quickstart", *args, "--print_config")
+    return code, output
+
+
+def test_references_and_all(run_cli):
+    code, output = printed(run_cli, "--model=mine.Mine", "--data=mine.Digits", "--model.init_args.num_classes=12")
+    assert code == 0, output
+    given = yaml.safe_load(output)
+    model, data = given["model"], given["data"]
+    assert (model["class_path"], data["class_path"]) == ("mine.Mine", "mine.Digits")
+    assert model["init_args"]["network"]["class_path"] == "cnnstrategies.networks.SmallCNN"
+    assert model["init_args"]["network"]["init_args"]["num_classes"] == 12
+    assert model["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 20
+    assert (model["init_args"]["optimizer"]["init_args"]["lr"], data["init_args"]["global_batch_size"]) == (0.1, 64)
+
+
+def test_a_reference_to_what_it_does_not_take_is_named(run_cli):
+    code, output = printed(run_cli, "--model=mine.Counts")
+    assert code == 2
+    key = "model.init_args.network.init_args.num_classes"
+    said = f"{key}: refers to model.init_args.num_classes, which is not there: give {key} a value"
+    assert output.splitlines()[-1].startswith(f"cnnstrategies: error: {said}")
+
+
+def test_what_another_type_excludes_is_dropped(run_cli):
+    code, output = printed(run_cli, "--model.init_args.network=torchvision.models.resnet18")
+    assert code == 0, output
+    network = yaml.safe_load(output)["model"]["init_args"]["network"]
+    assert network["init_args"]["num_classes"] == 10
+    assert "widths" not in network["init_args"]

@@ -1,0 +1,143 @@
+"""Guarantees of the protocol that can be taken away, each with the text that gives it."""
+
+import importlib
+import inspect
+import sys
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = "cnnstrategies.paramserver."
+
+
+class ProtocolMutant(NamedTuple):
+    """One change of a class.
+
+    Attributes:
+        name: What is taken away.
+        place: Module and class.
+        old: The text that is replaced; it is there once.
+        new: What replaces it.
+        seed: One that notices, under 100.
+    """
+
+    name: str
+    place: str
+    old: str
+    new: str
+    seed: int = 0
+
+
+MUTANTS = [
+    ProtocolMutant(
+        "a request that never came is not sent again",
+        "core.requests:Asking",
+        'again = [self.open[number].message for number in message.integers("ids") if number in self.open]',
+        "again = []",
+        seed=4,
+    ),
+    ProtocolMutant(
+        "only one probe is sent",
+        "core.requests:Asking",
+        "return [Send(self.peer, probe), Timer(TIMER, now + self._interval)]",
+        "return [Send(self.peer, probe)]",
+        seed=1,
+    ),
+    ProtocolMutant(
+        "a lost answer is not sent again",
+        "core.requests:Answering",
+        "[Send(sender, side.kept[number]) for number in numbers if number in side.kept]",
+        "[]",
+        seed=4,
+    ),
+    ProtocolMutant(
+        "who missed the end is not told again",
+        "coordinator.coordinator:Coordinator",
+        "            self._send(member.peer, self._ended)\n            return\n        if message.integer",
+        "            return\n        if message.integer",
+        seed=25,
+    ),
+    ProtocolMutant(
+        "who missed a view is not told again",
+        "coordinator.coordinator:Coordinator",
+        'if message.integer("here") < self._roster.number:',
+        "if False:",
+        seed=7,
+    ),
+    ProtocolMutant(
+        "nobody is missed",
+        "coordinator.admission:Admission",
+        "if now - member.seen > timeout:\n                self._miss",
+        "if False:\n                self._miss",
+        seed=2,
+    ),
+    ProtocolMutant(
+        "a pause of the coordinator is taken for the silence of others",
+        "coordinator.coordinator:Coordinator",
+        "if passed > PAUSE * self._settings.timeout:",
+        "if False:",
+    ),
+    ProtocolMutant(
+        "a promised replacement is waited for without end",
+        "coordinator.watchdog:Watchdog",
+        "if now > until:",
+        "if False:",
+        seed=17,
+    ),
+    ProtocolMutant(
+        "what a dead worker brought counts",
+        "coordinator.meetings:Rounds",
+        "        self._pending.pop(worker, None)\n",
+        "",
+        seed=13,
+    ),
+    ProtocolMutant(
+        "a collective asked for again is another",
+        "coordinator.meetings:Rounds",
+        "told is not None and told.peer == peer and told.asked == sequence",
+        "False",
+        seed=8,
+    ),
+    ProtocolMutant(
+        "workers begin before all servers know them",
+        "coordinator.meetings:Rounds",
+        "if result.view and self._roster.not_seen(result.view):",
+        "if False:",
+    ),
+    ProtocolMutant(
+        "a view number has several contents",
+        "coordinator.roster:Roster",
+        "self.number + 1,",
+        "max(self.number, 1),",
+    ),
+    ProtocolMutant(
+        "chunks of a dead worker are lost",
+        "coordinator.dispatch:Dispatcher",
+        "epoch.waiting.extendleft(reversed(share.held))",
+        "pass",
+        seed=2,
+    ),
+    ProtocolMutant(
+        "a chunk asked for again is another",
+        "coordinator.dispatch:Dispatcher",
+        "share.last is not None and ordinal <= share.asked",
+        "False",
+        seed=2,
+    ),
+]
+
+
+def apply(mutant: ProtocolMutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a class the methods of its changed text, for a test."""
+    name, _, of = mutant.place.partition(":")
+    module = importlib.import_module(PACKAGE + name)
+    text = inspect.getsource(module)
+    assert text.count(mutant.old) == 1, f"{mutant.name}: the text to replace is there {text.count(mutant.old)} times"
+    changed = ModuleType(module.__name__)
+    monkeypatch.setitem(sys.modules, module.__name__, changed)
+    exec(compile(text.replace(mutant.old, mutant.new), f"{name}, changed", "exec"), changed.__dict__)
+    original, replacement = getattr(module, of), getattr(changed, of)
+    for attribute, value in vars(replacement).items():
+        if inspect.isfunction(value) or isinstance(value, property | staticmethod):
+            monkeypatch.setattr(original, attribute, value)

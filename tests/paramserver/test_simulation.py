@@ -1,0 +1,162 @@
+"""The coordinator and its members in virtual time, with faults: the code that runs is the code that is simulated."""
+
+import ast
+from collections import Counter
+
+import pytest
+from conftest import ROOT
+from protocol_mutants import MUTANTS, apply
+
+from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return
+from cnnstrategies.paramserver.core.requests import DONE, PROBE, TIMER, Answering, Asking
+from cnnstrategies.paramserver.simulation.faults import Faults
+from cnnstrategies.paramserver.simulation.run import BUSY, TIMEOUT, explain, simulate
+from cnnstrategies.paramserver.simulation.shrink import shrink
+from cnnstrategies.paramserver.simulation.world import Ask, World
+
+pytestmark = pytest.mark.light
+SEEDS = 100
+ROLES = ("core", "coordinator")
+IMPURE = {"zmq", "threading", "time", "os", "random", "socket", "queue", "multiprocessing", "asyncio", "torch", "numpy"}
+
+
+def imported(module: str, found: set[str]) -> set[str]:
+    """All that a module of this package imports, and what that imports."""
+    if module in found:
+        return found
+    found.add(module)
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if not module.startswith("cnnstrategies.") or not path.exists():
+        return found
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                imported(alias.name, found)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported(node.module, found)
+    return found
+
+
+def test_roles_have_no_sockets_threads_clocks_files_or_random_numbers():
+    folder = ROOT / "cnnstrategies/paramserver"
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for role in ROLES
+        for path in (folder / role).glob("*.py")
+    ]
+    assert len(modules) > 10
+    for module in modules:
+        assert not {name.partition(".")[0] for name in imported(module, set())} & IMPURE, module
+
+
+class Counting:
+    """Counts each request once."""
+
+    def __init__(self):
+        self.handled = Counter()
+        self.answering = Answering()
+
+    def start(self, now: float) -> Effects:
+        return []
+
+    def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
+        if message.kind == PROBE:
+            return self.answering.probe(sender, message, lambda peer, number: ())
+        new, effects = self.answering.take(sender, message)
+        if not new:
+            return effects
+        self.handled[message.fields["value"]] += 1
+        return self.answering.answer(sender, Message(DONE, message.fields, request=message.request))
+
+
+class Caller:
+    """Asks one coordinator."""
+
+    def __init__(self):
+        self.asking = Asking(Peer("coordinator", 0), {})
+
+    def start(self, now: float) -> Effects:
+        return []
+
+    def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
+        request, effects = self.asking.on_reply(now, message)
+        return effects if request is None else [*effects, Return(request.call, message)]
+
+    def on_timer(self, now: float, name: str) -> Effects:
+        assert name == TIMER
+        return self.asking.on_timer(now)
+
+    def on_call(self, now: float, call: Call) -> Effects:
+        return self.asking.ask(now, call.kind, call.fields, call.frames, call.number)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_request_is_answered_and_handled_once(seed):
+    faults = Faults(seed, [("coordinator", 0), ("worker", 0)], 1.0, 1.0)
+    faults.timed = [fault for fault in faults.timed if fault.kind != "kill"]
+    world, counting, got = World(seed, faults), Counting(), []
+
+    def program():
+        for value in range(40):
+            answer = yield Ask("count", {"value": value})
+            got.append(answer.fields["value"])
+
+    world.spawn(Peer("coordinator", 0), counting, (value for value in ()))
+    world.spawn(Peer("worker", 0), Caller(), program())
+    while len(got) < 40 and world.now < 60 and world.step():
+        pass
+    assert got == list(range(40))
+    assert counting.handled == Counter(range(40))
+    assert counting.answering.entries < 10
+
+
+def test_nothing_is_violated_in_the_first_seeds():
+    counts = Counter()
+    for seed in range(SEEDS):
+        outcome = simulate(seed)
+        assert outcome.violation is None, explain(seed, outcome)
+        counts += outcome.counts
+    for kind in ("kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"):
+        assert counts[kind], kind
+
+
+def test_a_seed_is_all_that_is_needed_to_repeat_a_run():
+    assert simulate(3, traced=True) == simulate(3, traced=True)
+    assert simulate(3).events == simulate(3, traced=True).events
+
+
+def test_a_fault_that_is_taken_away_moves_no_other():
+    places = [("worker", 0), ("server", 0)]
+    seed = next(seed for seed in range(100) if len(Faults(seed, places, TIMEOUT, BUSY).timed) == 4)
+    full = Faults(seed, places, TIMEOUT, BUSY)
+    part = Faults(seed, places, TIMEOUT, BUSY, removed=frozenset((full.timed[1],)))
+    assert part.timed == [full.timed[0], *full.timed[2:]]
+    lossy = next(seed for seed in range(100) if not Faults(seed, places, TIMEOUT, BUSY).tcp)
+    met = Faults(lossy, places, TIMEOUT, BUSY)
+    whole = [met.arrivals(0.0, 1, ordinal) for ordinal in range(500)]
+    some = Faults(lossy, places, TIMEOUT, BUSY, removed=frozenset(met.met[:1]))
+    again = [some.arrivals(0.0, 1, ordinal) for ordinal in range(500)]
+    assert [one for one in range(500) if whole[one] != again[one]] == [ordinal for _, ordinal in met.met[:1]]
+
+
+def test_what_is_left_after_shrinking_is_needed():
+    assert shrink(range(100), lambda part: {3, 70} <= set(part)) == [3, 70]
+    assert shrink(range(10), lambda part: True) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_mutant_is_killed(mutant, monkeypatch):
+    apply(mutant, monkeypatch)
+    killer = next((seed for seed in (mutant.seed, *range(SEEDS)) if simulate(seed).violation), None)
+    assert killer is not None, f"nothing is violated in {SEEDS} seeds although {mutant.name}"
+    assert killer == mutant.seed, f"seed {killer} kills it: write that down, it saves time"
+
+
+def test_a_failing_seed_is_explained_by_few_faults(monkeypatch):
+    apply(MUTANTS[0], monkeypatch)
+    seed, outcome = next((seed, found) for seed in range(SEEDS) if (found := simulate(seed)).violation)
+    faults, _, trace = explain(seed, outcome).partition("\n   0.0000")
+    assert faults.startswith(f"seed {seed}: 17: ")
+    assert 1 <= faults.count("\n  ") < len(outcome.faults)
+    assert "coordinator 0 starts" in trace

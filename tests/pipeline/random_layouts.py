@@ -1,0 +1,225 @@
+"""Train a random network under a random layout, with ranks as threads, and compare with one process in float64.
+
+`python tests/pipeline/random_layouts.py 2000`, or `make fuzz-pipeline N=2000`, for more of them than `make test` has.
+"""
+
+import argparse
+import copy
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rank_threads import World, divided_once
+from torch import Tensor, nn
+
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.recompute import CHECKPOINTING
+from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES
+from cnnstrategies.pipeline.tracing import cut_positions, trace
+
+STEPS = 2
+FIXED = [(1, 3), (3, 2), (2, 1, 3), (1, 4, 2), (4, 1, 1), (1, 1, 1, 1), (2, 3, 1, 2), (3, 1), (2, 1, 3, 1), (16, 48)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and what it is tried with.
+
+    Attributes:
+        replicas: Replicas of each stage.
+        microbatches: Microbatches of a step.
+        rows: For each step the samples of each replica of the first stage.
+        schedule: ``gpipe`` or ``1f1b``.
+        recompute: When activations are computed again.
+        backend: What the engine takes the transport for.
+        bucket_bytes: Size of the buckets in which gradients are summed.
+        seed: Of network, cuts and batches.
+        placement: How the ranks are numbered.
+        run_ahead: Whether stages hold one microbatch more than they need.
+    """
+
+    replicas: tuple[int, ...]
+    microbatches: int
+    rows: tuple[tuple[int, ...], ...]
+    schedule: Any
+    recompute: Any
+    backend: str
+    bucket_bytes: int
+    seed: int
+    placement: Any = "stages"
+    run_ahead: bool = False
+
+
+class Skips(nn.Module):
+    """A chain whose layers also take what some earlier ones have made, over any distance; one has no gradient."""
+
+    def __init__(self, rng: random.Random, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(depth))
+        self.skips = [[j for j in range(i) if rng.random() < 1.5 / depth] for i in range(depth)]
+        self.images_again = rng.randrange(depth)
+        self.layers[rng.randrange(depth)].bias.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        made = [images]
+        for index, layer in enumerate(self.layers):
+            value = torch.tanh(layer(made[-1]))
+            for earlier in self.skips[index]:
+                value = value + 0.5 * made[earlier + 1]
+            if index == self.images_again:
+                value = value + images
+            made.append(value)
+        return made[-1]
+
+
+def random_cases(seed: int, most_ranks: int = 64) -> Iterator[Case]:
+    """First those that are known to be difficult, then random ones; most are small."""
+    rng = random.Random(seed)
+    fixed = list(FIXED)
+    while True:
+        most = int(2 ** rng.uniform(1.6, math.log2(most_ranks) + 0.01))
+        replicas = fixed.pop(0) if fixed else _parts(rng, rng.randint(2, most), rng.randint(1, 8))
+        microbatches = max(replicas) + rng.randint(0, max(replicas) + 4)
+        rows = []
+        for _ in range(STEPS):
+            largest = rng.choice((1, 3, 6)) * microbatches // replicas[0] + 1
+            step = [rng.randint(0, largest) for _ in range(replicas[0])]
+            rows.append((step[0] or 1, *step[1:]))
+        yield Case(
+            replicas,
+            microbatches,
+            tuple(rows),
+            rng.choice(SCHEDULES),
+            rng.choice(CHECKPOINTING),
+            rng.choice(("gloo", "nccl")),
+            rng.choice((30, 200, 10**6)),
+            rng.randrange(10**9),
+            rng.choice(ORDERS),
+            rng.random() < 0.7,
+        )
+
+
+def _parts(rng: random.Random, whole: int, count: int) -> tuple[int, ...]:
+    count = min(count, whole)
+    places = sorted(rng.sample(range(1, whole), count - 1))
+    return tuple(end - start for start, end in zip([0, *places], [*places, whole], strict=True))
+
+
+class Trial:
+    """A case's network, batches, and what one process makes of them.
+
+    Args:
+        case: The case.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        rng = random.Random(case.seed)
+        torch.manual_seed(case.seed)
+        stages = len(case.replicas)
+        self.network = Skips(rng, max(3, stages + rng.randint(0, 4))).double()
+        self.cuts = sorted(rng.sample(cut_positions(trace(self.network)), stages - 1))
+        self.batches = [torch.randn(2, sum(rows), 3, dtype=torch.float64).unbind() for rows in case.rows]
+        self.expected = [_alone(self.network, *batch) for batch in self.batches]
+
+    def train(self) -> None:
+        """Train as one of the ranks, and compare gradients, losses and outputs.
+
+        Raises:
+            AssertionError: One is not what one process has.
+        """
+        case = self.case
+        pipeline = Pipeline(
+            copy.deepcopy(self.network),
+            self.cuts,
+            case.replicas,
+            case.microbatches,
+            case.schedule,
+            run_ahead=case.run_ahead,
+            activation_checkpointing=case.recompute,
+            bucket_bytes=case.bucket_bytes,
+            placement=case.placement,
+        )
+        names = {parameter: name for name, parameter in pipeline.module.named_parameters()}
+        for (images, targets), rows, expected in zip(self.batches, case.rows, self.expected, strict=True):
+            gradients, loss, outputs = expected
+            own = _own(pipeline, rows)
+            batch = pipeline.share(images[own], targets[own], everywhere=case.seed % 2 == 0)
+            found, made = pipeline.train(batch, F.mse_loss, gather=True)
+            for parameter, gradient in zip(pipeline.parameters, found, strict=True):
+                _compare(gradient, gradients[names[parameter]], names[parameter])
+            _compare(torch.tensor(pipeline.mean_loss(), dtype=torch.float64), loss, "loss")
+            _compare(pipeline.gather(batch, made), outputs, "outputs")
+            batch = pipeline.share(images[own], targets[own], everywhere=case.seed % 2 == 1)
+            assert not batch.rest or torch.equal(batch.rest[0], targets)
+            pipeline.evaluate(batch)
+        pipeline.close()
+
+
+def run_as_threads(case: Case) -> World:
+    """Run a case with ranks as threads.
+
+    Raises:
+        AssertionError: One rank has not what one process has, or a group is left.
+        DeadlockError: The ranks wait for each other.
+    """
+    trial = Trial(case)
+    world = World(sum(case.replicas), case.backend)
+    with divided_once(trial.network, trial.cuts):
+        world.run(lambda rank: trial.train())
+    assert not any(world.groups), "a group is left"
+    return world
+
+
+def _own(pipeline: Pipeline, rows: Sequence[int]) -> Tensor:
+    """Where a replica's samples stand in one process's batch: replicas are dealt one after the other."""
+    replica = pipeline.place.replica
+    if pipeline.place.stage:
+        return torch.empty(0, dtype=torch.int64)
+    order = sorted((index, other) for other, count in enumerate(rows) for index in range(count))
+    return torch.tensor([at for at, (_, other) in enumerate(order) if other == replica], dtype=torch.int64)
+
+
+def _alone(network: nn.Module, images: Tensor, targets: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    alone = copy.deepcopy(network)
+    outputs = alone(images)
+    loss = F.mse_loss(outputs, targets)
+    loss.backward()
+    gradients = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    return gradients, loss.detach(), outputs.detach()
+
+
+def _compare(got: Tensor | None, expected: Tensor, what: str) -> None:
+    assert got is not None, what
+    error = float((got - expected).norm())
+    assert error <= 1e-10 * float(expected.norm()) + 1e-14, f"{what}: off by {error}"
+
+
+def main() -> None:
+    """Try many."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("number", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    start, failures, ranks = time.process_time(), 0, 0
+    for number, case in zip(range(arguments.number), random_cases(arguments.seed), strict=False):
+        ranks += sum(case.replicas)
+        try:
+            run_as_threads(case)
+        except Exception as error:
+            failures += 1
+            print(f"{number}: {case}\n  {type(error).__name__}: {str(error)[:500]}", flush=True)
+    seconds = time.process_time() - start
+    print(f"{arguments.number} layouts, {ranks} ranks, {failures} failures, {seconds:.0f} s of processor time")
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Start and end pipelines under load, many times, and look at how each rank ends.
+
+    python tests/pipeline/starts_and_ends.py --forked 200 --torchrun 30 --strategy 100
+
+A process ends badly where a thread of a group is still there: then C++ may abort it (exit code -6, `terminate called
+without an active exception`) after a right result, in one run of many and only where processors are scarce. So each
+rank also looks, as the last thing that it does, whether there is one. Most starts are forks of one process that has
+imported everything: they end as programs do, and start in a fraction of the time.
+"""
+
+import argparse
+import atexit
+import gc
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from cnnstrategies.pipeline.engine import Pipeline, divide_by_names
+
+LAYOUTS = ((1, 2), (2, 1), (1, 1, 1))
+RANKS = 3
+SECONDS = 300.0
+THREADS_LEFT = "threads left:"
+kept: list[Pipeline] = []  # As in a script whose variables are global.
+
+
+def look_for_threads() -> None:
+    """Say which threads of groups are left, when nothing but the end of the interpreter is to come."""
+    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    if left := [name for name in names if "gloo" in name]:
+        print(THREADS_LEFT, left, flush=True)
+
+
+def make_network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
+
+
+def run_engine(replicas: tuple[int, ...]) -> None:
+    """What a script with plain torch does, in one rank."""
+    atexit.register(look_for_threads)
+    dist.init_process_group("gloo")
+    with Pipeline(make_network(), ["0", "2"][: len(replicas) - 1], replicas, 4) as pipeline:
+        images, targets = torch.randn(8, 1, 8, 8), torch.randint(5, (8,))
+        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.1)  # Its first step imports much of torch.
+        for _ in range(2):
+            pipeline.step(images, targets, F.cross_entropy)
+            optimizer.step()
+        pipeline.merge()
+    kept.append(pipeline)
+    dist.destroy_process_group()
+
+
+def run_strategy(replicas: tuple[int, ...]) -> None:
+    """What a script with a Trainer does, in one rank; it leaves the end of the default group to the strategy."""
+    atexit.register(look_for_threads)  # First, and so the last that runs.
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from cnnstrategies.strategies import HybridPipelineStrategy
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = make_network()
+
+        def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(outputs, targets)
+
+        def training_step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return self.loss(self.network(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    cuts = ["0", "2"][: len(replicas) - 1]
+    strategy = HybridPipelineStrategy(replicas=list(replicas), cuts=cuts, microbatches=4)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=strategy,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = TensorDataset(torch.randn(32, 1, 8, 8), torch.randint(5, (32,)))
+    trainer.fit(Module(), DataLoader(data, batch_size=8))
+
+
+def fork_ranks(function: Callable[[tuple[int, ...]], None], replicas: tuple[int, ...], log: Path) -> list[int]:
+    """Exit codes of the ranks, each forked from this process and ended as the interpreter ends a program."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    pids = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            number, size = str(rank), str(RANKS)
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_RUN_ID="none")
+            os.environ.update(RANK=number, LOCAL_RANK=number, GROUP_RANK="0")
+            os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+            with open(log, "a") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            os.chdir(log.parent)
+            function(replicas)
+            sys.exit(0)
+        pids.append(pid)
+    return [_exit_code(pid) for pid in pids]
+
+
+def _exit_code(pid: int) -> int:
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return -signal.SIGKILL
+
+
+def start_torchrun(what: str, replicas: tuple[int, ...], log: Path) -> list[int]:
+    """Exit code of torchrun, which has those of its ranks in its output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    layout = ",".join(map(str, replicas))
+    with open(log, "a") as file:
+        done = subprocess.run(
+            [*command, __file__, f"--rank-of={what}", f"--layout={layout}"], stdout=file, stderr=file, check=False
+        )
+    return [done.returncode]
+
+
+def warm_up(with_strategy: bool) -> None:
+    """Import what the ranks need, and spare them copying all that is imported when they end."""
+    if with_strategy:
+        import lightning.pytorch  # noqa: F401
+
+        import cnnstrategies.strategies  # noqa: F401
+    import sympy  # noqa: F401  # By tracing.
+    import torch._dynamo  # noqa: F401  # By an optimizer.
+
+    divide_by_names(make_network(), ["0"])
+    gc.collect()
+    gc.freeze()
+
+
+def busy() -> int:
+    """A process that takes a processor until it is killed."""
+    parent = os.getpid()
+    pid = os.fork()
+    while pid == 0:
+        if os.getppid() != parent:
+            os._exit(0)
+        sum(range(100_000))
+    return pid
+
+
+def main() -> None:
+    """Count how the ranks end."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--forked", type=int, default=0, help="starts of the engine, forked")
+    parser.add_argument("--torchrun", type=int, default=0, help="starts of the engine by torchrun")
+    parser.add_argument("--strategy", type=int, default=0, help="starts of the strategy, forked")
+    parser.add_argument("--strategy-torchrun", type=int, default=0, help="starts of the strategy by torchrun")
+    parser.add_argument("--busy", type=int, default=3, help="processes beside that keep the processors busy")
+    parser.add_argument("--rank-of", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--layout", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.rank_of:
+        RUNS[arguments.rank_of](tuple(map(int, arguments.layout.split(","))))
+        return
+    if arguments.forked or arguments.strategy:
+        warm_up(bool(arguments.strategy))
+    kinds = [
+        ("engine, forked", arguments.forked, lambda replicas, log: fork_ranks(run_engine, replicas, log)),
+        ("engine, torchrun", arguments.torchrun, lambda replicas, log: start_torchrun("engine", replicas, log)),
+        ("strategy, forked", arguments.strategy, lambda replicas, log: fork_ranks(run_strategy, replicas, log)),
+        (
+            "strategy, torchrun",
+            arguments.strategy_torchrun,
+            lambda replicas, log: start_torchrun("strategy", replicas, log),
+        ),
+    ]
+    parent = os.getpid()
+    load = [busy() for _ in range(arguments.busy)]
+    directory = Path(tempfile.mkdtemp())
+    bad = 0
+    try:
+        for name, times, start in kinds:
+            bad += repeat(name, times, start, directory)
+    finally:
+        if os.getpid() == parent:  # A rank comes through here, too, on its way out.
+            for pid in load:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            shutil.rmtree(directory)
+    sys.exit(bad > 0)
+
+
+def repeat(name: str, times: int, start: Callable[[tuple[int, ...], Path], list[int]], directory: Path) -> int:
+    """Start many times and say how it went; gives the number of bad ends."""
+    codes: Counter[int] = Counter()
+    bad = 0
+    for index in range(times):
+        log = directory / f"{index}.log"
+        found = start(LAYOUTS[index % len(LAYOUTS)], log)
+        codes.update(found)
+        text = log.read_text()
+        log.unlink()
+        if any(found) or "terminate called" in text or THREADS_LEFT in text:
+            bad += 1
+            print(f"{name} {index}: exit codes {found}\n{text[-3000:]}", flush=True)
+    if times:
+        print(
+            f"{name}: {times} starts, {bad} bad, load {os.getloadavg()[0]:.0f}; exit codes: {dict(codes)}", flush=True
+        )
+    return bad
+
+
+RUNS = {"engine": run_engine, "strategy": run_strategy}
+
+if __name__ == "__main__":
+    main()

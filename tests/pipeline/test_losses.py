@@ -1,0 +1,132 @@
+"""The parts of a loss add up to the gradients of the whole, or the loss is refused."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Batch
+from cnnstrategies.pipeline.losses import MeanLoss, WeighedLoss
+from cnnstrategies.pipeline.microbatches import Split
+
+SPLIT = Split((7, 4), 5)
+GENERATOR = torch.Generator().manual_seed(0)
+TARGETS = torch.randint(4, (11,), generator=GENERATOR)
+TARGETS[SPLIT.global_rows(1)] = 3  # A microbatch in which all are ignored.
+WEIGHTS = torch.tensor([1.0, 3.0, 0.1, 0.0], dtype=torch.float64)
+
+Outputs = dict[str, Tensor]
+
+
+def outputs() -> Outputs:
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"logits": (11, 4), "value": (11,), "unused": (11, 2)}
+    return {name: torch.randn(s, generator=generator, dtype=torch.float64) for name, s in shapes.items()}
+
+
+def gradients(whole: Outputs, loss: Callable[[Outputs], Tensor]) -> dict[str, Tensor | None]:
+    leaves = {name: value.clone().requires_grad_() for name, value in whole.items()}
+    loss(leaves).backward()
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def in_parts(loss: Callable[[Outputs, Tensor], Tensor], kind: Any = None) -> dict[str, Tensor | None]:
+    def part_of(outputs: Outputs, microbatch: int | None) -> Tensor:
+        return loss(outputs, TARGETS if microbatch is None else TARGETS[SPLIT.global_rows(microbatch)])
+
+    parts = kind or WeighedLoss(part_of)
+    parts.begin(Batch(SPLIT, None, (), torch.float64, (TARGETS,), ()))
+
+    def whole(leaves: Outputs) -> Tensor:
+        rows = [SPLIT.global_rows(microbatch) for microbatch in range(5)]
+        return torch.stack(
+            [parts.part({name: leaf[own] for name, leaf in leaves.items()}, m) for m, own in enumerate(rows)]
+        ).sum()
+
+    return gradients(outputs(), whole)
+
+
+LOSSES = {
+    "mean": lambda o, y: F.cross_entropy(o["logits"], y),
+    "sum": lambda o, y: F.cross_entropy(o["logits"], y, reduction="sum"),
+    "ignored": lambda o, y: F.cross_entropy(o["logits"], y, ignore_index=3),
+    "class weights": lambda o, y: F.cross_entropy(o["logits"], y, weight=WEIGHTS),
+    "several": lambda o, y: 2 * F.cross_entropy(o["logits"], y, ignore_index=3) + (o["value"] - y).abs().sum(),
+    "in place": lambda o, y: o["value"].sub_(y).square_().mean(),
+    "a hinge that some reach": lambda o, y: F.relu(o["value"] - y + 1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_have_the_gradients_of_the_whole(name: str) -> None:
+    expected = gradients(outputs(), lambda leaves: LOSSES[name]({k: v * 1 for k, v in leaves.items()}, TARGETS))
+    actual = in_parts(LOSSES[name])
+    assert actual["unused"] is None or not actual["unused"].any()
+    for output, gradient in expected.items():
+        if gradient is not None:
+            torch.testing.assert_close(actual[output], gradient, rtol=1e-13, atol=1e-15)
+
+
+def test_a_mean_over_what_the_targets_count_is_divided_by_their_numbers() -> None:
+    loss = LOSSES["ignored"]
+    actual = in_parts(loss, MeanLoss(loss, lambda targets: (targets != 3).sum()))["logits"]
+    expected = gradients(outputs(), lambda leaves: loss(leaves, TARGETS))["logits"]
+    torch.testing.assert_close(actual, expected, rtol=1e-13, atol=1e-15)
+
+
+def dice(o: Outputs, y: Tensor) -> Tensor:
+    probabilities, classes = o["logits"].sigmoid(), F.one_hot(y, 4)
+    return 1 - 2 * (probabilities * classes).sum() / (probabilities + classes).sum()
+
+
+def contrastive(o: Outputs, y: Tensor) -> Tensor:
+    return F.cross_entropy(o["logits"] @ o["logits"].T, torch.arange(len(y)))
+
+
+def sure_ones(o: Outputs, y: Tensor) -> Tensor:
+    sure = o["logits"].detach().amax(1) > 0.5
+    return (F.cross_entropy(o["logits"], y, reduction="none") * sure).sum() / sure.sum().clamp(min=1)
+
+
+def random_pairs(o: Outputs, y: Tensor) -> Tensor:
+    return F.cross_entropy(o["logits"], y[torch.randperm(len(y))])
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (dice, "not made of losses of its samples: .* use a loss of single samples, or strategy ddp"),
+        (contrastive, "not made of losses of its samples"),
+        (random_pairs, "not made of losses of its samples"),
+        (sure_ones, "depends on what the network returns"),
+        (lambda o, y: o["logits"].detach().sum(), "does not depend on what the network returns"),
+    ],
+)
+def test_what_microbatches_do_not_tell_is_refused(loss: Any, message: str) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ConfigurationError, match=message):
+        in_parts(loss)
+
+
+def test_a_loss_of_the_weights_is_refused() -> None:
+    weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    parts = WeighedLoss(lambda o, m: o["logits"].mean() + weight.square().sum(), [weight])
+    with pytest.raises(ConfigurationError, match="computed from the weights themselves"):
+        in_parts(lambda o, y: o, parts)
+
+
+def test_of_two_methods_that_of_the_subclass_counts() -> None:
+    from cnnstrategies import ImageClassifier
+    from cnnstrategies.strategies.hybrid_pipeline.step_loss import has_mean_loss
+
+    class Other(ImageClassifier):
+        def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+            return super().loss(outputs, targets)
+
+    network = nn.Linear(1, 2)
+    assert has_mean_loss(ImageClassifier(network, 2))
+    assert not has_mean_loss(Other(network, 2)), "it may divide by something else"

@@ -1,0 +1,96 @@
+"""Profiles: costs for other batch sizes, and CSV files both ways."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
+from cnnstrategies.planning.profile import Profile, from_two_sizes
+from cnnstrategies.planning.profile_csv import read_profile, write_profile
+
+pytestmark = pytest.mark.light
+
+CSV = """node,operation,forward_ms,backward_ms,activation_bytes,parameter_bytes,inputs
+n1,Input,600,0,3000,0,
+n2,"Conv2d(3, 64)",2,4,8000,700,n1
+n3,ReLU(inplace),1,1,8000,0,n2
+n4,BatchNorm2d(64),1,2,8000,40,n3
+n5,Add(inplace),0.5,0.5,8000,0,n4 n3
+n6,Concat,0.5,0.5,11000,0,n5 n1
+"""
+
+
+def costs(scale: float = 1.0, samples: int = 8) -> GraphCosts:
+    return GraphCosts(
+        nodes=tuple(NodeCost(f"a{index}", scale * 0.01, scale * 0.02, 400, 5000) for index in range(4)),
+        values=(Value(0, (1, 3), 1000, 1000), Value(1, (2,), 500, 0), Value(2, (3,), 300, 300), Value(0, (2,), 700, 0)),
+        cut_positions=(1, 3),
+        microbatch_size=samples,
+        input_bytes=700,
+    )
+
+
+def test_a_published_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "net.csv"
+    file.write_text(CSV)
+    profile = read_profile(file, 32)
+    read = profile.costs
+    assert [node.name for node in read.nodes] == ["n2", "n3", "n4", "n5", "n6"], "loading is no part of the network"
+    assert read.nodes[0] == NodeCost("n2", 0.002, 0.004, 700, 8000)
+    assert read.cut_positions == (2, 4), "not between a layer and what changes its output in place"
+    assert read.sent_bytes[2] == 8000 + 3000, "of the images, which the last node needs once more"
+    assert read.sent_gradient_bytes[2] == 8000
+    assert read.input_bytes == 3000
+    assert (profile.batch_norm, profile.nodes_have_names, profile.fixed) == (True, False, ())
+    assert profile.at(16).nodes[0] == NodeCost("n2", 0.001, 0.002, 700, 4000), "proportional to the samples"
+
+
+def test_times_are_a_line_through_two_batch_sizes() -> None:
+    small = replace(costs(samples=4), nodes=tuple(NodeCost(f"a{i}", 0.007, 0.03, 400, 2500) for i in range(4)))
+    profile = from_two_sizes(costs(), small, batch_norm=False)
+    node = profile.at(16).nodes[0]
+    assert node.forward == pytest.approx(0.004 + 16 * 0.00075)
+    assert node.backward == pytest.approx(0.02), "a smaller batch that took longer counts as all fixed"
+    assert profile.at(8) == costs()
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    profile = Profile(costs(), ((0.001, 0.002),) * 4)
+    write_profile(tmp_path / "own.csv", profile, ["Conv2d", "Size", "ReLU", "Linear"])
+    again = read_profile(tmp_path / "own.csv", 8)
+    assert again.fixed == profile.fixed
+    assert again.nodes_have_names
+    assert again.costs.nodes == profile.costs.nodes
+    assert again.costs.cut_positions == (1, 3)
+    assert again.costs.sent_bytes == profile.costs.sent_bytes
+    assert again.costs.sent_gradient_bytes == profile.costs.sent_gradient_bytes
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("backward_ms,", "", 1, "no column backward_ms; a profile has the columns node,operation,"),
+        ("2,4,8000", "2,four,8000", 3, "backward_ms: 'four' is not accepted; it must be a number of at least 0"),
+        ("2,4,8000", "-2,4,8000", 3, "forward_ms: '-2' is not accepted"),
+        ("n4 n3", "n4 n9", 6, "inputs: no node 'n9'"),
+        ("40,n3", "40,n6", 5, "the graph has a cycle: n4 <- n6 <- n5 <- n4"),
+        ("n4,Batch", "n3,Batch", 5, "node 'n3' is in line 4 too"),
+        ('"Conv2d(3, 64)"', "Conv2d(3, 64)", 3, "not as many values as the first line has columns"),
+    ],
+)
+def test_a_wrong_row_is_told_by_file_and_line(tmp_path: Path, old: str, new: str, line: int, said: str) -> None:
+    file = tmp_path / "net.csv"
+    assert old in CSV
+    file.write_text(CSV.replace(old, new))
+    with pytest.raises(ConfigurationError) as error:
+        read_profile(file, 32)
+    assert str(error.value).startswith(f"{file}, line {line}: ")
+    assert said in str(error.value)
+
+
+def test_a_file_without_nodes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "net.csv").write_text("\n".join(CSV.splitlines()[:2]))
+    with pytest.raises(ConfigurationError, match="line 1: no node of a network follows"):
+        read_profile(tmp_path / "net.csv", 32)

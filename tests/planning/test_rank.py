@@ -1,0 +1,165 @@
+"""Ranking: each model against times by hand, what is compared with what, and the answer to what was asked."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.candidates import Candidate, Effect, Job
+from cnnstrategies.planning.cluster import Cluster, Failures, Host
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.data_parallel import DataParallel
+from cnnstrategies.planning.overlay import write_overlay
+from cnnstrategies.planning.parameter_server import ParameterServer, mean_value_analysis
+from cnnstrategies.planning.profile import Profile
+from cnnstrategies.planning.rank import Ranking, rank
+
+pytestmark = pytest.mark.light
+
+SLOW, FAST = Link(1e8, 5e-5), Link(1e10, 1e-5)
+VGG = [10**5, 10**5, 10**5, 10**8]
+
+
+def profile(parameters: list[int], batch_norm: bool = False) -> Profile:
+    """Four nodes of 10 ms forward and 20 ms backward for 8 samples; with VGG's parameters nearly all in the last."""
+    times = [0.01, 0.01, 0.01, 0.001]
+    nodes = [
+        NodeCost(f"n{i}", time, 2 * time, size, 5000)
+        for i, (time, size) in enumerate(zip(times, parameters, strict=True))
+    ]
+    values = [Value(i, (i + 1,), 4000, 4000) for i in range(3)]
+    costs = GraphCosts(tuple(nodes), tuple(values), (1, 2, 3), microbatch_size=8, input_bytes=700)
+    return Profile(costs, ((0.0001, 0.0001),) * 4, batch_norm)
+
+
+def job(parameters: list[int], samples: int = 64, batch_norm: bool = False) -> Job:
+    return Job(profile(parameters, batch_norm), Cluster((Host(1, SLOW, SLOW, price=1.0),) * 4), samples)
+
+
+def families(ranking: Ranking) -> list[str]:
+    return [row.candidate.family for row in ranking.same]
+
+
+def test_ddp_takes_what_its_buckets_leave_open() -> None:
+    model = DataParallel(job([400] * 3 + [10**8]))
+    by_name = {one.family: one for one in model.candidates()}
+    compute = 16 / 8 * 0.093 - 8 * 0.0001
+    ring = 2 * 3 * (5e-5 + 1e8 / 4 / 1e8)
+    ddp = model.predict(by_name["ddp"])
+    # The last node's gradients are the first that are there: its backward and all forwards come before.
+    before = 2 * 0.031 - 4 * 0.0001 + 2 * 0.002 - 0.0001
+    assert ddp.step == pytest.approx(before + ring, rel=0.01)
+    assert ddp.bottleneck == "nic"
+    assert ddp.sent_bytes == pytest.approx(2 * 3 * (1e8 + 1200))
+    half = model.predict(by_name["ddp_bf16"])
+    assert half.step == pytest.approx(before + ring / 2, rel=0.01)
+    local = model.predict(by_name["ddp_local_sgd"])
+    assert local.step == pytest.approx(compute + ring / 8, rel=0.01)
+    assert model.bound(by_name["ddp"]) == pytest.approx(compute)
+
+
+def test_few_parameters_are_ddps_and_many_in_the_last_layer_the_pipelines() -> None:
+    assert families(rank(job([100] * 4)))[0] == "ddp"
+    ranking = rank(job(VGG))
+    assert families(ranking)[0] == "hybrid"
+    assert ranking.best.candidate.options["replicas"] == [3, 1]
+
+
+def test_what_changes_learning_is_never_ranked_with_what_does_not() -> None:
+    ranking = rank(job(VGG))
+    assert {row.candidate.effect for row in ranking.same} <= {Effect.NONE, Effect.ROUNDING}
+    assert {row.candidate.effect for row in ranking.changing} == {Effect.LEARNING}
+    assert "ddp_powersgd" in [row.candidate.family for row in ranking.changing]
+    normalised = rank(job(VGG, batch_norm=True))
+    assert "hybrid" not in families(normalised), "microbatches change what BatchNorm sees"
+    assert "hybrid" in [row.candidate.family for row in normalised.changing]
+
+
+def test_all_samples_are_answered_for_or_the_reason_is_given() -> None:
+    ranking = rank(job(VGG, samples=64))
+    row = ranking.best
+    assert row.candidate.samples == 63
+    assert any("63 of 64 samples, since 3 replicas load equal shares" in note for note in ranking.notes)
+    even = rank(job(VGG, samples=60))
+    assert even.best.candidate.samples == 60
+    assert not any("samples, since" in note for note in even.notes)
+
+
+def test_less_than_the_tie_prefers_ddp() -> None:
+    ranking = rank(job([100] * 4))
+    assert ranking.best.candidate.family == "ddp"
+    near = [row for row in ranking.same if row.rate > ranking.best.rate]
+    assert all(row.rate < 1.031 * ranking.best.rate for row in near)
+    assert bool(near) == any("is first although" in note for note in ranking.notes)
+
+
+def test_memory_leaves_out_what_does_not_fit_and_says_so() -> None:
+    tight = replace(job(VGG), memory_limit=4 * 10**8 - 1, state_copies=4)
+    with pytest.raises(ConfigurationError, match="no strategy fits into the devices"):
+        rank(replace(tight, memory_limit=1000))
+    whole = DataParallel(job(VGG)).predict(next(DataParallel(job(VGG)).candidates())).memory
+    ranking = rank(replace(job(VGG), memory_limit=whole - 1))
+    assert "ddp" not in [row.candidate.family for row in ranking.same if not row.candidate.options]
+    assert any(note.startswith("ddp: needs") for note in ranking.notes)
+
+
+def test_failures_and_prices_are_in_the_order() -> None:
+    asked = job([100] * 4)
+    failing = replace(asked, cluster=replace(asked.cluster, failures=Failures(3600.0, 600.0, 60.0)))
+    sure, unsure = rank(asked).best, rank(failing)
+    # Servers go on without a worker that has failed.
+    assert unsure.best.candidate.family == "parameter_server"
+    ddp = next(row for row in unsure.same if row.candidate.family == "ddp")
+    assert ddp.prediction.goodput < 0.6
+    assert ddp.price == pytest.approx(sure.price / ddp.prediction.goodput, rel=0.01)
+
+
+def test_a_synchronous_server_hides_its_transfers_or_waits_for_them() -> None:
+    quick = ParameterServer(job([100] * 4))
+    one = next(quick.candidates())
+    compute = quick.bound(one)
+    assert quick.predict(one).step == pytest.approx(compute, rel=0.05)
+    pairs = replace(job(VGG), cluster=Cluster((Host(2, SLOW, FAST),) * 2))
+    heavy = ParameterServer(pairs)
+    made = heavy.predict(one)
+    # Two workers of a machine send the half that is not their own server's, and receive as much.
+    assert made.step >= 1e8 * 2 * 0.5 / 1e8
+    assert made.bottleneck == "nic"
+    slow = replace(pairs, cluster=replace(pairs.cluster, server_rate=1e7))
+    assert ParameterServer(slow).predict(one).bottleneck == "server"
+
+
+def test_mean_value_analysis_of_known_networks() -> None:
+    assert mean_value_analysis(3.0, [1.0], 1) == pytest.approx(1 / 4)
+    assert mean_value_analysis(0.0, [1.0, 1.0], 3) == pytest.approx(3 / 4), "n / (n + k - 1) for k equal queues"
+    assert mean_value_analysis(1.0, [0.5], 100) == pytest.approx(2.0, rel=1e-3), "the queue's own rate"
+
+
+def test_asynchronous_workers_do_not_wait_for_a_slow_one_and_ssp_does() -> None:
+    hosts = (Host(1, FAST, FAST), Host(1, FAST, FAST, speed=0.25))
+    model = ParameterServer(replace(job([100] * 4), cluster=Cluster(hosts)))
+    steps = {one.family: model.predict(one) for one in model.candidates()}
+    free, capped = steps["parameter_server_async"], steps["parameter_server_ssp"]
+    assert free.step < 0.5 * steps["parameter_server"].step
+    assert capped.step == pytest.approx(steps["parameter_server"].step, rel=0.05)
+    assert free.staleness == 1.0
+
+
+def test_the_best_is_written_as_lines_of_a_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "strategy.yaml"
+    write_overlay(file, rank(job(VGG)))
+    written = yaml.safe_load(file.read_text())
+    assert written["trainer"]["devices"] == 1
+    assert written["trainer"]["num_nodes"] == 4
+    options = written["trainer"]["strategy"]["init_args"]
+    assert (options["replicas"], options["cuts"]) == ([3, 1], ["n2"])
+    assert written["data"] == {"init_args": {"global_batch_size": 63}}
+    write_overlay(file, rank(job([100] * 4)))
+    assert yaml.safe_load(file.read_text())["trainer"]["strategy"] == "ddp"
+
+
+def test_candidates_are_named_shortly() -> None:
+    options = {"replicas": [3, 1], "microbatches": 8}
+    assert str(Candidate("hybrid", options, Effect.ROUNDING, 4, 64)) == "hybrid [3, 1], M=8"

@@ -1,0 +1,48 @@
+"""Makes a process ready to be forked for a test, which then does what all tests would do, and pay, again."""
+
+import contextlib
+import gc
+import io
+import sys
+from pathlib import Path
+
+import large_pages
+
+from cnnstrategies.commands import early, lightning_cli
+
+CONFIG = f"--config={Path(__file__).parent.parent / 'configs/quickstart.yaml'}"
+LOGGER = ["--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=runs"]
+ADAMW = ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"]
+DECAY = ["--model.init_args.lr_scheduler=torch.optim.lr_scheduler.ExponentialLR"]
+DECAY += ["--model.init_args.lr_scheduler.init_args.gamma=0.7"]
+# Together they name most of the classes that the tests configure.
+COMMON = [
+    [],
+    ["--trainer.strategy.class_path=HybridPipelineStrategy", *LOGGER, *ADAMW, *DECAY],
+    ["--trainer.strategy.class_path=ParameterServerStrategy", "--trainer.strategy.init_args.servers=1", *LOGGER],
+]
+
+
+def prepare(tests: int) -> None:
+    """Read configurations, and arrange the memory.
+
+    What is read stays: jsonargparse keeps the parsers of classes, and `early` the sources that it has parsed.
+
+    Args:
+        tests: How many there are to run; for a few, not all of it is worth its seconds.
+    """
+    many = tests > 50
+    own = sys.argv
+    for args in COMMON if many else COMMON[:1]:
+        words = ["fit", CONFIG, *args]
+        early.check(words)
+        sys.argv = ["", *words, "--print_config"]
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            lightning_cli.CLI()
+    sys.argv = own
+    gc.collect()
+    gc.freeze()  # Forks need neither copy nor search what is imported.
+    # A tenth of what a run of the command line takes went into looking for the little garbage that it makes.
+    gc.set_threshold(50_000, 20, 50)
+    if many:
+        large_pages.collapse()

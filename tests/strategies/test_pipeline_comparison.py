@@ -1,0 +1,132 @@
+"""Before training the stages are compared with the whole network, on a microbatch that nothing is trained with."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.engine import divide_by_names
+from cnnstrategies.strategies.hybrid_pipeline import example
+from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
+
+
+class Odd(nn.Module):
+    """What a trace fixes without noticing, in one way at a time."""
+
+    def __init__(self, way: str = "") -> None:
+        super().__init__()
+        self.way = way
+        self.calls: list[int] = []
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.norm(self.conv(x)).mean((2, 3)))
+        if self.way == "counts":
+            self.calls.append(1)
+            x = x * len(self.calls)
+        if self.way == "counts in evaluation" and not self.training:
+            self.calls.append(1)
+            x = x * len(self.calls)
+        return self.head(x)
+
+
+@pytest.fixture
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.usefixtures("_seed")
+def test_what_a_trace_has_fixed_is_refused_by_name() -> None:
+    images = torch.randn(2, 1, 6, 6)
+    for way, message in (
+        ("counts", "Odd, cut into stages, in training returns another value than the whole"),
+        ("counts in evaluation", "Odd, cut into stages, in evaluation returns another value"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            compare(divide_by_names(Odd(way), ["conv"]), images)
+
+
+@pytest.mark.usefixtures("_seed")
+def test_a_gradient_that_the_stages_do_not_give_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    blueprint = divide_by_names(Odd(), ["conv"])
+    build = type(blueprint).build
+
+    def without(self: Any, stage: int) -> nn.Module:
+        module: Any = build(self, stage)
+        if stage == 0:
+            return lambda images: tuple(value.detach() for value in module(images))  # type: ignore[return-value]
+        return module
+
+    monkeypatch.setattr(type(blueprint), "build", without)
+    with pytest.raises(ConfigurationError, match=r"gives conv.weight another gradient than the whole"):
+        compare(blueprint, torch.randn(2, 1, 6, 6))
+
+
+def test_a_network_that_runs_on_another_device_alone_is_not_refused() -> None:
+    blueprint = divide_by_names(Odd(), ["conv"])
+    blueprint.network.register_forward_pre_hook(lambda *_: torch.ones(1, device="cuda"))
+    with pytest.warns(UserWarning, match=r"Odd was not compared with its stages: in training it fails on 2 samples"):
+        compare(blueprint, torch.randn(2, 1, 6, 6))
+
+
+@pytest.mark.usefixtures("_seed")
+def test_the_network_and_the_random_numbers_stay_as_they_were() -> None:
+    network = Odd()
+    network.norm.eval()
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    numbers = torch.get_rng_state()
+    compare(divide_by_names(network, ["conv"]), torch.randn(2, 1, 6, 6, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert network.training
+    assert not network.norm.training, "a module that the user keeps in evaluation stays there"
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Any:
+        raise AssertionError("a stream was read")
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Odd()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[1]).sum()
+
+
+def test_an_example_is_taken_from_a_plain_loader_and_nothing_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.arange(10.0).reshape(10, 1, 1, 1)
+    data = TensorDataset(torch.zeros(10), images)
+    generator = torch.Generator().manual_seed(0)
+    loader = DataLoader(data, 4, sampler=RandomSampler(data, generator=generator))
+    trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
+    trainer.strategy.connect(module := Module())
+    before, numbers = generator.get_state(), torch.get_rng_state()
+    module.trainer = trainer
+    for given, expected in (
+        (loader, images[:3]),
+        (DataLoader([(torch.zeros(2), images[4:6])], batch_size=None), images[4:6]),  # type: ignore[arg-type]
+        ([loader, loader], None),
+        (DataLoader(Stream()), None),
+        (None, None),
+    ):
+        monkeypatch.setattr(example, "train_loader", lambda trainer, given=given: given)
+        found = example.example_images(trainer, "net", 3)
+        assert found is None if expected is None else torch.equal(found, expected)
+    trainer.datamodule = SimpleNamespace(image_shape=(1, 5, 5))  # type: ignore[attr-defined]
+    found = example.example_images(trainer, "net", 3)
+    assert isinstance(found, Tensor)
+    assert found.shape == (3, 1, 5, 5)
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    module.example_input_array = images[:1]
+    assert example.example_images(trainer, "net", 3) is module.example_input_array

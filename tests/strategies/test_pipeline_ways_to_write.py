@@ -1,0 +1,569 @@
+"""LightningModules as people write them, each trained by a pipeline to the weights that one device gives."""
+
+import itertools
+import os
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from ranks import run_apart, run_ranks
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchmetrics.classification import MulticlassAccuracy
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import HybridPipelineStrategy
+
+SAMPLES = 15  # Steps of 6, 6 and 3.
+SIZE = 8
+CLASSES = 3
+
+
+def convolutions(*channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(channels):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def classifier() -> nn.Sequential:
+    return nn.Sequential(convolutions(1, 4, 4), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES))
+
+
+class Data(Dataset[Any]):
+    """Images, labels, and pixels of which some are to be ignored."""
+
+    def __init__(self, kind: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.kind = kind
+        self.images = torch.randn(2, SAMPLES, 1, SIZE, SIZE, generator=generator, dtype=torch.float64)
+        self.labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+        pixels = torch.randint(CLASSES + 1, (SAMPLES, SIZE, SIZE), generator=generator)
+        self.pixels = torch.where(pixels == CLASSES, 255, pixels)
+        self.pixels[6:12] = self.pixels[6:12].masked_fill(torch.rand(6, SIZE, SIZE, generator=generator) < 0.8, 255)
+        self.pixels[12] = 255  # A microbatch without any.
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        image, other = self.images[:, index]
+        label, pixels = self.labels[index], self.pixels[index]
+        return {
+            "labels": (image, label),
+            "pixels": (image, pixels),
+            "images": image,
+            "same": (image, image),
+            "pairs": ((image, other), label),
+            "dict": {"name": f"{index}.png", "label": label, "image": image, "size": (SIZE, SIZE)},
+            "tasks": (image, {"class": label, "pixels": pixels, "angle": image.mean()}),
+        }[self.kind]
+
+
+class Module(LightningModule):
+    kind = "labels"
+    cut = "0"
+    epochs = 1
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total += value
+        self.count += 1
+
+
+class Classifier(Module):
+    """As in Lightning's examples: a metric, a list of outputs, counters, several logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = classifier()
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.training_step_outputs: list[Tensor] = []
+        self.meters = {"loss": Meter()}
+        self.steps = 0
+        self.compute = self.shared_step
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x)
+
+    def shared_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        logits = self(x)
+        self.steps += 1
+        self.seen += len(y)
+        self.accuracy(logits, y)
+        loss = F.cross_entropy(logits, y)
+        self.meters["loss"].update(float(loss))
+        self.training_step_outputs.append(loss.detach())
+        # Ramps up over the steps, each of which counts once.
+        return loss * self.steps
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.compute(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log_dict({"train_acc": self.accuracy}, on_step=False, on_epoch=True)
+        return loss
+
+    def counted(self) -> dict[str, Any]:
+        meter = self.meters["loss"]
+        return {"steps": self.steps, "seen": int(self.seen), "outputs": self.training_step_outputs, **vars(meter)}
+
+
+class Boring(Module):
+    """Lightning's BoringModel: a batch is a tensor, and the loss knows no targets."""
+
+    kind = "images"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 8), nn.Linear(8, 2))
+        self.cut = "1"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.layer(batch)
+        return {"loss": F.mse_loss(output, torch.ones_like(output))}
+
+
+class Transfer(Module):
+    """A frozen network of torchvision with a new head."""
+
+    cut = "features.7"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.models import squeezenet1_1
+
+        self.net = squeezenet1_1(num_classes=CLASSES, dropout=0.0)
+        self.net.features[0] = nn.Conv2d(1, 64, 3, padding=1, stride=2)
+        self.net.features[2] = nn.BatchNorm2d(64).eval()  # Keeps its statistics, though the module is trained.
+        self.net.requires_grad_(False)
+        self.net.features[8].requires_grad_(True)
+        self.net.classifier[1] = nn.Conv2d(512, CLASSES, 1)
+        self.criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def training_step(self, batch: Any) -> Tensor:
+        images, labels = batch
+        return self.criterion(self.net(images), labels)
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.bottom = convolutions(1, 4), convolutions(4, 8)
+        self.up, self.head = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.down(x)
+        x = self.bottom(F.max_pool2d(skip, 2))
+        return self.head(torch.cat([skip, self.up(x)], dim=1))
+
+
+class Segmentation(Module):
+    """Class weights, and pixels that do not count."""
+
+    kind = "pixels"
+    cut = "bottom"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = UNet()
+        self.loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64), ignore_index=255)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = self.loss(self.unet(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(x))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", self.loss(self.unet(x), y), batch_size=len(x))
+
+
+class DeepLab(nn.Module):
+    """As torchvision's segmentation networks: a dict of maps of the images' size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.middle = convolutions(1, 4), convolutions(4, 4)
+        self.classifier, self.aux_classifier = nn.Conv2d(4, CLASSES, 1), nn.Conv2d(4, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        shape = x.shape[-2:]
+        early = self.backbone(F.avg_pool2d(x, 2))
+        result = OrderedDict()
+        result["out"] = F.interpolate(self.classifier(self.middle(early)), size=shape, mode="bilinear")
+        result["aux"] = F.interpolate(self.aux_classifier(early), size=shape, mode="bilinear")
+        return result
+
+
+class DictOutputs(Module):
+    """torchvision's reference script for segmentation: a loss of each map."""
+
+    kind = "pixels"
+    cut = "backbone"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = DeepLab()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, target = batch
+        losses = {}
+        for name, x in self.model(inputs).items():
+            losses[name] = F.cross_entropy(x, target, ignore_index=255)
+        return losses["out"] + 0.5 * losses["aux"]
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = convolutions(1, 4, 4)
+        self.pixels, self.classes, self.angle = nn.Conv2d(4, CLASSES, 1), nn.Linear(4, CLASSES), nn.Linear(4, 1)
+        self.unused = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        x = self.trunk(x)
+        pooled = x.mean((2, 3))
+        # One number for each sample.
+        heads = {"class": self.classes(pooled), "angle": self.angle(pooled)[:, 0], "unused": self.unused(pooled)}
+        return self.pixels(x), heads
+
+
+class MultiTask(Module):
+    """Three losses that are divided by different numbers, and an output that none of them takes."""
+
+    kind = "tasks"
+    cut = "trunk.1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Heads()
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        x, targets = batch
+        pixels, heads = self.network(x)
+        losses = {
+            "pixels": F.cross_entropy(pixels, targets["pixels"], ignore_index=255),
+            "class": F.cross_entropy(heads["class"], targets["class"]),
+            "angle": 0.01 * ((heads["angle"] - targets["angle"]) ** 2).sum(),
+        }
+        self.log_dict(losses)
+        return {"loss": sum(losses.values()), **{name: loss.detach() for name, loss in losses.items()}}
+
+
+class Transformer(Module):
+    cut = "encoder.layers.encoder_layer_0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.models import VisionTransformer
+
+        self.vit = VisionTransformer(SIZE, 4, 2, 2, 8, 16, num_classes=CLASSES)
+        self.vit.conv_proj = nn.Conv2d(1, 8, 4, stride=4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.vit(batch[0]), batch[1])
+
+
+class AutoEncoder(Module):
+    """The images are the targets, and the dataset gives them as such."""
+
+    kind = "same"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto = nn.Sequential(nn.Flatten(), nn.Linear(SIZE * SIZE, 4), nn.Tanh(), nn.Linear(4, SIZE * SIZE))
+        self.cut = "1"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.auto(x), y.flatten(1))
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = classifier(), nn.Linear(CLASSES, 1)
+
+    def forward(self, left: Tensor, right: Tensor, scale: float | None = None) -> Tensor:
+        difference = self.head((self.embed(left) - self.embed(right)).abs())
+        if scale is not None:
+            difference = difference * scale
+        return difference.squeeze(1)
+
+
+class Siamese(Module):
+    """Two inputs, one output for each sample, and losses that are added up."""
+
+    kind = "pairs"
+    cut = "embed"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.siamese = Pair()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (a, b), y = batch
+        return F.binary_cross_entropy_with_logits(self.siamese(a, right=b), (y > 0).double(), reduction="sum")
+
+
+class DictBatch(Module):
+    """A batch is a dict, with names of files; samples without a label do not count."""
+
+    kind = "dict"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = classifier()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.cnn(batch["image"])
+        counts = torch.tensor([int(name.split(".")[0]) % 3 > 0 for name in batch["name"]])
+        losses = F.nll_loss(F.log_softmax(logits, dim=1), batch["label"], reduction="none")
+        assert len(batch["size"]) == 2
+        return losses[counts].mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_acc", (self.cnn(batch["image"]).argmax(1) == batch["label"]).double().mean(), batch_size=6)
+
+
+class Sizes(DictOutputs):
+    """Images of another size in each batch, which the dataset makes itself."""
+
+    def batches(self) -> DataLoader[Any]:
+        whole = [torch.stack(parts) for parts in zip(*(Data("pixels")[index] for index in range(6)), strict=True)]
+        return DataLoader([(whole[0][..., :size], whole[1][..., :size]) for size in (8, 6, 4)], batch_size=None)
+
+
+class Unfreezing(BaseFinetuning):
+    """As in Lightning's documentation: more of the network is trained, in a group of its own, from an epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.cnn[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.cnn[0], optimizer, initial_denom_lr=2)
+
+
+class Finetuned(Module):
+    """The optimizer begins with a part of the parameters, of both stages later."""
+
+    cut = "0.1"
+    epochs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = classifier()
+
+    def configure_callbacks(self) -> Any:
+        return [Unfreezing()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.cnn(batch[0]), batch[1])
+
+    def on_train_end(self) -> None:
+        groups = self.trainer.optimizers[0].param_groups
+        self.named = [group["lr"] for group in groups], self.trainer.callbacks[0].state_dict()
+
+
+WAYS = (
+    *(Classifier, Boring, Transfer, Segmentation, DictOutputs, MultiTask),
+    *(Transformer, AutoEncoder, Siamese, DictBatch, Sizes, Finetuned),
+)
+
+
+class Encoder(Module):
+    """Lightning's LitAutoEncoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 2), nn.Linear(2, 4)
+
+
+class Gan(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = classifier()
+
+
+class Detector(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from torchvision.models import detection
+
+        self.model = detection.ssdlite320_mobilenet_v3_large(weights_backbone=None)
+
+
+class Compiled(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model, backend="eager")
+
+
+class CompiledLayer(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0].compile(backend="eager")
+
+
+class Recomputing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(checkpoint(self.first, x, use_reentrant=False))
+
+
+class Checkpointed(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Recomputing()
+
+
+REFUSED_BEFORE = (
+    (Encoder, r"shared out over self.encoder, self.decoder: make one nn.Module of them that the steps call once"),
+    (Gan, "automatic_optimization=False"),
+    (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),
+    (Compiled, "Compiled.model is compiled: .* leave out torch.compile"),
+    (CompiledLayer, "CompiledLayer.model.0 is compiled"),
+    (Checkpointed, "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing"),
+)
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED_BEFORE)
+def test_what_cannot_be_divided_is_refused_before_processes_start(kind: type[Module], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit(kind, strategy := HybridPipelineStrategy(), 2)
+    assert strategy._launcher.procs == []
+
+
+class ImagesAsTargets(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.auto = nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, _ = batch
+        return F.mse_loss(self.auto(x), x)
+
+
+class WithOption(Siamese):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (a, b), _ = batch
+        return self.siamese(a, b, scale=2.0).sum()
+
+
+class Swapping(Siamese):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (a, b), _ = batch
+        return (self.siamese(a, b) if batch_idx == 0 else self.siamese(b, a)).mean()
+
+
+class OtherName(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.networks = [self.model]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.networks[0](x)
+
+
+class Contrastive(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        embedded = F.normalize(self(batch[0]))
+        return F.cross_entropy(embedded @ embedded.T, torch.arange(len(embedded)))
+
+
+class Penalised(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1]) + sum(p.square().sum() for p in self.model.parameters())
+
+
+REFUSED_IN_A_STEP = (
+    (ImagesAsTargets, r"computes with the images of the batch \(mse_loss\).* a second time, as targets"),
+    (WithOption, r"self.siamese is called with scale=2.0 besides the images: .* set it in its __init__"),
+    (Swapping, r"called with another tensor of the batch as 'left' than in the first step"),
+    (OtherName, r"the whole Sequential is called, which is divided"),
+    (Contrastive, "not made of losses of its samples"),
+    (Penalised, "computed from the weights themselves"),
+)
+
+
+def refusal(kind: type[Module]) -> str:
+    strategy = HybridPipelineStrategy(cuts=[kind.cut], microbatches=3, start_method="fork")
+    try:
+        fit(kind, strategy, 2)
+    except Exception as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED_IN_A_STEP)
+def test_what_a_step_does_that_a_pipeline_cannot_follow_is_refused_by_name(kind: type[Module], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(run_apart(refusal, kind))
+
+
+def fit(
+    kind: type[Module], strategy: Any, devices: int, loading: int = 1
+) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
+    torch.manual_seed(0)
+    model = kind().double()
+    trainer = Trainer(
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=kind.epochs, precision="64-true",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    )  # fmt: skip
+    data = Data(kind.kind)
+    shard = 0 if loading == 1 else dist.get_rank() % loading
+    sampler = DistributedSampler(data, loading, shard, shuffle=False)
+    loader = DataLoader(data, 6 // loading, sampler=sampler)
+    trainer.fit(model, model.batches() if hasattr(model, "batches") else loader, loader)
+    return model, model.state_dict(), dict(trainer.callback_metrics)
+
+
+def both_ways(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, str]:
+    """What is different from one device, by name of the module."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(sum(replicas))}
+    wrong = {}
+    for kind in kinds:
+        one, weights, logged = fit(kind, "auto", 1)
+        strategy = HybridPipelineStrategy(replicas=replicas, cuts=[one.cut], microbatches=microbatches)
+        other, divided, also_logged = fit(kind, strategy, sum(replicas), replicas[0])
+        assert list(weights) == list(divided)
+        counted = [model.counted() if hasattr(model, "counted") else {} for model in (one, other)]
+        assert getattr(one, "named", None) == getattr(other, "named", None)
+        try:
+            torch.testing.assert_close(divided, weights, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(also_logged, logged, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(counted[1], counted[0])
+        except AssertionError as error:
+            wrong[kind.__name__] = str(error)
+    return wrong
+
+
+def test_ten_modules_train_as_on_one_device() -> None:
+    assert run_ranks(2, both_ways, WAYS, [1, 1], 3)[0] == {}
+
+
+def test_so_do_replicas_of_the_first_stage_and_of_the_last() -> None:
+    assert run_ranks(3, both_ways, (DictBatch, Siamese), [2, 1], 4)[0] == {}
+    assert run_ranks(3, both_ways, (Classifier, MultiTask), [1, 2], 4)[0] == {}
