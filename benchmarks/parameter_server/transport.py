@@ -61,7 +61,7 @@ def our_server(
     """A server of this package; runs until it is killed."""
     views = FileViews(directory / "view")
     endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{directory}/socket-{id}"
-    server = Server(specification, views, id, endpoint, keys[id] if keys else None)
+    server = Server(specification, views, id, endpoint, keys[id] if keys else None, insecure=True)
     peers.publish(directory / f"server-{id}", server.endpoint)
     server.run()
 
@@ -80,7 +80,8 @@ def our_worker(
     views.wait_newer(0, 60)
     parameters = parameters_of(sum(info.numel for info in specification.parameters))
     optimizer = optimizer_of(parameters)
-    worker = Worker(specification, [p.data for p in parameters], views, id, keys=keys[SERVERS + id] if keys else None)
+    own = keys[SERVERS + id] if keys else None
+    worker = Worker(specification, [p.data for p in parameters], views, id, keys=own, insecure=True)
     worker.initialise()
     worker.join()
     gradients = [torch.ones_like(parameter) for parameter in parameters]

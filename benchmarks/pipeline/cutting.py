@@ -13,33 +13,46 @@ from cnnstrategies.planning.stage_costs import StageCost
 LOOPBACK = Link(bandwidth=2e9, latency=2e-4)
 
 
-def cut_between_children(network: nn.Sequential, microbatch: Tensor, microbatches: int) -> tuple[str, int]:
-    """The best place for two stages between children of the network: the last node's name, and the child after it.
+def cuts_of_both(network: nn.Sequential, microbatch: Tensor, microbatches: int) -> tuple[str, int, str]:
+    """From one profile the best place for two stages under plain 1f1b and under a schedule that runs ahead.
 
-    In-place layers are left with their producer, since a peer that slices cannot start with one.
+    The first is between children of the network, for a peer that slices; in-place layers are left with their producer,
+    since a peer cannot start with one.
+
+    Returns:
+        The last node's name and the child after it for plain 1f1b, and the last node's name for the other.
     """
     traced = trace(network)
-    costs = profile(traced, microbatch)
+    costs = profile(traced, microbatch, repeats=15)
     children = list(network.named_children())
     positions = {}
     for index, (_, child) in enumerate(children[1:], start=1):
         if not getattr(child, "inplace", False):
             positions[find_cut(traced, children[index - 1][0])] = index
     between = GraphCosts(costs.nodes, costs.values, tuple(sorted(positions)), costs.microbatch_size, costs.input_bytes)
-    predictor = Predictor(between, LOOPBACK, Request(2, microbatches, replicas=(1, 1)))
-    layout = predictor.search()
-    assert layout is not None
-    cut = layout.cuts[0]
-    return ordered_nodes(traced)[cut - 1].name, positions[cut]
+    names = ordered_nodes(traced)
+    found = []
+    for among, run_ahead in ((between, False), (costs, True)):
+        request = Request(2, microbatches, replicas=(1, 1), run_ahead=run_ahead)
+        predictor = Predictor(among, LOOPBACK, request)
+        layout = predictor.search()
+        assert layout is not None
+        found.append(layout.cuts[0])
+    return names[found[0] - 1].name, positions[found[0]], names[found[1] - 1].name
 
 
 def best_cut(network: nn.Module, microbatch: Tensor, microbatches: int, link: Link) -> tuple[Predictor, Layout, str]:
     """The best place for two stages anywhere: the predictor, the layout and the last node's name."""
     traced = trace(network)
-    predictor = Predictor(profile(traced, microbatch), link, Request(2, microbatches, replicas=(1, 1)))
+    predictor = Predictor(profile(traced, microbatch), link, plain_1f1b(microbatches))
     layout = predictor.search()
     assert layout is not None
     return predictor, layout, ordered_nodes(traced)[layout.cuts[0] - 1].name
+
+
+def plain_1f1b(microbatches: int) -> Request:
+    """A pipeline of two stages that hold no more microbatches than they must, for which the bound below holds."""
+    return Request(2, microbatches, replicas=(1, 1), run_ahead=False)
 
 
 def bound(stages: list[StageCost], microbatches: int) -> float:

@@ -1,6 +1,7 @@
 """Lightning callbacks that the command line adds by default, and others that a configuration can name."""
 
 from cnnstrategies.callbacks.best_checkpoint import BestCheckpoint
+from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
@@ -14,6 +15,7 @@ from cnnstrategies.callbacks.traffic import ServerTraffic
 
 __all__ = [
     "BestCheckpoint",
+    "ComputeSettings",
     "EpochMetrics",
     "GracefulStop",
     "PipelineTimeline",

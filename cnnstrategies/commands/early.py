@@ -15,6 +15,7 @@ import yaml
 from cnnstrategies.commands.given import Given, given_keys
 from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.signatures import MOST_STEPS, Module, Parameter, Signature, find, signature
+from cnnstrategies.commands.tune_options import TuneOptions
 from cnnstrategies.errors import ConfigurationError
 
 # The keys of a configuration, and what those configure that have no class_path.
@@ -43,7 +44,7 @@ MOST_NAMES = 12  # that are listed beside a guess
 # Of the commands themselves, and not of a configuration.
 OPTIONS = {
     *("config", "help", "help_full", "print_config", "weights_only", "verbose", "return_predictions", "output"),
-    *("calibration_batches", "dry_run", *(field.name for field in fields(PlanOptions))),
+    *("calibration_batches", "dry_run", *(field.name for field in (*fields(PlanOptions), *fields(TuneOptions)))),
 }
 # Lightning's and ours; `tests/commands/test_early.py` compares with the registry.
 _DDP = [f"ddp{start}{unused}" for unused in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")

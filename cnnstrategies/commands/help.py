@@ -15,6 +15,7 @@ from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
 from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.commands.tune_options import TuneOptions
 
 Options = Sequence[tuple[str, str]]
 LONGEST_LINE = 120
@@ -101,6 +102,7 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "predict": EVALUATION,
         "quantize": QUANTISATION,
         "plan": list(_fields(PlanOptions, "")),
+        "tune": list(_fields(TuneOptions, "")),
         "submit": [*SUBMISSION, *_fields(ClusterOptions, "cluster.")],
     }
     if name in own:

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, fx
 from typing_extensions import override
 
-from cnnstrategies.commands.lightning_cli import CLI
+from cnnstrategies.commands.model_and_data import ModelAndData, device_of
 from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
@@ -39,25 +39,13 @@ AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 SMALLER = 4  # A second batch is so much smaller: microbatches are between the two.
 
 
-class PlanCLI(CLI):
-    """Parses what ``fit`` parses, and builds model and data but no trainer."""
-
-    def __init__(self) -> None:
-        super().__init__(run=False)
+class PlanCLI(ModelAndData):
+    """What ``fit`` parses, and a plan's own options."""
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_arguments_to_parser(parser)
-        parser.add_argument("--ckpt_path", type=Any, default=None, help="Not used: accepted since fit accepts it.")
         parser.add_class_arguments(PlanOptions, None, skip={"cluster"})
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        """Nothing to check: no trainer is built."""
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        return None
 
 
 def job_from_configuration(words: Sequence[str], cluster: Path | None) -> tuple[Job, PlanOptions]:
@@ -91,7 +79,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     """
     named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
     network = model.get_submodule(find_network(model, named))
-    device = _device(trainer.accelerator)
+    device = device_of(trainer.accelerator)
     devices = _count(trainer.devices) * int(trainer.num_nodes)
     described = read_cluster(options.cluster, devices) if options.cluster is not None else None
     asked = None if options.search else _asked(trainer.strategy)
@@ -188,18 +176,6 @@ def _count(devices: Any) -> int:
             f"trainer.devices={devices}: a plan needs their number, for example --trainer.devices 2"
         )
     return int(devices)
-
-
-def _device(accelerator: Any) -> torch.device:
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator == "cpu" or (accelerator == "auto" and found is None):
-        return torch.device("cpu")
-    if found is None:
-        raise ConfigurationError(
-            f"trainer.accelerator={accelerator}: this machine has none, and a plan measures on the real device: run it "
-            "there, or plan for --trainer.accelerator cpu"
-        )
-    return found
 
 
 def _images(data: LightningDataModule) -> tuple[Tensor, int]:

@@ -20,7 +20,7 @@ from cnnstrategies.commands.interrupt import heeds_signals
 from cnnstrategies.commands.refuse import shows_tracebacks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.supervision import make_run_directory
+from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
 from cnnstrategies.processes import (
     cannot_be_sent,
     failed_elsewhere,
@@ -96,6 +96,7 @@ def _own_temporary_folder(launcher: object) -> Iterator[None]:
         if before is not None:
             os.environ["TMPDIR"] = before
         shutil.rmtree(folder, ignore_errors=True)
+        let_go(folder)
 
 
 class FirstToFail(Callback):

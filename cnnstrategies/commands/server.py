@@ -24,7 +24,7 @@ from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import own_address
+from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
 APPEAR = 600.0  # seconds to wait for the run
 
@@ -79,7 +79,7 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
             f"--index {index}: the configuration names {len(options.endpoints)} endpoints, so use 0 to "
             f"{len(options.endpoints) - 1}"
         )
-    key_file = options.key_file if options.encrypted(options.coordinator) else None
+    key_file = key_file_of(options, options.coordinator)
     address = Address(options.coordinator, SERVER, index, 0, options.heartbeat, options.timeout, APPEAR)
     return ServerProcess(
         address, _bound(options.endpoints[index], options.coordinator), key_file, options.security == "none"

@@ -38,6 +38,7 @@ COMMANDS = {
     "predict": Command("write predictions to a file", f"predict {_FROM_CHECKPOINT}", "lightning_cli"),
     "quantize": Command("turn a trained network into int8", f"quantize {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
     "plan": Command("price all strategies before a run", "plan --config quickstart --trainer.devices 4", "plan"),
+    "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune"),
     "submit": Command("send a run to SLURM", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"),
     "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor", False),
     "configs": Command("list the recipes, or print one", "configs quickstart", "recipes", False),

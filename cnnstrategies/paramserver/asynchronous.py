@@ -120,6 +120,13 @@ class Asynchronous:
         # What holds the others is the slowest: while it has not moved there is nothing to look for among them.
         self._release(self._held if self.clock.slowest != slowest else (who[0],))
 
+    def holds(self, key: int, who: tuple[int, int], request: int) -> bool:
+        """Whether a worker will get what it has asked for of an own slice without sending anything again."""
+        keys, held = self._held.get(who[0], ([], None))
+        pull = held if held is not None and held.request == request and key in keys else None
+        pull = pull or self._shard.pulled_by(key, who[0], request)
+        return pull is not None and (pull.who is None or self._shard.store.seen[key].get(who, -1) >= pull.step)
+
     def _release(self, workers: Collection[int] | None = None) -> None:
         if not (self._free or self.roll.complete):
             return

@@ -44,6 +44,10 @@ class Backlog:
             raise InvalidMessageError("a push of a step that has not begun")
         return self._steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding)
 
+    def has(self, worker: int, step: int, key: int) -> bool:
+        """Whether a worker's push of a slice is here."""
+        return step in self._steps and self._steps[step].has(key, (worker,))
+
     def begin(self, worker: int, step: int, begin: Begin) -> None:
         """Keep what comes before a worker's pushes of a step."""
         self.of(step).begun.setdefault(worker, begin)

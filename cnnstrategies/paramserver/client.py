@@ -12,7 +12,7 @@ from cnnstrategies.paramserver.allocation import reuse_freed_memory
 from cnnstrategies.paramserver.core.view import ViewSource
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.links import POLL_SECONDS, Links
-from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, pack_keys, unpack_json
+from cnnstrategies.paramserver.messages import NO_STEP, Encoding, Header, Kind, pack_keys, unpack_json, unpack_keys
 from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.outgoing import Outgoing
 from cnnstrategies.paramserver.placement import Placement
@@ -94,7 +94,7 @@ class Worker:
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._initial: InitialValues | None = None
         self._moved = False  # The parameters are no longer those of the run's start.
-        self._state_request = 0
+        self._asked = 0  # Number of the last message that asks for what is under way.
         self._state: StateReceipt | None = None
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
@@ -131,7 +131,8 @@ class Worker:
             while not (answers := self._ask(self._leaders(), joins=True)):
                 self._meet()
         else:
-            answers = self._ask({server.id for server in self._links.view.servers}, joins=True)
+            while not (answers := self._ask(self._everyone(), joins=True)):
+                self._meet()  # The only server has died, and another takes its place.
         steps = [step for step, _, _ in answers.values()]
         # Never back where servers take a push with the number of an older one for the same push again.
         self.step = max(steps) if self._specification.aggregates else max(self.step, *steps)
@@ -139,7 +140,7 @@ class Worker:
         self._joined = True
         for server in self._links.view.servers:
             self._hello(server.id)
-        self._pulls.request(self.step, refresh=True)
+        self._request(refresh=True)
         self.wait_all()
         return self.step
 
@@ -147,8 +148,8 @@ class Worker:
         """Wait for the pulls that are under way, and no longer be waited for; :meth:`join` comes back."""
         self.wait_all()
         self._joined = False
-        for server in self._links.view.servers:
-            self._links.send(server.id, Kind.LEAVE, step=self.step)
+        while any(values["counted"] for _, _, values in self._ask(self._everyone(), joins=False, leaves=True).values()):
+            pass  # One has not heard of it: the connection was cut just then.
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start the step's pushes.
@@ -196,7 +197,7 @@ class Worker:
         self.step += 1
         self.counters.steps += 1
         self._pulls.reorder()
-        self._pulls.request(self.step, refresh=False)
+        self._request(refresh=False)
 
     def wait(self, index: int) -> None:
         """Wait until one parameter is up to date.
@@ -221,7 +222,7 @@ class Worker:
         Raises what :meth:`wait` raises.
         """
         self.wait_all()
-        self._pulls.request(self.step, refresh=True)
+        self._request(refresh=True)
         self.wait_all()
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -246,12 +247,24 @@ class Worker:
         owners = self._placement.owners
         servers = self._placement.servers()
         self._ask(servers, joins=False)  # Until they know as well as this worker which slices they answer for.
-        self._state_request += 1
-        state = self._state = StateReceipt(self._slices, servers)
+        state = self._state = StateReceipt(self._slices)
         for server in servers:
-            self._links.send(server, Kind.GET_STATE, step=self._state_request)
+            self._ask_for_part(server)
         self._wait_while(lambda: self._placement.owners == owners and not state.complete)
+        self._state = None
         return state if self._placement.owners == owners else None
+
+    def _ask_for_part(self, server: int) -> None:
+        """Ask a server for its part of the state, from the beginning."""
+        assert self._state is not None
+        if not self._state.has(server):
+            self._state.begin(server, self._links.sequence + 1)
+            self._links.send(server, Kind.GET_STATE, step=self._links.sequence + 1)
+
+    def _request(self, refresh: bool) -> None:
+        """Ask for all parameters."""
+        self._pulls.request(self.step, refresh)
+        self._asked = self._links.sequence
 
     # Membership
 
@@ -259,19 +272,24 @@ class Worker:
         """Wait until the run's servers are there and know this worker."""
         self._links.wait_for_members()
         self._place()
-        self._ask({server.id for server in self._links.view.servers}, joins=False)
+        self._ask(self._everyone(), joins=False)
 
-    def _ask(self, servers: set[int], joins: bool) -> dict[int, tuple[int, int, dict[str, Any]]]:
-        """Say hello until those of some servers that live have answered; their answers."""
+    def _everyone(self) -> set[int]:
+        return {server.id for server in self._links.view.servers}
+
+    def _ask(self, servers: set[int], joins: bool, leaves: bool = False) -> dict[int, tuple[int, int, dict[str, Any]]]:
+        """Say hello, or goodbye, until those of some servers that live have answered; their answers."""
         asked = self._links.sequence
         self._welcomes = {}
 
         def ask() -> None:
             for server in servers:
+                if leaves:
+                    self._links.send(server, Kind.LEAVE, step=self.step)
                 self._say_hello(server, NO_STEP, joins)
 
         def waiting() -> bool:
-            alive = servers & {server.id for server in self._links.view.servers}
+            alive = servers & self._everyone()
             return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in alive)
 
         self._wait_while(waiting, ask)
@@ -283,7 +301,8 @@ class Worker:
 
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
         view, keys = self._links.view.number, pack_keys(answered)
-        self._links.send(server, Kind.HELLO, keys, {"joins": joins}, step=step, base=view, encoding=Encoding.KEYS)
+        said = {"joins": joins, "request": self._pulls.step if self._pulls.under_way else None}
+        self._links.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
 
     def _hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
@@ -304,8 +323,10 @@ class Worker:
         self._send_again(moved)
 
     def _send_again(self, keys: list[int]) -> None:
-        self._outgoing.send_again(keys, self.step)
-        self._pulls.send_again(keys)
+        if self._outgoing.open_among(keys) or self._pulls.open_among(keys):
+            self._outgoing.send_again(keys, self.step)
+            self._pulls.send_again(keys)
+            self._asked = self._links.sequence
 
     # Receipts
 
@@ -324,7 +345,7 @@ class Worker:
             if repeat is not None and now >= next_repeat:
                 repeat()
                 next_repeat = now + POLL_SECONDS
-            for server in self._links.silent(min(PROBE_SECONDS, self._specification.timeout / 4)):
+            for server in self._links.unanswering(min(PROBE_SECONDS, self._specification.timeout / 4)):
                 self._hello(server)
             changed = self._links.follow()
             if changed:
@@ -344,12 +365,20 @@ class Worker:
             if values.get("again") is True:
                 self._send_again(self._placement.of(server))
                 return
-            self._welcomes[server] = header.step, int(values["asked"]), values
+            asked = int(values["asked"])
+            self._welcomes[server] = header.step, asked, values
+            self._links.check_deaf(server, values["deaf"])
+            # It has answered what came before the question: what is still open then has been lost, or it holds it.
+            if values["held"] and asked > self._asked:
+                held = set(unpack_keys(payload[header.meta :]))
+                self._send_again([key for key in self._placement.of(server) if key not in held])
+            if self._state is not None and asked > self._state.asked(server):
+                self._ask_for_part(server)
             if values["ready"] is False and self._joined and self._moved:
                 self._links.lost(server)
             elif values["ready"] is False and self._initial is not None:
                 self._initial.send(server)  # It was started again before it had made a step.
-        elif header.kind == Kind.STATE_IS and header.step == self._state_request and self._state is not None:
+        elif header.kind == Kind.STATE_IS and self._state is not None:
             self._state.take(server, header, payload)
 
     def _pulled(self, header: Header, payload: memoryview) -> None:

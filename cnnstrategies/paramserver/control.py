@@ -9,13 +9,14 @@ from collections.abc import Sequence
 
 import zmq
 
-from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.security import KeyPair
 
 TAG = b"CNNPS2 "
 MAX_HEADER = 1 << 20
 LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
+MOST_PARTS = 1 << 14  # of a message: a buffer for each tensor of a module
 RECONNECT_MS = 20
 ROLES = ("worker", "server", "supervision", "coordinator")
 
@@ -46,6 +47,22 @@ def send(socket: "zmq.Socket[bytes]", sender: Peer, message: Message) -> None:
     socket.send_multipart([*encode(sender, message), *message.frames])
 
 
+def receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
+    """The parts of the message that waits; none of one that has too many.
+
+    Raises:
+        zmq.Again: None waits.
+    """
+    parts = [socket.recv(zmq.NOBLOCK)]
+    count = 1
+    while socket.getsockopt(zmq.RCVMORE):
+        part = socket.recv(zmq.NOBLOCK)
+        count += 1
+        if count <= MOST_PARTS:
+            parts.append(part)
+    return parts if count <= MOST_PARTS else []
+
+
 def waiting(socket: "zmq.Socket[bytes]") -> bool:
     """Whether a message can be received now."""
     return bool(socket.poll(0))
@@ -70,7 +87,7 @@ def parse(frames: Sequence[bytes]) -> tuple[Peer, Message]:
     sender = fields.pop("from", None)
     if not isinstance(sender, list) or len(sender) != 4 or sender[0] not in ROLES:
         raise ControlError(f"{kind}: no sender")
-    if any(type(one) is not int or not 0 <= one < 1 << 32 for one in sender[1:]):
+    if any(type(one) is not int or not 0 <= one < 1 << SECRET_BITS for one in sender[1:]):
         raise ControlError(f"{kind}: a sender without numbers")
     request = named.integer("request")
     del fields["request"]

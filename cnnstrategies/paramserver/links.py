@@ -27,6 +27,7 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.transport import IO_THREADS, Bundle, Context, Socket, client_socket, receive
 
 POLL_SECONDS = 0.05
+_ANSWERS = (Kind.PULLED, Kind.STATE_IS)
 
 
 class Links:
@@ -204,6 +205,8 @@ class Links:
                     continue
                 self._last[server] = header.sequence
                 self._heard[server] = time.monotonic()
+                if header.kind in _ANSWERS:
+                    self._probed[server] = self._heard[server]
                 self._arrived.append((server, header, received.payload))
 
     # Who is alive
@@ -214,16 +217,26 @@ class Links:
         self._heard = dict.fromkeys(self._sockets, now)
         self._probed = dict.fromkeys(self._sockets, now)
 
-    def silent(self, seconds: float) -> list[int]:
-        """The servers that have been silent, and not been asked, for some seconds; they count as asked now."""
+    def unanswering(self, seconds: float) -> list[int]:
+        """The servers that have answered no request, and not been asked, for some seconds; they count as asked now."""
         now = time.monotonic()
-        asked = [
-            server
-            for server in self._sockets
-            if now - max(self._heard.get(server, now), self._probed.get(server, 0.0)) >= seconds
-        ]
+        asked = [server for server in self._sockets if now - self._probed.setdefault(server, now) >= seconds]
         self._probed.update(dict.fromkeys(asked, now))
         return asked
+
+    def check_deaf(self, server: int, deaf: Sequence[int]) -> None:
+        """Give up if a server hears nothing from others although they are there.
+
+        Raises:
+            ServersUnreachableError: It does.
+        """
+        there = sorted({int(other) for other in deaf} & self._sockets.keys())
+        if there:
+            raise ServersUnreachableError(
+                f"server {server} has heard nothing from server {', '.join(map(str, there))} for "
+                f"{self._specification.deaf_after:g} s, and worker {self._id} hears both: look at the "
+                "connection between their machines"
+            )
 
     def check(self, slices_without_server: int) -> None:
         """Give up if a server has not answered for the time-out, or slices have had no server for so long.
@@ -232,7 +245,7 @@ class Links:
             ServersUnreachableError: One of them is the case.
         """
         now = time.monotonic()
-        limit = self._specification.timeout
+        limit = self._specification.patience
         dead = [server for server in self._sockets if now - self._heard.setdefault(server, now) > limit]
         if dead:
             names = ", ".join(f"{server} ({self._sockets[server][0].endpoint})" for server in dead)

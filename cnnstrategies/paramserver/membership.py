@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import queue
+import secrets
 import select
 import socket
 import sys
@@ -15,7 +16,7 @@ import zmq
 
 from cnnstrategies.paramserver.control import connect, parse, send, waiting
 from cnnstrategies.paramserver.coordinator.participant import VIEW, Participant
-from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
 from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End, Message, Return
 from cnnstrategies.paramserver.core.view import RunEnded, View
 from cnnstrategies.paramserver.drivers.loop import Loop
@@ -114,7 +115,7 @@ class Membership:
             "endpoint": endpoint,
             "public_key": public_key,
         }
-        self._participant = Participant(address, int.from_bytes(os.urandom(4)), hello)
+        self._participant = Participant(address, secrets.randbits(SECRET_BITS), hello)
         self._changed = threading.Condition()
         self._ended: RunEnded | None = None
         self._results: dict[int, Message | str] = {}

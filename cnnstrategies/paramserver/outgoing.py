@@ -64,6 +64,10 @@ class Outgoing:
         """Whether a slice's push is not answered."""
         return key in self._unanswered
 
+    def open_among(self, keys: Collection[int]) -> bool:
+        """Whether the pushes of some of these slices are not answered."""
+        return any(key in self._unanswered for key in keys)
+
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.client.Worker.begin_step`."""
         check_before_sending(groups, self._specification.groups, step)

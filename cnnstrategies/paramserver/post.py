@@ -1,5 +1,6 @@
 """What a server sends: to workers over its ROUTER, to other servers over a DEALER for each."""
 
+from collections.abc import Collection
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
@@ -29,6 +30,7 @@ class Post:
         self, context: Context, server: int, session: int, keys: KeyPair | None, largest: int, router: Socket
     ) -> None:
         self.routes: dict[int, bytes] = {}
+        self._answered: set[int] = set()
         self._context = context
         self._server = server
         self._session = session
@@ -65,6 +67,7 @@ class Post:
         """
         route = self.routes.get(worker)
         if route is not None:
+            self._answered.add(worker)
             self._sequence += 1
             header, body = self._message(kind, self._sequence, payload, fields)
             bundle = self._to_workers.get(worker)
@@ -81,6 +84,12 @@ class Post:
     def ask_again(self, worker: int) -> None:
         """Have a worker send again what was not answered."""
         self.to_worker(worker, Kind.WELCOME, json={"again": True})
+
+    def sign(self, heard: Collection[int]) -> None:
+        """Give a sign of life to workers that were heard and not answered: who sends much is answered late."""
+        for worker in set(heard) - self._answered:
+            self.to_worker(worker, Kind.PING)
+        self._answered.clear()
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
         """Send to another server; nothing happens if it is not in the view."""

@@ -41,6 +41,15 @@ class Pulls:
         self._used: dict[int, None] = {}
 
     @property
+    def step(self) -> int:
+        """The step that was last asked for."""
+        return self._step
+
+    def open_among(self, keys: Collection[int]) -> bool:
+        """Whether some of these slices have not come."""
+        return any(key in self._pending for key in keys)
+
+    @property
     def under_way(self) -> bool:
         """Whether some parameter is not up to date."""
         return bool(self._pending)

@@ -68,7 +68,7 @@ def is_local(endpoint: str) -> bool:
 
 
 def check_endpoint(endpoint: str, encrypted: bool, insecure: bool = False) -> None:
-    """Refuse an open network without encryption.
+    """Refuse TCP without encryption: any user of this machine reaches the loopback.
 
     Args:
         endpoint: Where a socket is bound, or what it connects to.
@@ -78,10 +78,10 @@ def check_endpoint(endpoint: str, encrypted: bool, insecure: bool = False) -> No
     Raises:
         ConfigurationError: Anyone on the network could read and change the parameters.
     """
-    if not (encrypted or insecure or is_local(endpoint)):
+    if not (encrypted or insecure) and (endpoint.startswith("tcp://") or not is_local(endpoint)):
         raise ConfigurationError(
-            f"endpoint {endpoint} is reached from other machines, and security='none' lets anyone there change the "
-            "parameters: use security='curve', or say insecure=True on a network of your own"
+            f"endpoint {endpoint} is reached by other users, and without keys any of them can change the parameters: "
+            "use ipc:// in a directory of your own or security='curve', or say insecure=True on a network of your own"
         )
 
 

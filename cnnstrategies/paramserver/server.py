@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.allocation import keep_freed_memory
 from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.core.view import RunEnded, View, ViewSource
 from cnnstrategies.paramserver.gaps import PING_SECONDS, Gaps
-from cnnstrategies.paramserver.limits import allow_files, files_of_server
+from cnnstrategies.paramserver.limits import allow_files, files_of_server, memory_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -38,6 +38,8 @@ from cnnstrategies.paramserver.transport import IO_THREADS, Context, Listener, R
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked
 MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
+STOPPED_SECONDS = 1.0  # between two looks: then this process was stopped
+MOST_STATES = 4  # tensors of a slice's size that an optimizer of torch's keeps, and one for the update
 WORK_SECONDS = 0.002  # on slices, between two looks at the messages
 
 
@@ -104,10 +106,22 @@ class Server:
                 self._mode.caught_up(min(self._store.versions.values(), default=0))
         self._gaps = Gaps()
         self._senders = Senders(keys is not None, self._gaps)
-        self._handlers = ServerHandlers(specification, id, shard, self._mode, self._post, self._gaps, restored)
-        self._pinged = 0.0
+        self._handlers = ServerHandlers(
+            specification, id, shard, self._mode, self._post, self._gaps, restored, self._deaf
+        )
+        self._sign_seconds = min(1.0, specification.timeout / 4)
+        self._pinged = self._signed = self._looked = time.monotonic()
+        self._heard: dict[int, float] = {}  # when each other server was
+        self._heard_workers: set[int] = set()
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def declared_memory(self) -> int:
+        """Bytes that the server may come to need beside what it has now."""
+        held = sum(slice_.nbytes for slice_ in self._store.slices.values())
+        copies = MOST_STATES + self._specification.replication
+        return memory_of_server(held, copies, self._specification.workers, self._bounds.payload)
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called.
@@ -196,10 +210,21 @@ class Server:
                 f"server {self.id} is no longer in the view (number {view.number}): it was taken for dead and another "
                 "takes its place"
             )
-        self._view = view
+        before, self._view = {server.id: server.since for server in self._view.servers}, view
         self._senders.follow(view)
         self._post.follow(view)
         self._handlers.follow(view)
+        now = time.monotonic()
+        self._heard = {
+            server.id: self._heard.get(server.id, now) if before.get(server.id) == server.since else now
+            for server in view.servers
+            if server.id != self.id
+        }
+
+    def _deaf(self) -> list[int]:
+        """The servers of the view of which nothing has come for too long: a dead one is out of the view by then."""
+        limit = time.monotonic() - self._specification.deaf_after
+        return [server for server, heard in self._heard.items() if heard < limit]
 
     # Messages
 
@@ -233,6 +258,10 @@ class Server:
             self._follow(self._views.current())
         missed = self._senders.check(header, received.user)
         peer = header.sender & ~SERVER
+        if is_server:
+            self._heard[peer] = time.monotonic()
+        else:
+            self._heard_workers.add(peer)
         if missed:
             self._post.to_server(peer, Kind.PING, base=self._gaps.found[peer])
         if not is_server:
@@ -246,6 +275,13 @@ class Server:
     def _ping(self) -> None:
         """Now and then tell the other servers what has been missed of theirs; it also shows them what they missed."""
         now = time.monotonic()
+        if now - self._looked > STOPPED_SECONDS:  # This process was stopped, not the others silent.
+            self._heard = {server: heard + now - self._looked for server, heard in self._heard.items()}
+        self._looked = now
+        if now - self._signed > self._sign_seconds:
+            self._signed = now
+            self._post.sign(self._heard_workers)
+            self._heard_workers.clear()
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
             for server in self._view.servers:

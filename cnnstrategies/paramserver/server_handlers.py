@@ -13,6 +13,7 @@ from cnnstrategies.paramserver.messages import (
     Header,
     InvalidMessageError,
     Kind,
+    pack_keys,
     unpack_json,
     unpack_keys,
 )
@@ -37,6 +38,7 @@ class ServerHandlers:
         post: Sends its messages.
         gaps: Counts the messages of other servers.
         restored: Whether the slices come from a snapshot.
+        deaf: Tells the servers of which nothing has come for too long.
 
     Attributes:
         lost_updates: Updates that were made after that snapshot, as far as workers told.
@@ -52,6 +54,7 @@ class ServerHandlers:
         post: Post,
         gaps: Gaps,
         restored: bool,
+        deaf: Callable[[], list[int]],
     ) -> None:
         self.lost_updates = 0
         self.dropped: Counter[str] = Counter()
@@ -62,6 +65,7 @@ class ServerHandlers:
         self._post = post
         self._gaps = gaps
         self._restored = restored
+        self._deaf = deaf
         self._view = -1
         self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
             Kind.HELLO: self._hello,
@@ -83,8 +87,12 @@ class ServerHandlers:
     def follow(self, view: View) -> None:
         """Go on with another view."""
         self._view = view.number
+        before = self._shard.owned
         self._shard.place(view)
         self._mode.follow(view)
+        if self._shard.owned - before:
+            for worker in list(self._post.routes):
+                self._post.ask_again(worker)  # What it has sent here before this view was dropped.
 
     def handle(self, peer: int, header: Header, payload: memoryview) -> None:
         """Act on one message.
@@ -112,11 +120,24 @@ class ServerHandlers:
         if step is not None and self._restored:
             self._catch_up((worker, header.incarnation), step, frozenset(unpack_keys(payload[header.meta :])))
         # Only a question, at first: a newcomer becomes a member when it says from which step on.
-        joins = unpack_json(payload, header).get("joins") is True
+        said = unpack_json(payload, header)
+        joins, request = said.get("joins") is True, said.get("request")
         first = self._mode.join(worker, step) if joins else 0
         self._mode.here(worker)
-        answer = {"ready": self._shard.ready, "leader": self._leads(), "asked": header.sequence}
-        self._post.to_worker(worker, Kind.WELCOME, step=first, json=answer)
+        answer = {
+            "ready": self._shard.ready,
+            "leader": self._leads(),
+            "asked": header.sequence,
+            "counted": self._mode.clock.counts(worker),
+            "deaf": self._deaf(),
+            "held": type(request) is int,
+        }
+        held = self._held((worker, header.incarnation), request) if type(request) is int else []
+        self._post.to_worker(worker, Kind.WELCOME, pack_keys(held), step=first, json=answer, encoding=Encoding.KEYS)
+
+    def _held(self, who: Who, request: int) -> list[int]:
+        """The slices that a worker will get without asking again: its pull and the push before it are here."""
+        return [key for key in self._shard.own if self._mode.holds(key, who, request)]
 
     def _leads(self) -> bool:
         return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server

@@ -21,6 +21,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.limits import allow_memory, memory_of_coordinator
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
@@ -48,6 +49,7 @@ class CoordinatorProcess:
 
     def run(self) -> None:
         """Serve until told to stop, or until the one that has started it is gone."""
+        allow_memory(memory_of_coordinator())
         with CoordinatorService(self.settings, load_keys(self.key_file)) as coordinator:
             coordinator.run(lambda: os.getppid() != self.starter)
         if os.getppid() != self.starter and self.directory is not None:
@@ -103,7 +105,9 @@ class ServerProcess:
             membership.wait_registered()
             (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
             specification = Specification.from_json(bytes(text).decode())
-            Server(specification, views, self.address.id, listener, keys, self.insecure).run()
+            server = Server(specification, views, self.address.id, listener, keys, self.insecure)
+            allow_memory(server.declared_memory)
+            server.run()
         except RunEnded as ended:
             if not ended.clean:
                 raise

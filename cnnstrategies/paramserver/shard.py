@@ -108,6 +108,11 @@ class Shard:
             self._pulls[key][worker] = pull
             self.answer(key)
 
+    def pulled_by(self, key: int, worker: int, request: int) -> Pull | None:
+        """What a worker waits for of a slice, if it is what it has asked for with a request."""
+        pull = self._pulls[key].get(worker)
+        return pull if pull is not None and pull.request == request else None
+
     def answer(self, key: int) -> None:
         """Send a slice to those who wait for it, if it is new enough and safe."""
         waiting = self._pulls[key]

@@ -14,6 +14,7 @@ import shutil
 import stat
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ from cnnstrategies.errors import ConfigurationError
 
 TITLE = b"cnnstrategies snapshot 1\n"
 _HEAD = struct.Struct("<Q32s")
+DYING_SECONDS = 5.0  # for a process that was killed to end, when another takes its place
 _START = len(TITLE) + _HEAD.size
 
 
@@ -79,12 +81,19 @@ class SnapshotFiles:
             if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
                 raise ConfigurationError(f"{own} is not a directory of this user's alone: choose a snapshot_directory")
         self._lock = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + DYING_SECONDS
+        while not self._is_mine():
+            if time.monotonic() > deadline:
+                os.close(self._lock)
+                raise ConfigurationError(f"another process writes the snapshots in {self.directory}: end it")
+            time.sleep(0.02)
+
+    def _is_mine(self) -> bool:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):  # Else the file system has no locks.
-                os.close(self._lock)
-                raise ConfigurationError(f"another process writes the snapshots in {self.directory}: end it") from None
+            return error.errno not in (errno.EACCES, errno.EAGAIN)  # Else the file system has no locks.
+        return True
 
     def write(self, contents: dict[str, Any]) -> None:
         """Write the next generation.

@@ -18,6 +18,8 @@ PullCompression = Literal["none", "fp16", "bf16"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
+RESTART_SECONDS = 60.0  # for a process that takes the place of one that has died
+
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -73,7 +75,7 @@ class Specification:
         snapshot_every: Updates between two snapshots of a server; 0 for none.
         snapshot_directory: Where snapshots are written, seen by a server that replaces another.
         slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
-        timeout: Seconds without an answer after which a worker gives up.
+        timeout: Seconds of silence after which a worker gives up a server.
         session: Random number of this run: messages of another run are dropped.
     """
 
@@ -104,6 +106,19 @@ class Specification:
     def aggregates(self) -> bool:
         """Whether a step waits for all workers: sync, local, and ssp that allows no staleness."""
         return self.mode in ("sync", "local") or (self.mode == "ssp" and self.staleness == 0)
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which a worker gives up a server: one that is started again from a snapshot is late.
+
+        One without copies and snapshots ends the run when it dies; one with copies is out of the view then.
+        """
+        return self.timeout + (RESTART_SECONDS if self.snapshot_every else 0)
+
+    @property
+    def deaf_after(self) -> float:
+        """Seconds of silence between two servers after which the connection is at fault."""
+        return self.patience + self.timeout
 
     @classmethod
     def of(

@@ -58,21 +58,35 @@ class StateReceipt:
 
     Args:
         slices: All slices.
-        servers: The servers that send their part of it.
 
     Attributes:
         states: What has come, by slice.
     """
 
-    def __init__(self, slices: Iterable[Slice], servers: Iterable[int]) -> None:
+    def __init__(self, slices: Iterable[Slice]) -> None:
         self.states: dict[int, dict[str, StateValue]] = {slice_.key: {} for slice_ in slices}
+        self._requests: dict[int, int] = {}
         self._counts: dict[int, int] = {}
-        self._received = dict.fromkeys(servers, 0)
+        self._received: dict[int, int] = {}
+
+    def begin(self, server: int, request: int) -> None:
+        """A server was asked, maybe again, by a message with a number: what comes for an older one does not count."""
+        self._requests[server] = request
+        self._counts.pop(server, None)
+        self._received[server] = 0
+
+    def asked(self, server: int) -> float:
+        """Number of the message that has asked a server; infinite if none has."""
+        return self._requests.get(server, float("inf"))
+
+    def has(self, server: int) -> bool:
+        """Whether as many parts have come from a server as it has announced."""
+        return self._counts.get(server, -1) == self._received.get(server)
 
     @property
     def complete(self) -> bool:
-        """Whether every server has sent as many messages as it has announced."""
-        return all(self._counts.get(server, -1) == received for server, received in self._received.items())
+        """Whether everything has come from all servers that were asked."""
+        return all(self.has(server) for server in self._requests)
 
     def take(self, server: int, header: Header, payload: memoryview) -> None:
         """Keep a part, or note how many a server has.
@@ -80,7 +94,7 @@ class StateReceipt:
         Raises:
             InvalidMessageError: It is no part of a state.
         """
-        if server not in self._received:
+        if self._requests.get(server) != header.step:
             return
         if header.meta:
             name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])

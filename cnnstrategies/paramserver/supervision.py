@@ -3,14 +3,12 @@
 import contextlib
 import itertools
 import os
-import shutil
+import secrets
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 import zmq
@@ -18,7 +16,7 @@ import zmq
 from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
-from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
 from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.drivers.loop import Loop
@@ -30,8 +28,6 @@ POLL = 0.02  # seconds
 ASK_EVERY = 1.0  # seconds
 ANSWER_SECONDS = 0.5
 GRACE = 5.0  # seconds
-PREFIX = "cnnstrategies-"
-LONGEST = 50  # Bytes of a temporary directory: with what follows, Linux takes 107.
 
 
 @dataclass
@@ -85,7 +81,7 @@ class Supervision:
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
         self._stopping = False
-        self._peer = Peer(coordinator.role, coordinator.id, 0, int.from_bytes(os.urandom(4)))
+        self._peer = Peer(coordinator.role, coordinator.id, 0, secrets.randbits(SECRET_BITS))
         self._reporter = Reporter(coordinator.session)
         self._numbers = itertools.count(1)
 
@@ -93,6 +89,11 @@ class Supervision:
         """Start a process and watch it from now on."""
         watched.handle = watched.start(watched.incarnation)
         self.watched.append(watched)
+
+    @property
+    def process(self) -> int:
+        """By which the coordinator that this one starts knows it."""
+        return self._peer.process
 
     @property
     def workers(self) -> list[Watched]:
@@ -280,19 +281,3 @@ class Supervision:
         finally:
             socket.close()
             context.term()
-
-
-def make_run_directory() -> Path:
-    """A new directory for a run's sockets and keys that only its owner can read.
-
-    Its name holds the number of this process; those of processes that are gone are removed. A socket's path cannot be
-    long, as those of the temporary directories of clusters are; then it lies in ``/tmp``.
-    """
-    place = Path(tempfile.gettempdir())
-    if len(os.fsencode(place)) > LONGEST:
-        place = Path("/tmp")
-    for old in place.glob(f"{PREFIX}*-*"):
-        number = old.name.removeprefix(PREFIX).partition("-")[0]
-        if number.isdigit() and not Path(f"/proc/{number}").exists() and old.stat().st_uid == os.getuid():
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=place))

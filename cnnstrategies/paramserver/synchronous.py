@@ -42,6 +42,7 @@ class Synchronous:
         self.roll = RollCall()
         self._clips = specification.clip_norm is not None
         self._server = server
+        self._shard = shard
         self._post = post
         self._view = View(-1, (), ())
         self._backlog = Backlog(shard)
@@ -157,6 +158,14 @@ class Synchronous:
         if self._decision is not None and self._decision.step == header.step:
             self._updater.came(header.key)
         return True
+
+    def holds(self, key: int, who: tuple[int, int], request: int) -> bool:
+        """Whether a worker will get what it has asked for of an own slice without sending anything again."""
+        pull = self._shard.pulled_by(key, who[0], request)
+        if pull is None:
+            return False
+        there = self._shard.store.versions[key] >= pull.version
+        return there or self._backlog.has(who[0], pull.version - 1, key)
 
     # Decisions
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cnnstrategies.pipeline.stage import IMAGES, Division
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, Pending, Transport
-from cnnstrategies.pipeline.values import Header, pack
+from cnnstrategies.pipeline.values import Header, TensorSpec, memory_format_of, on_the_wire, pack
 
 GRADIENTS_UNDER_WAY = 2  # sends of gradients to one rank that are not waited for
 EVALUATIONS_UNDER_WAY = 4  # sends of one evaluated microbatch's values that are not waited for
@@ -60,7 +60,7 @@ class Channels:
         }
         self._received_headers: dict[Hashable, Header] = {}
         self._sent_headers: dict[Hashable, Header] = {}
-        self._coming: dict[tuple[str, int], list[tuple[int, Header, list[Pending]]]] = {}
+        self._coming: dict[tuple[str, int], list[tuple[int, Header, list[_Arriving]]]] = {}
         self._leaving: dict[int, list[Pending]] = {}
         self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
 
@@ -88,9 +88,7 @@ class Channels:
             if key not in self._received_headers:
                 self._received_headers[key] = self.transport.receive_object(rank, what)
             header = self._received_headers[key]
-            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in header.tensors]
-            pending = [self.transport.receive(buffer, rank, FORWARD, what) for buffer in buffers]
-            coming.append((source, header, pending))
+            coming.append((source, header, [self._receive(spec, rank, FORWARD, what) for spec in header.tensors]))
         self._coming["forward", microbatch] = coming
         return True
 
@@ -128,7 +126,7 @@ class Channels:
         Returns:
             For each target the tensors whose gradients it will send back.
         """
-        copies: dict[int, Tensor] = {}  # One contiguous copy of a tensor, however many stages use it.
+        copies: dict[tuple[int, torch.memory_format], Tensor] = {}  # One of a tensor, however many stages use it.
         roots: dict[int, list[Tensor]] = {}
         leaving = []
         for target in self.targets:
@@ -141,14 +139,16 @@ class Channels:
                 # Not waited for: its receiver may wait for what others do only when this rank has gone on.
                 leaving += self.transport.send_object(header, rank, what)
             assert self._sent_headers[key] == header, "the header of a size does not change"
-            for tensor in tensors:
-                if id(tensor) not in copies:
-                    copies[id(tensor)] = tensor.detach().contiguous()
-                leaving.append(self.transport.send(copies[id(tensor)], rank, FORWARD, what))
+            for tensor, spec in zip(tensors, self._sent_headers[key].tensors, strict=True):
+                one = (id(tensor), spec.memory_format)
+                if one not in copies:
+                    copies[one] = on_the_wire(tensor, spec.memory_format)
+                leaving.append(self.transport.send(copies[one], rank, FORWARD, what))
             roots[target] = [
                 tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
             ]
         self._leaving[microbatch] = leaving
+        # In training two ranks could wait for each other: one for its activations to leave, one for its gradients.
         if not training and len(self._leaving) > EVALUATIONS_UNDER_WAY:
             self._sent(next(iter(self._leaving)))
         return roots
@@ -172,9 +172,8 @@ class Channels:
             rank = self.placement.rank_of(target, microbatch)
             header = self._sent_headers[target, rank, size]
             wanted = [spec for spec in header.tensors if spec.needs_gradient]
-            buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in wanted]
             what = f"the gradients of microbatch {microbatch}"
-            coming.append((target, header, [self.transport.receive(b, rank, BACKWARD, what) for b in buffers]))
+            coming.append((target, header, [self._receive(spec, rank, BACKWARD, what) for spec in wanted]))
         self._coming["backward", microbatch] = coming
 
     def receive_backward(self, microbatch: int, size: Hashable) -> dict[int, list[Tensor]]:
@@ -193,7 +192,7 @@ class Channels:
             sends = []
             for tensor in tensors:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                sends.append(self.transport.send(gradient.contiguous(), rank, BACKWARD, what))
+                sends.append(self.transport.send(on_the_wire(gradient, memory_format_of(tensor)), rank, BACKWARD, what))
             under_way = self._gradients_leaving.setdefault(rank, deque())
             under_way.append(sends)
             while len(under_way) > GRADIENTS_UNDER_WAY:
@@ -223,6 +222,28 @@ class Channels:
             for name in self.division.stages[self.stage].inputs
         )
 
+    def _receive(self, spec: TensorSpec, rank: int, tag: int, what: str) -> "_Arriving":
+        tensor = spec.empty(self.device)
+        return _Arriving(tensor, self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, what))
+
     def _sent(self, microbatch: int) -> None:
         for one in self._leaving.pop(microbatch, []):
             one.wait()
+
+
+class _Arriving:
+    """A tensor that is being received.
+
+    Args:
+        tensor: The tensor.
+        pending: The transfer.
+    """
+
+    def __init__(self, tensor: Tensor, pending: Pending) -> None:
+        self.tensor = tensor
+        self.pending = pending
+
+    def wait(self) -> Tensor:
+        """The tensor, when it is there."""
+        self.pending.wait()
+        return self.tensor

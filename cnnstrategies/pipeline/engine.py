@@ -328,6 +328,7 @@ class Pipeline:
 
         The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
         """
+        self._gathering = None
         self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.

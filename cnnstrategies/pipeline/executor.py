@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
@@ -184,12 +185,12 @@ class Executor:
             if not self.last:
                 roots = step.channels.send_forward(microbatch, size, self._named(step, result), training=True)
                 if not again:
-                    held.roots.update(roots.items())
+                    held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
                 return
             check_rows(result, step.batch.split.sizes[microbatch])
             step.outputs[microbatch] = tree_map(_detached, result)
             if not again:
-                held.roots[None] = [step.part_of_loss(result, microbatch)]
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
 
     def _backward(self, step: Step, microbatch: int, computed: Callable[[Step], None]) -> None:
         if not self.last:
@@ -208,12 +209,12 @@ class Executor:
         del step.held[microbatch]
 
     def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor]]) -> None:
-        roots: list[Tensor] = []
+        roots: list[GradientEdge] = []
         starts: list[Tensor | None] = []
-        for target, tensors in held.roots.items():
-            arrived = [None] * len(tensors) if target is None else gradients[target]
-            for root, start in zip(tensors, arrived, strict=True):
-                if root.requires_grad:
+        for target, edges in held.roots.items():
+            arrived = [None] * len(edges) if target is None else gradients[target]
+            for root, start in zip(edges, arrived, strict=True):
+                if root is not None:
                     roots.append(root)
                     starts.append(start)
         if roots:
@@ -225,16 +226,13 @@ class Executor:
         assert held.random is not None
         now = RandomState(self.device)
         held.random.restore()
-        enabled, dtype = step.autocast
-        with (
-            torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=False),
-            self.statistics.microbatch(microbatch, again=True),
-        ):
+        with self.statistics.microbatch(microbatch, again=True):
             result = self.module(*held.arguments)
             if self.last:
-                held.roots = {None: [step.part_of_loss(result, microbatch)]}
+                held.roots[None] = _edges([step.part_of_loss(result, microbatch)])
             else:
-                held.roots.update(step.channels.roots(self._named(step, result)).items())
+                roots = step.channels.roots(self._named(step, result))
+                held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
         now.restore()
 
     def _expect(self, step: Step, tasks: Sequence[Task]) -> None:
@@ -298,6 +296,11 @@ def check_rows(outputs: Any, samples: int) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where gradients of tensors enter the graph; without the tensors, which may take memory until then."""
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
 
 
 def _nothing(_: Step) -> None:

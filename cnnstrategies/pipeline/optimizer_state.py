@@ -27,7 +27,7 @@ def group_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> Grou
             if parameter not in names:
                 raise ConfigurationError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not part of the "
-                    "network: move it there, since each stage trains its own part of that only"
+                    "network that is divided: give it the parameters of that alone"
                 )
         groups.append([names[parameter] for parameter in group["params"]])
     return groups

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.pipeline.batch import Batch, Images
@@ -21,13 +22,14 @@ class Held:
 
     Attributes:
         leaves: For each source stage the inputs whose gradients it wants.
-        roots: For each target stage the outputs whose gradients it sends; in the last stage the loss, under None.
+        roots: For each target stage where the gradients that it sends enter the graph, None where they are not needed;
+            in the last stage the loss's, under None. The outputs themselves are not held.
         arguments: The stage's arguments, where the forward runs again.
         random: The random numbers, where the forward runs again.
     """
 
     leaves: dict[int, list[Tensor]]
-    roots: dict[int | None, list[Tensor]] = field(default_factory=dict)
+    roots: dict[int | None, list[GradientEdge | None]] = field(default_factory=dict)
     arguments: tuple[Any, ...] | None = None
     random: RandomState | None = None
 

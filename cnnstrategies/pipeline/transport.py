@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions refer to the default group from the moment of its import. torch imports it in the first step of an
+# optimizer, and then that group's threads would go on until the interpreter's end, which can abort the process.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 

@@ -1,7 +1,7 @@
-"""What crosses a cut, taken apart into contiguous tensors and put together again."""
+"""What crosses a cut, taken apart into tensors that are sent as they lie in memory, and put together again."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,17 @@ class TensorSpec:
         shape: Its shape.
         dtype: Its type.
         needs_gradient: Whether its gradient is sent back.
+        memory_format: How it, and its gradient, lie in memory.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     needs_gradient: bool
+    memory_format: torch.memory_format = field(compare=False)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=self.memory_format)
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,31 @@ def pack(values: tuple[Any, ...], ask_for_all: bool) -> tuple[Header, list[Tenso
     leaves, tree = tree_flatten(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     specs = tuple(
-        TensorSpec(leaf.shape, leaf.dtype, leaf.requires_grad or (ask_for_all and leaf.is_floating_point()))
+        TensorSpec(
+            leaf.shape,
+            leaf.dtype,
+            leaf.requires_grad or (ask_for_all and leaf.is_floating_point()),
+            memory_format_of(leaf),
+        )
         if isinstance(leaf, Tensor)
         else leaf
         for leaf in leaves
     )
     return Header(specs, tree), tensors
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def memory_format_of(tensor: Tensor) -> torch.memory_format:
+    """``channels_last`` where a tensor lies so and not in the order of its dimensions as well."""
+    last = CHANNELS_LAST.get(tensor.ndim)
+    if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def on_the_wire(tensor: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """A contiguous view of a tensor in a memory format; a copy where it lies in another one."""
+    laid_out = tensor.detach().contiguous(memory_format=memory_format)
+    return laid_out if memory_format == torch.contiguous_format else laid_out.movedim(1, -1)

@@ -1,6 +1,12 @@
 """What the system lets a process have: enough for its connections, or the start is refused."""
 
+import os
 import resource
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
 
 import pytest
 from roles import roles
@@ -8,7 +14,14 @@ from roles import roles
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator, files_of_server
+from cnnstrategies.paramserver.limits import (
+    GIB,
+    allow_files,
+    allow_memory,
+    files_of_coordinator,
+    files_of_server,
+    memory_of_server,
+)
 
 
 def test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number(tmp_path):
@@ -23,3 +36,60 @@ def test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number(tmp_p
         CoordinatorService(CoordinatorSettings(f"ipc://{tmp_path}/c", 500, 10))
     with pytest.raises(ConfigurationError, match=f"server 0 needs {files_of_server(500, 1)} open files"):
         roles(tmp_path, workers=500).__enter__()
+
+
+MIB = 1 << 20
+
+
+def send_endless_message(path: Path, most: int) -> int:
+    """To whom listens there, until it hears no more; how many bytes went. The last part never comes."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    part = b"\x03" + struct.pack(">Q", MIB) + bytes(MIB)  # "there is more"
+    with socket.socket(socket.AF_UNIX) as peer:
+        while peer.connect_ex(str(path)):
+            time.sleep(0.01)
+        peer.settimeout(5)
+        peer.sendall(greeting + ready)
+        sent = 0
+        try:
+            while sent < most:
+                peer.sendall(part)
+                sent += MIB
+        except OSError:
+            pass
+        return sent
+
+
+def test_an_endless_message_takes_no_more_memory_than_was_declared(tmp_path):
+    path = tmp_path / "coordinator"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    pid = os.fork()
+    if pid == 0:
+        coordinator = CoordinatorService(CoordinatorSettings(f"ipc://{path}", 1, 0))
+        allow_memory(100 * MIB)
+        coordinator.run()
+    assert send_endless_message(path, 600 * MIB) < 200 * MIB, "its connection is cut"
+    os.kill(pid, signal.SIGKILL)
+    _, _, usage = os.wait4(pid, 0)
+    assert (usage.ru_maxrss - before) / 1024 < 200
+
+
+def test_what_a_server_declares_is_more_than_it_takes(tmp_path):
+    with roles(tmp_path, (1_000_000,), workers=1) as run:
+        server = run.servers[0]
+        declared = server.declared_memory
+        worker, _ = run.worker()
+        before = memory()
+        worker.initialise()
+        worker.join()
+        for _ in range(5):
+            run.step(worker)
+        taken = memory() - before
+    assert memory_of_server(4_000_000, 5, 1, server._bounds.payload) == declared
+    assert declared > GIB + 4 * taken, f"{taken} bytes were taken, by the worker and the server"
+
+
+def memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmData")).split()[1])

@@ -12,8 +12,9 @@ import pytest
 from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.control import parse
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
 
@@ -168,3 +169,27 @@ def test_who_waits_is_told_for_whom(
         for member in members:
             member.close()
     assert "worker 0 has waited in `second` for worker 1 for 0 s" in capfd.readouterr().err
+
+
+def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_it() -> None:
+    """Its supervision may be gone with it: then the promise that it would be replaced is nobody's."""
+    role = Coordinator(CoordinatorSettings("ipc://", 2, 0, timeout=2.0, supervised=True))
+    role.start(0.0)
+    workers = [Peer("worker", number, 0, 5) for number in range(2)]
+    about = {"session": 0, "floor": 0, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
+    for peer in workers:
+        role.on_message(0.0, peer, Message("hello", about, request=1))
+    start = {"session": 0, "floor": 0, "sequence": 0, "operation": "start", "seal": True}
+    for peer in workers:
+        role.on_message(0.1, peer, Message("collect", start, request=2))
+    beat = Message("beat", {"session": 0, "here": 1, "seen": 1, "notices": 0})
+    for tick in range(2, 100):
+        role.on_message(tick / 10, workers[1], beat)
+        for effect in role.on_timer(tick / 10, "tick"):
+            if isinstance(effect, Send) and effect.message.kind == "ended":
+                assert "worker 0 (process 1 on here) was silent for 2 s, and nobody took" in effect.message.string(
+                    "message"
+                )
+                assert tick / 10 < 5, "the time-out, and as long for a supervision"
+                return
+    raise AssertionError("it goes on")

@@ -1,7 +1,13 @@
 """Keys, who may connect, and where encryption may be left out."""
 
+import fcntl
+import json
+import os
 import stat
+import tempfile
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +22,28 @@ from training import SGD, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.control import TAG, parse
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.private_directory import (
+    PREFIX,
+    hold,
+    let_go,
+    make_run_directory,
+    shared_directory,
+    temporary_place,
+)
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint
+from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.paramserver.transport import Context, Listener, client_socket, server_socket
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.run import Layout, choose_place
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
@@ -37,16 +60,16 @@ def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "local"),
+    ("endpoint", "private"),
     [
-        ("ipc:///tmp/x", True), ("tcp://127.0.0.1:*", True), ("tcp://[::1]:80", True), ("tcp://localhost:80", True),
+        ("ipc:///tmp/x", True), ("tcp://127.0.0.1:*", False), ("tcp://[::1]:80", False), ("tcp://localhost:80", False),
         ("tcp://0.0.0.0:80", False), ("tcp://10.0.0.1:80", False), ("tcp://node1:80", False), ("tcp://[::]:80", False),
     ],
 )  # fmt: skip
-def test_an_open_network_needs_encryption_or_an_explicit_word(endpoint: str, local: bool) -> None:
+def test_a_network_needs_encryption_or_an_explicit_word_the_loopback_too(endpoint: str, private: bool) -> None:
     check_endpoint(endpoint, encrypted=True)
     check_endpoint(endpoint, encrypted=False, insecure=True)
-    if local:
+    if private:
         check_endpoint(endpoint, encrypted=False)
     else:
         with pytest.raises(ConfigurationError, match="security='curve'"):
@@ -108,3 +131,147 @@ def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
         assert all(torch.equal(value, torch.ones_like(value)) for value in cluster.result(0))
         dropped = cluster.server_report(0)["dropped"]
     assert set(dropped) == {"a key that is not its sender's"}
+
+
+# The stranger
+
+
+ONE_NODE = Layout(1, 0, 2, "127.0.0.1", 29500)
+TWO_NODES = replace(ONE_NODE, nodes=2)
+
+
+@pytest.mark.parametrize("layout", [ONE_NODE, TWO_NODES], ids=["one node", "two on the loopback"])
+@pytest.mark.parametrize("started", ["by fit", "by torchrun, mpirun or SLURM"])
+def test_no_launcher_has_an_endpoint_that_a_stranger_reaches_without_a_key(
+    layout: Layout, started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
+    options = ParameterServerStrategy().options
+    places = [choose_place(options, layout, 0, supervised=started == "by fit") for _ in range(2)]
+    for place in places:
+        assert place.coordinator.startswith("ipc://") or place.key_file is not None
+        own = Path(place.directory or str(place.key_file)).parent if place.directory is None else Path(place.directory)
+        assert stat.S_IMODE(own.stat().st_mode) == 0o700
+        if place.key_file is not None:
+            assert stat.S_IMODE(Path(place.key_file).stat().st_mode) == 0o600
+    if started != "by fit":
+        assert places[0] == places[1], "all ranks of a machine meet at one place"
+    open_to_all = choose_place(ParameterServerStrategy(security="none").options, TWO_NODES, 0)
+    assert open_to_all.key_file is None
+    assert open_to_all.insecure
+
+
+def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
+    path = shared_directory("here")
+    let_go(path)
+    assert not path.exists(), "the last one has removed it"
+    for make in (lambda: path.mkdir(0o755), lambda: path.symlink_to(tmp_path)):
+        make()
+        with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+            shared_directory("here")
+        path.unlink() if path.is_symlink() else path.rmdir()
+    path.mkdir(0o700)
+    other = os.getuid() + 1
+    monkeypatch.setattr("os.getuid", lambda: other)
+    with pytest.raises(ConfigurationError, match="is not a directory that this user alone can enter"):
+        hold(path)
+
+
+def test_a_directory_stays_while_a_process_uses_it_that_is_not_visible_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with the same temporary directory: what tells is the lock."""
+    monkeypatch.setattr("tempfile.tempdir", tempfile.mkdtemp(dir="/tmp"))
+    used, unused = (temporary_place() / f"{PREFIX}99999999-{name}" for name in ("used", "unused"))
+    for path in (used, unused):
+        path.mkdir(0o700)
+        (path / "lock").touch()
+    with open(used / "lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        run = make_run_directory()
+        assert used.exists()
+        assert not unused.exists()
+    let_go(run)
+
+
+def everything() -> list[list[bytes]]:
+    """All that anybody says, in the name of a worker, a server and a supervision, with numbers that are guessed."""
+    victim = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "died", "replaced": False}
+    said: dict[str, dict[str, Any]] = {
+        "end": {"message": "said a stranger", "clean": True}, "stop": {"members": [["worker", 0]]}, "status": {},
+        "died": victim, "put": {"name": "specification"}, "get": {"name": "specification"}, "leave": {}, "over": {},
+        "notice": {"name": "stop", "value": 15}, "collect": {"sequence": 0, "operation": "x", "seal": True},
+        "beat": {"here": 0, "seen": 0, "notices": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
+        "take": {"epoch": 0, "processed": 0, "ordinal": 1}, "probe": {"ids": [1, 2]},
+    }  # fmt: skip
+    names = [[role, number, life, process] for role in ("worker", "server", "supervision") for number in (0, 1, 7)
+             for life in (0, 1) for process in (0, 1, 2**62 - 1)]  # fmt: skip
+    return [
+        [TAG + kind.encode(), json.dumps({"session": 0, "from": name, "request": 1, "floor": 0, **fields}).encode()]
+        for kind, fields in said.items() for name in names
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_the_key", [False, True])
+def test_a_stranger_changes_nothing_with_the_key_or_without(has_the_key: bool) -> None:
+    keys = KeyPair.create()
+    watch = Supervision(Address("", "supervision", 0), keys)
+    settings = CoordinatorSettings("tcp://127.0.0.1:*", 1, 1, 5.0, supervisor=watch.process)
+    with CoordinatorService(settings, keys) as service:
+        thread = threading.Thread(target=service.run, daemon=True)
+        thread.start()
+        membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 5.0), keys=keys)
+        membership.wait_registered()
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        own = keys if has_the_key else KeyPair.create()
+        stranger = context.socket(zmq.DEALER)
+        stranger.curve_serverkey = keys.public.encode()  # Which is no secret.
+        stranger.curve_publickey, stranger.curve_secretkey = own.public.encode(), own.secret.encode()
+        stranger.connect(service.endpoint)
+        for message in everything():
+            stranger.send_multipart(message)
+        answers = set()
+        while stranger.poll(300):
+            answers.add(parse(stranger.recv_multipart())[1].kind)
+        assert answers <= ({"ended", "unknown", "UNKNOWN"} if has_the_key else set()), "nobody is told anything"
+        role = service._loop._role
+        assert isinstance(role, Coordinator)
+        assert thread.is_alive()
+        assert role._roster.at("worker", 0) is not None
+        assert role._ended is None
+        assert not role._values._values
+        assert not role._notices
+        stranger.close(0)
+        context.term()
+        membership.close()
+        assert role._ended is not None, "the worker itself may leave"
+        watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
+        watch._send("stop", {"members": [["worker", 0], ["server", 0]]})
+        thread.join(5)
+        assert not thread.is_alive(), "the supervision itself may stop it"
+
+
+def test_a_member_does_what_its_role_does() -> None:
+    """A server ends no run, and a worker stops no coordinator."""
+    role = Coordinator(CoordinatorSettings("ipc://", 1, 1))
+    role.start(0.0)
+    about = {"session": 0, "process": 1, "host": "", "endpoint": "", "public_key": ""}
+    for name, allowed in (("server", {"get"}), ("worker", {"put", "get", "end"})):
+        peer = Peer(name, 0, 0, 5)
+        role.on_message(0.0, peer, Message("hello", about, request=1))
+        for number, kind in enumerate(("put", "get", "end", "stop", "died", "status"), 2):
+            fields = {
+                "session": 0,
+                "floor": 0,
+                "message": "over",
+                "name": "x",
+                "how": "",
+                "process": 1,
+                "role": "worker",
+                "id": 0,
+            }
+            try:
+                role.on_message(0.0, peer, Message(kind, fields, request=number))
+            except ControlError:
+                assert kind not in allowed
+            else:
+                assert kind in allowed

@@ -18,6 +18,7 @@ from ranks import run_apart
 from training import SGD, Replica, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver import snapshot_files
 from cnnstrategies.paramserver.shard import Shard
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.snapshot_files import _Summed, read
@@ -286,7 +287,10 @@ def test_a_crash_at_any_write_leaves_a_whole_snapshot(tmp_path: Path, monkeypatc
     raise AssertionError("it went on and on")
 
 
-def test_snapshots_are_for_their_owner_and_two_runs_cannot_meet(tmp_path: Path) -> None:
+def test_snapshots_are_for_their_owner_and_two_runs_cannot_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_files, "DYING_SECONDS", 0.1)
     snapshots, store = some_snapshots(tmp_path)
     path = written(snapshots, store, 0)
     modes = [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent, path.parent.parent)]

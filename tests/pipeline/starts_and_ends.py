@@ -55,8 +55,10 @@ def run_engine(replicas: tuple[int, ...]) -> None:
     dist.init_process_group("gloo")
     with Pipeline(make_network(), ["0", "2"][: len(replicas) - 1], replicas, 4) as pipeline:
         images, targets = torch.randn(8, 1, 8, 8), torch.randint(5, (8,))
+        optimizer = torch.optim.SGD(pipeline.module.parameters(), lr=0.1)  # Its first step imports much of torch.
         for _ in range(2):
             pipeline.step(images, targets, F.cross_entropy)
+            optimizer.step()
         pipeline.merge()
     kept.append(pipeline)
     dist.destroy_process_group()
@@ -151,7 +153,8 @@ def warm_up(with_strategy: bool) -> None:
         import lightning.pytorch  # noqa: F401
 
         import cnnstrategies.strategies  # noqa: F401
-    import sympy  # noqa: F401  # By torch's tracing.
+    import sympy  # noqa: F401  # By tracing.
+    import torch._dynamo  # noqa: F401  # By an optimizer.
 
     divide_by_names(make_network(), ["0"])
     gc.collect()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cnnstrategies.pipeline import gradients as gradients_module
 from cnnstrategies.pipeline.engine import Pipeline
@@ -140,3 +141,89 @@ def test_accumulated_steps_are_reduced_once_in_buckets_that_are_made_once() -> N
         assert events.count("gradients") == 2, "once for each of the two optimizer steps"
         assert made == 0
         assert left == 0, "parameters outlive their pipeline without its hooks"
+
+
+class Turned(nn.Module):
+    """Returns what lies in another order than that of its dimensions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(2, 3)
+
+
+def alive_at_once() -> int:
+    """Most tensors of the cut's shape that a first stage under gpipe holds beside those that are on the wire."""
+    network = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), Turned(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(144, 5)
+    )
+    pipeline = Pipeline(network, ["1"], (1, 1), MICROBATCHES, schedule="gpipe")
+    most = 0
+
+    def look(_: Any) -> None:
+        nonlocal most
+        own = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.shape == (2, 4, 8, 8)]
+        most = max(most, sum(not one.is_contiguous() for one in own))
+
+    pipeline.executor.watchers.append(look)
+    pipeline.step(*make_batch(), F.cross_entropy)
+    return most
+
+
+def test_what_a_stage_has_sent_is_not_held_for_its_backward() -> None:
+    first, _ = run_ranks(2, alive_at_once)
+    assert first < MICROBATCHES
+
+
+class Order(nn.Identity):
+    """Looks at the order in memory of what passes, forward and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards: list[bool] = []
+        self.backwards: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards.append(is_channels_last(x))
+        x.register_hook(lambda gradient: self.backwards.append(is_channels_last(gradient)))
+        return x * 2
+
+
+def is_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of activations into another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        self.count += func is torch.ops.aten.clone.default and result.ndim == 4
+        return result
+
+
+def channels_last(last: bool) -> tuple[list[bool], list[bool], int, list[Tensor | None]]:
+    """Whether what enters the second stage, and what comes back from it, lies so; copies made; the gradients."""
+    torch.manual_seed(0)
+    before, after = Order(), Order()
+    layers = [nn.Conv2d(1, 4, 3, padding=1), before, after, nn.Flatten(), nn.Linear(256, 5)]
+    network = nn.Sequential(*layers).double()
+    format_ = torch.channels_last if last else torch.contiguous_format
+    pipeline = Pipeline(network.to(memory_format=format_), ["1"], (1, 1), MICROBATCHES)
+    images, targets = make_batch()
+    batch = pipeline.share(images.double().to(memory_format=format_), targets)
+    with Copies() as copies:
+        found, _ = pipeline.train(batch, F.cross_entropy)
+    return after.forwards, before.backwards, copies.count, found
+
+
+def test_channels_last_is_kept_over_a_cut() -> None:
+    (_, backwards, copies, gradients), (forwards, _, _, _) = run_ranks(2, channels_last, True)
+    assert forwards == backwards == [True] * MICROBATCHES
+    assert copies == 0, "it is sent as it lies"
+    (_, backwards, _, expected), (forwards, _, _, _) = run_ranks(2, channels_last, False)
+    assert forwards == backwards == [False] * MICROBATCHES
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)

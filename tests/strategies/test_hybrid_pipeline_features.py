@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, Learn
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAUROC
@@ -246,12 +247,33 @@ def test_bf16_trains_as_one_process() -> None:
         assert (piped[name] - value).norm() <= 0.02 * value.norm() + 1e-3, name
 
 
+class NoReading(TorchDispatchMode):
+    """Refuses to read a number from a device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
 class Overflow(Callback):
     """In the third step one gradient of one stage becomes infinite; notes the loss scale and what each step changed."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.notes: list[tuple[float, bool]] = []
         self.before = [p.detach().clone() for p in pl_module.parameters()]
+        assert trainer.strategy.pipeline is not None
+        share, train = trainer.strategy._share_overflow, trainer.strategy.pipeline.train
+
+        def without_reading(gradients: Any) -> None:
+            with NoReading():
+                share(gradients)
+
+        def trained_without_reading(*args: Any, **options: Any) -> Any:
+            assert isinstance(args[2], Tensor), "the scale stays on the device"
+            return train(*args, **options)
+
+        trainer.strategy._share_overflow = without_reading
+        trainer.strategy.pipeline.train = trained_without_reading
         if trainer.global_rank == 1:
             hurt = next(pl_module.parameters())
             hurt.register_hook(lambda g: g * float("inf") if trainer.global_step == 2 else g)

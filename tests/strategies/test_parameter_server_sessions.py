@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 from chain_program import Chain
@@ -47,10 +48,13 @@ def test_ranks_that_a_launcher_starts_find_its_session_first_and_later_ones_besi
 
 def test_ranks_that_something_else_starts_number_their_sessions(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    rank = Sessions()
+    rank, other = Sessions(), Sessions()
     places = [rank.open(options(), layout, True) for _ in range(3)]
     assert [place.session for place in places] == [0, 1, 2]
-    assert {place.coordinator for place in places} == {"tcp://127.0.0.1:29400"}
+    assert len({place.coordinator for place in places}) == 3
+    assert [other.open(options(), layout, True) for _ in range(3)] == places, "they meet"
+    spread = rank.open(options(security="none"), lambda: replace(LAYOUT, nodes=2), True)
+    assert (spread.coordinator, spread.session) == ("tcp://127.0.0.1:29400", 3)
 
 
 def test_a_session_after_a_death_is_refused(monkeypatch):

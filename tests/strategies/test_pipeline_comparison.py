@@ -68,6 +68,13 @@ def test_a_gradient_that_the_stages_do_not_give_is_refused_by_its_name(monkeypat
         compare(blueprint, torch.randn(2, 1, 6, 6))
 
 
+def test_a_network_that_runs_on_another_device_alone_is_not_refused() -> None:
+    blueprint = divide_by_names(Odd(), ["conv"])
+    blueprint.network.register_forward_pre_hook(lambda *_: torch.ones(1, device="cuda"))
+    with pytest.warns(UserWarning, match=r"Odd was not compared with its stages: in training it fails on 2 samples"):
+        compare(blueprint, torch.randn(2, 1, 6, 6))
+
+
 @pytest.mark.usefixtures("_seed")
 def test_the_network_and_the_random_numbers_stay_as_they_were() -> None:
     network = Odd()

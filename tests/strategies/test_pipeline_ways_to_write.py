@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -68,6 +69,7 @@ class Data(Dataset[Any]):
 class Module(LightningModule):
     kind = "labels"
     cut = "0"
+    epochs = 1
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
@@ -348,9 +350,41 @@ class Sizes(DictOutputs):
         return DataLoader([(whole[0][..., :size], whole[1][..., :size]) for size in (8, 6, 4)], batch_size=None)
 
 
+class Unfreezing(BaseFinetuning):
+    """As in Lightning's documentation: more of the network is trained, in a group of its own, from an epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.cnn[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.cnn[0], optimizer, initial_denom_lr=2)
+
+
+class Finetuned(Module):
+    """The optimizer begins with a part of the parameters, of both stages later."""
+
+    cut = "0.1"
+    epochs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = classifier()
+
+    def configure_callbacks(self) -> Any:
+        return [Unfreezing()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.cnn(batch[0]), batch[1])
+
+    def on_train_end(self) -> None:
+        groups = self.trainer.optimizers[0].param_groups
+        self.named = [group["lr"] for group in groups], self.trainer.callbacks[0].state_dict()
+
+
 WAYS = (
     *(Classifier, Boring, Transfer, Segmentation, DictOutputs, MultiTask),
-    *(Transformer, AutoEncoder, Siamese, DictBatch, Sizes),
+    *(Transformer, AutoEncoder, Siamese, DictBatch, Sizes, Finetuned),
 )
 
 
@@ -494,8 +528,8 @@ def fit(
     torch.manual_seed(0)
     model = kind().double()
     trainer = Trainer(
-        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, logger=False, precision="64-true",
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=devices, strategy=strategy, max_epochs=kind.epochs, precision="64-true",
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False,
     )  # fmt: skip
     data = Data(kind.kind)
@@ -516,6 +550,7 @@ def both_ways(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, s
         other, divided, also_logged = fit(kind, strategy, sum(replicas), replicas[0])
         assert list(weights) == list(divided)
         counted = [model.counted() if hasattr(model, "counted") else {} for model in (one, other)]
+        assert getattr(one, "named", None) == getattr(other, "named", None)
         try:
             torch.testing.assert_close(divided, weights, rtol=1e-12, atol=1e-14)
             torch.testing.assert_close(also_logged, logged, rtol=1e-12, atol=1e-14)
@@ -532,3 +567,38 @@ def test_ten_modules_train_as_on_one_device() -> None:
 def test_so_do_replicas_of_the_first_stage_and_of_the_last() -> None:
     assert run_ranks(3, both_ways, (DictBatch, Siamese), [2, 1], 4)[0] == {}
     assert run_ranks(3, both_ways, (Classifier, MultiTask), [1, 2], 4)[0] == {}
+
+
+class Predicting(Siamese):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        (a, b), y = batch
+        return {"together": self.siamese(a, b), "label": y}
+
+
+class Naming(DictBatch):
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"names": batch["name"], "logits": self.cnn(batch["image"])}
+
+
+def predictions() -> list[tuple[Any, Any]]:
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    pairs = []
+    for kind in (Predicting, Naming):
+        found = []
+        strategy = HybridPipelineStrategy(cuts=[kind.cut], microbatches=3)
+        for devices, how in ((1, "auto"), (2, strategy)):
+            torch.manual_seed(0)
+            trainer = Trainer(
+                accelerator="cpu", devices=devices, strategy=how, precision="64-true", logger=False,
+                enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False,
+            )  # fmt: skip
+            found.append(trainer.predict(kind().double(), DataLoader(Data(kind.kind), 6)))
+        pairs.append((found[0], found[1]))
+    return pairs
+
+
+def test_predictions_stand_beside_what_the_batch_says_of_them() -> None:
+    (together, also_together), (named, also_named) = run_ranks(2, predictions)[0]
+    torch.testing.assert_close(also_together, together)
+    assert [batch["names"] for batch in also_named] == [batch["names"] for batch in named]
+    torch.testing.assert_close([batch["logits"] for batch in also_named], [batch["logits"] for batch in named])

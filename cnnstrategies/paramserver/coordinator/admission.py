@@ -7,7 +7,8 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
 from cnnstrategies.paramserver.core.node import Message, Peer
 
-PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view; it may be allocating
+CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
+PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
 
 
 class Admission:
@@ -79,6 +80,7 @@ class Admission:
             now,
             message.string("endpoint"),
             message.string("public_key"),
+            came=now,
         )
         known = self._roster.at(peer.role, peer.id)
         if known is not None:
@@ -115,7 +117,9 @@ class Admission:
                 self._miss(now, member, f"was silent for {timeout:g} s")
         view, blind = overdue
         for member in self._roster.members:
-            if str(member.peer) in blind:
+            # One that has not seen any yet is being set up: it imports, and loads a snapshot.
+            set_up = member.acknowledged > 0 or now - member.came > self._settings.appear
+            if str(member.peer) in blind and set_up:
                 self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
             self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
@@ -161,9 +165,11 @@ class Admission:
         self._roster.remove(member)
         self._forget(now, member)
         # The supervision asks for the silent, ends them, and says whether another takes their place.
-        self._lose(now, member, how, replaced=self._settings.supervised)
+        # That takes it a moment, unless it is gone itself.
+        confirmed = min(self._settings.timeout, CONFIRM_SECONDS)
+        self._lose(now, member, how, replaced=self._settings.supervised, seconds=confirmed)
 
-    def _lose(self, now: float, member: Member, how: str, replaced: bool) -> None:
+    def _lose(self, now: float, member: Member, how: str, replaced: bool, seconds: float | None = None) -> None:
         """Decide whether the run goes on without a member that was removed.
 
         Args:
@@ -171,11 +177,12 @@ class Admission:
             member: Which one.
             how: It was lost.
             replaced: Whether another takes its place.
+            seconds: In which that one must have come, or been announced.
         """
         role, identity = member.peer.role, member.peer.id
         trouble = self._of_server(now, member, how) if role == SERVER else self._of_worker(member, how)
         if trouble is not None and replaced:
-            seconds = self._settings.appear
+            seconds = self._settings.appear if seconds is None else seconds
             text = f"{member} {how}, and nobody took its place within {seconds:g} s"
             self._watchdog.promise(role, identity, now + seconds, text)
         elif trouble is not None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
-from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog
@@ -27,6 +27,11 @@ from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, 
 
 TICK = "tick"
 NOTICES = 64  # names
+# What each role sends once it has registered.
+REQUESTS = {
+    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "notice", "end"}),
+    SERVER: frozenset({"leave", "get"}),
+}
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 
 
@@ -57,6 +62,7 @@ class Coordinator:
         self._ended: Message | None = None
         self._stopping: float | None = None
         self._notices: dict[str, int] = {}
+        self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
             "collect": self._collect,
@@ -149,10 +155,16 @@ class Coordinator:
             self._probe(sender, member, message)
         elif sender.role == "supervision":
             handler = self._of_supervision.get(message.kind)
+            # The one that has started this process is known; that of another node is who comes first.
+            known = self._supervisions.setdefault(sender.id, sender.process) if sender.id < self._settings.nodes else -1
+            if known != sender.process:
+                raise ControlError(f"{message.kind} of another supervision")
             if handler is None:
                 raise ControlError(f"a supervision does not say {message.kind!r}")
             handler(now, sender, message)
         elif message.kind == "over":
+            if member is None and self._roster.at(sender.role, sender.id) is not None:
+                raise ControlError("it is over for another one")
             self._roster.account_for(sender.role, sender.id)
             if member is not None:
                 self._roster.remove(member, left=True)
@@ -165,6 +177,8 @@ class Coordinator:
         self._after_change(now)
 
     def _request(self, now: float, member: Member, message: Message) -> None:
+        if message.kind not in REQUESTS[member.peer.role]:
+            raise ControlError(f"a {member.peer.role} does not say {message.kind!r}")
         if self._ended is not None and message.kind != "leave":
             self._send(member.peer, self._ended)
             return

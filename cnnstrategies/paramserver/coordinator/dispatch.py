@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+MOST_CHUNKS = 1 << 21  # of an epoch
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -54,7 +56,7 @@ class Dispatcher:
             samples: How many there are.
             chunk: Samples of a chunk.
         """
-        if number in self._epochs or chunk < 1:
+        if number in self._epochs or chunk < 1 or samples > chunk * MOST_CHUNKS:
             return
         left: list[Chunk] = []
         for old in [other for other in self._epochs if other < number]:

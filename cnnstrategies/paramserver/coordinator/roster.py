@@ -22,6 +22,7 @@ class Member:
         endpoint: Where a server listens.
         public_key: Its CURVE key; empty without encryption.
         acknowledged: Number of the newest view that it has said to have seen.
+        came: When it has registered.
         since: For a server, the number of the first view with it.
     """
 
@@ -32,6 +33,7 @@ class Member:
     endpoint: str = ""
     public_key: str = ""
     acknowledged: int = -1
+    came: float = 0.0
     since: int = 0
 
     def __str__(self) -> str:

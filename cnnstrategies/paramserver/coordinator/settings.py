@@ -1,6 +1,8 @@
 """What a coordinator and its members are started with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+SECRET_BITS = 62  # of the number by which the coordinator knows a process: nobody else can guess it
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,8 @@ class CoordinatorSettings:
         essential: Workers whose loss for ever ends the run: the one that writes checkpoints and logs.
         supervised: Whether a supervision may replace processes that were silent, and says if it does.
         session: Which of the sessions that follow one another at this endpoint; messages of others are not heard.
+        nodes: How many there are: each has a supervision.
+        supervisor: Number of the supervision that starts the coordinator, node 0's; 0 if none does.
     """
 
     endpoint: str
@@ -28,6 +32,8 @@ class CoordinatorSettings:
     essential: tuple[int, ...] = (0,)
     supervised: bool = False
     session: int = 0
+    nodes: int = 1
+    supervisor: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The process of a coordinator: its socket, and who may connect."""
 
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -7,7 +8,7 @@ from typing import Self
 
 import zmq
 
-from cnnstrategies.paramserver.control import LARGEST_MESSAGE, encode, parse
+from cnnstrategies.paramserver.control import LARGEST_MESSAGE, encode, parse, receive
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
@@ -65,6 +66,8 @@ class CoordinatorService:
         deadline = time.monotonic() + (BIND_SECONDS if settings.session else 0)
         while True:
             try:
+                if _is_listened_at(settings.endpoint):
+                    raise zmq.ZMQError(zmq.EADDRINUSE)  # Two runs that meet at one place; libzmq would take it over.
                 self._socket.bind(settings.endpoint)
                 return
             except zmq.ZMQError as error:
@@ -89,7 +92,7 @@ class CoordinatorService:
             if self._socket in ready:
                 for _ in range(AT_ONCE):
                     try:
-                        self.handle(self._socket.recv_multipart(zmq.NOBLOCK))
+                        self.handle(receive(self._socket))
                     except zmq.Again:
                         break
             self._loop.fire()
@@ -129,3 +132,15 @@ class CoordinatorService:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_listened_at(endpoint: str) -> bool:
+    """Whether a process listens at an ipc endpoint; that of one that was killed is only a file."""
+    if not endpoint.startswith("ipc://"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(endpoint.removeprefix("ipc://"))
+        except OSError:
+            return False
+        return True

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -64,12 +66,22 @@ def compare(blueprint: Blueprint, images: Images) -> None:
     arguments = images if isinstance(images, tuple) else (images,)
     name = type(network).__name__
     for training in (True, False):
-        runs = []
-        for run in (lambda: network(*arguments), lambda: _in_stages(blueprint, images)):
-            with preserved(network), _mode(network, training):
-                runs.append(_results(network, run, training))
-        (expected, whole), (actual, divided) = runs
         when = "in training" if training else "in evaluation"
+        try:
+            with preserved(network), _mode(network, training):
+                expected, whole = _results(network, lambda: network(*arguments), training)
+        except Exception as error:
+            # It may run where it will train, and not here.
+            rank_zero_warn(
+                f"{name} was not compared with its stages: {when} it fails on {len(arguments[0])} samples of shape "
+                f"{tuple(arguments[0].shape[1:])} on {arguments[0].device}: {error!r}"
+            )
+            continue
+        try:
+            with preserved(network), _mode(network, training):
+                actual, divided = _results(network, partial(_in_stages, blueprint, images), training)
+        except Exception as error:
+            _refuse(name, f"{when} fails: {error!r}")
         if len(expected) != len(actual):
             _refuse(name, f"{when} returns {len(actual)} values in place of {len(expected)}")
         for index, (one, other) in enumerate(zip(expected, actual, strict=True)):
@@ -85,7 +97,7 @@ def _mode(network: nn.Module, training: bool) -> AbstractContextManager[None]:
     return nullcontext() if training and network.training else mode(network, training)
 
 
-def _refuse(name: str, what: str) -> None:
+def _refuse(name: str, what: str) -> NoReturn:
     raise ConfigurationError(
         f"{name}, cut into stages, {what}: its forward depends on something that a trace fixes, such as an attribute "
         "that hooks change, values taken out of tensors (.item(), .data, numpy) or a function of another library; "

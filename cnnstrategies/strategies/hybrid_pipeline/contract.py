@@ -1,11 +1,7 @@
 """What a pipeline asks of a LightningModule; checked before any process starts."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -69,21 +65,6 @@ def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
             "the network's graph itself and runs the stages as they are; leave out torch.compile (compile_backend in "
             "ImageClassifier), or use strategy ddp"
         )
-
-
-def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks that give the optimizers parameters of stages which this rank does not have.
-
-    Raises:
-        ConfigurationError: There is one.
-    """
-    for callback in callbacks:
-        if isinstance(callback, BaseFinetuning):
-            raise ConfigurationError(
-                f"{type(callback).__name__} adds parameters to the optimizer during training, by their values, which "
-                "a stage has of its own ones alone: with strategy hybrid_pipeline give the optimizer all parameters "
-                "at the beginning, freeze some with requires_grad_(False), and unfreeze them in on_train_epoch_start"
-            )
 
 
 def check_optimizers(optimizers: list[Optimizer]) -> None:

@@ -1,6 +1,7 @@
 """A LightningModule whose network is divided into stages, and what belongs to the whole: state, averages, metrics."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -43,6 +44,7 @@ class DividedModule:
         self.pipeline = pipeline
         self.network = network
         self.names = list(network.state_dict())
+        self.callbacks = list(callbacks)
         self._groups: dict[Optimizer, Groups] = {}
         own = set(pipeline.blueprint.state[pipeline.place.stage])
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
@@ -53,7 +55,7 @@ class DividedModule:
         self._guard = network.register_forward_pre_hook(_refuse_call)
         # Each with its stage and its whole network.
         self._divided: list[tuple[LightningModule, nn.Module, nn.Module]] = [(module, pipeline.module, network)]
-        self._divide_averages(callbacks)
+        self._divide_averages()
         self._metrics: list[tuple[Metric, Any]] = []
         for child in module.modules():
             if isinstance(child, Metric):
@@ -70,9 +72,9 @@ class DividedModule:
         """One more of what has the submodule's place, for outputs of its own."""
         return NetworkStandIn(self.pipeline.module, self.path, self.network)
 
-    def _divide_averages(self, callbacks: Iterable[Any]) -> None:
+    def _divide_averages(self) -> None:
         blueprint, stage = self.pipeline.blueprint, self.pipeline.place.stage
-        for callback in callbacks:
+        for callback in self.callbacks:
             if isinstance(callback, StochasticWeightAveraging):
                 raise ConfigurationError(
                     "StochasticWeightAveraging averages whole networks: with strategy hybrid_pipeline use "
@@ -94,14 +96,41 @@ class DividedModule:
         parameters = self.pipeline.module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in parameters if name in names}
 
-    def divide_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Leave each optimizer this stage's parameters alone."""
+    def divide_optimizers(self, optimizers: Sequence[Optimizer], move: bool = True) -> None:
+        """Leave each optimizer this stage's parameters alone.
+
+        Args:
+            optimizers: They have those of all stages.
+            move: Bring their state to the parameters' device.
+        """
         names = {parameter: name for name, parameter in self.network.named_parameters()}
         self._groups = {optimizer: group_names(optimizer, names) for optimizer in optimizers}
         for optimizer, groups in self._groups.items():
             hold(optimizer, self.own, groups)
-            if optimizer.state:
+            if move and optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, module and optimizers have the parameters of all stages, with their values, on the CPU; a collective.
+
+        What is frozen, unfrozen or added to the optimizers stays so; changed values are forgotten.
+        """
+        parameters = dict(self.network.named_parameters())
+        kept = {name: parameter.data for name, parameter in parameters.items()}
+        merged = self.pipeline.merge()
+        for name, parameter in parameters.items():
+            parameter.data = merged[name]
+        for optimizer, groups in self._groups.items():
+            hold(optimizer, parameters, groups)
+        put_network(self.module, self.path, self.network)
+        try:
+            yield
+        finally:
+            put_network(self.module, self.path, self.stand_in)
+            for name, parameter in parameters.items():
+                parameter.data = kept[name]
+            self.divide_optimizers(list(self._groups), move=False)
 
     def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Replace this stage's part of a state dict of the module by that of all stages on rank 0; a collective."""

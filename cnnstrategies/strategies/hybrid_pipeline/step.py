@@ -25,7 +25,7 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: float, *parameters: nn.Parameter
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], scale: float | Tensor, *parameters: nn.Parameter
     ) -> Tensor:
         """Return the loss.
 
@@ -51,7 +51,7 @@ class HandOver(torch.autograd.Function):
 
 
 def hand_over(
-    loss: Tensor, gradients: Sequence[Tensor | None], scale: float, parameters: Sequence[nn.Parameter]
+    loss: Tensor, gradients: Sequence[Tensor | None], scale: float | Tensor, parameters: Sequence[nn.Parameter]
 ) -> Tensor:
     """The loss that Lightning goes backward from: see :class:`HandOver`; a stage that is frozen has nothing to get."""
     if not parameters:

@@ -33,7 +33,6 @@ from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, flatten, seen, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
-    check_callbacks,
     check_loss,
     check_module,
     check_optimizers,
@@ -46,6 +45,7 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.example import example_images
+from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
@@ -149,6 +149,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._in_parts = False
         self._loss_checked = False
         self._accumulates = False
+        self._overflow = torch.zeros(())
 
     # Before the processes start
 
@@ -246,6 +247,7 @@ class HybridPipelineStrategy(DDPStrategy):
         assert self.lightning_module is not None
         self._check()
         self._failed = self._loss_checked = False
+        self._overflow = torch.zeros((), device=self.root_device)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         path = check_module(self.lightning_module, self.network_path)
@@ -256,12 +258,12 @@ class HybridPipelineStrategy(DDPStrategy):
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
-            check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
             summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         self._divide(trainer, path)
         self.model_to_device()
         if fitting:
             self._divided_module.divide_optimizers(self.optimizers)
+            show_whole_network(trainer.callbacks, self._divided_module)  # type: ignore[attr-defined]
             self._loss = loss_for(self._divided_module, self.root_device)
         self.setup_precision_plugin()
         plugin: Any = self.precision_plugin
@@ -343,7 +345,8 @@ class HybridPipelineStrategy(DDPStrategy):
         if not self._loss_checked:
             warn_of_small_microbatches(self._divided_module.network, batch.split)
         scaler = getattr(self.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        # Left on the device: reading a number there would wait for all that was computed.
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
         with self.precision_plugin.train_step_context():
             assert self._loss is not None
             if isinstance(self._loss, StepLoss):
@@ -413,10 +416,21 @@ class HybridPipelineStrategy(DDPStrategy):
         check_loss(loss.detach(), self._pipeline.mean_loss(), isinstance(self._loss, MeanLoss))
 
     def _share_overflow(self, gradients: list[Tensor | None]) -> None:
-        """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale."""
-        finite = all(bool(torch.isfinite(g).all()) for g in gradients if g is not None)
-        if not self.reduce_boolean_decision(finite) and finite:
-            next(g for g in gradients if g is not None).fill_(float("inf"))
+        """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale.
+
+        Once for each step of the optimizer: what an earlier one of its batches has brought is kept until then.
+        """
+        own = [gradient for gradient in gradients if gradient is not None]
+        if own:
+            finite = torch.isfinite(torch.nn.utils.get_total_norm(own, float("inf")))
+            self._overflow = torch.maximum(self._overflow, 1.0 - finite.float())
+        if self._accumulates:
+            return
+        if self.world_size > 1:
+            dist.all_reduce(self._overflow, op=ReduceOp.MAX)
+        if own:
+            own[0].masked_fill_(self._overflow > 0, float("inf"))
+        self._overflow = torch.zeros_like(self._overflow)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
@@ -522,6 +536,7 @@ class HybridPipelineStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
         if self._divided is not None:
+            show_own_stage(self._divided.callbacks)
             self._divided.restore(merge=not self._failed)
             self._in_parts = self._failed
             if self._failed:

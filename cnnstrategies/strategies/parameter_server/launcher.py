@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +32,7 @@ from cnnstrategies._lightning_private import (
 )
 from cnnstrategies.paramserver.coordinator.roster import WORKER
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
@@ -54,6 +56,7 @@ def supervised(options: Options, layout: Layout, training: bool, method: StartMe
     finally:
         if place.directory is not None:
             shutil.rmtree(place.directory, ignore_errors=True)
+            let_go(Path(place.directory))
 
 
 @contextlib.contextmanager

@@ -103,9 +103,10 @@ class Options:
         Raises:
             ConfigurationError: It must, and there is no key file that every machine has.
         """
+        ipc = coordinator.startswith("ipc://")  # In a directory that only this user can enter.
         local = is_local(coordinator) and all(is_local(endpoint) for endpoint in self.endpoints)
-        wanted = self.security == "curve" or (self.security == "auto" and not local)
-        if wanted and self.key_file is None and not coordinator.startswith("ipc://"):
+        wanted = self.security == "curve" or (self.security == "auto" and not ipc)
+        if wanted and self.key_file is None and not local:
             raise ConfigurationError(
                 f"the coordinator listens at {coordinator}, and its connections are encrypted: make a key file with "
                 "`cnnstrategies-server --make-keys FILE`, copy it to every machine and set key_file; on a network of "

@@ -1,5 +1,6 @@
 """Where the processes of a run meet, and which of them a node starts."""
 
+import atexit
 import json
 import os
 import socket
@@ -10,8 +11,9 @@ from pathlib import Path
 from cnnstrategies.paramserver.coordinator.roster import SERVER
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator, files_of_server
+from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.processes import Handle
-from cnnstrategies.paramserver.security import KeyPair, is_local
+from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
     ServerProcess,
@@ -20,7 +22,7 @@ from cnnstrategies.paramserver.services import (
     load_keys,
     start,
 )
-from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched, make_run_directory
+from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.strategies.parameter_server.options import Options
 
 VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
@@ -34,7 +36,7 @@ class Place:
 
     Attributes:
         coordinator: The coordinator's endpoint.
-        directory: For sockets and keys, where all processes are on one machine.
+        directory: For sockets and keys, where all processes are on one machine; private to their user.
         key_file: The run's keys; None for no encryption.
         insecure: No encryption although other machines are reached.
         supervised: Whether the processes are watched and restarted.
@@ -85,16 +87,41 @@ def choose_place(
     Raises:
         ConfigurationError: The network needs keys, and there are none.
     """
-    if supervised and layout.nodes == 1 and options.coordinator is None:
-        directory = str(make_run_directory())
-        KeyPair.create().save(f"{directory}/keys")
-    if directory is not None and layout.nodes == 1 and options.coordinator is None:
+    if layout.nodes == 1 and options.coordinator is None:
+        if directory is None:
+            directory = str(make_run_directory() if supervised else machine_directory(layout))
         coordinator = f"ipc://{directory}/coordinator-{session}"
-        key_file = options.key_file or (f"{directory}/keys" if options.encrypted(coordinator) else None)
+        key_file = options.key_file or (keys_in(Path(directory)) if options.encrypted(coordinator) else None)
         return Place(coordinator, directory, key_file, supervised=supervised, session=session)
     coordinator = options.coordinator or f"tcp://{layout.main_address}:{layout.main_port}"
-    key_file = str(Path(str(options.key_file)).resolve()) if options.encrypted(coordinator) else None
+    key_file = key_file_of(options, coordinator)
     return Place(coordinator, None, key_file, options.security == "none", supervised, session)
+
+
+def machine_directory(layout: Layout) -> Path:
+    """Where the ranks of one machine meet that something else has started; the last to end removes it."""
+    # A job of the cluster may start several runs, which have the same port.
+    step = [os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")]
+    directory = shared_directory(f"{layout.main_address}:{layout.main_port} {step}")
+    atexit.register(let_go, directory)
+    return directory
+
+
+def key_file_of(options: Options, coordinator: str) -> str | None:
+    """The file with the keys of a run that meets at a TCP address; None for no encryption.
+
+    Where all listen at this machine's own addresses and no file is named, its private directory has one.
+
+    Raises:
+        ConfigurationError: Others are reached, and there is none.
+    """
+    if not options.encrypted(coordinator):
+        return None
+    if options.key_file is not None:
+        return str(Path(options.key_file).resolve())
+    directory = shared_directory(coordinator)
+    atexit.register(let_go, directory)
+    return keys_in(directory)
 
 
 def open_supervision(
@@ -132,8 +159,10 @@ def open_supervision(
             survivable=options.replication - 1,
             supervised=place.supervised and options.max_restarts > 0,
             session=place.session,
+            nodes=layout.nodes,
+            supervisor=supervision.process,
         )
-        service = CoordinatorProcess(settings, place.key_file, place.directory if place.supervised else None)
+        service = CoordinatorProcess(settings, place.key_file, place.directory)
         supervision.start(Watched(COORDINATOR, 0, partial(_start, service, method)))
     if servers and not options.endpoints:
         for index in range(options.servers):

@@ -65,11 +65,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         snapshot_directory: Where they are written.
         data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, gives batches to
             whoever asks, so faster workers take more and a dead worker's batches are given out again.
-        security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does where other machines are
-            reached, and needs ``key_file`` there.
+        security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does wherever TCP is used, and needs
+            ``key_file`` where other machines are reached.
         key_file: The run's keys, the same on every machine.
         heartbeat: Seconds between two signs of life of a process.
-        timeout: Seconds without one after which a process counts as dead.
+        timeout: Seconds without one, or without an answer, after which a process counts as dead.
         max_restarts: How often each process may be started again after it was killed, in the first trainer function
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.

@@ -1,0 +1,169 @@
+"""The ranks of a trial: they train on one batch over and over, as many steps as ``tune`` asks for.
+
+Run as ``python -m cnnstrategies.commands.trial fit --config ...`` by :mod:`cnnstrategies.planning.trial`, and by no
+one else.
+"""
+
+import itertools
+import json
+import os
+import resource
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
+
+from cnnstrategies.callbacks.compute_settings import ComputeSettings
+from cnnstrategies.commands.lightning_cli import CLI
+from cnnstrategies.commands.quiet import quieten
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.trial import TRIAL
+
+STEPS_OF_AN_EPOCH = 1000
+COMPARED_STEPS = (
+    3  # whose losses tell whether a candidate learns the same: of the third, two updates' gradients are part
+)
+DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+class OneBatch(Dataset[Any]):
+    """A batch that is there already, again and again.
+
+    Args:
+        batch: As the loader's collation has made it.
+        size: Samples in it.
+    """
+
+    def __init__(self, batch: Any, size: int) -> None:
+        self.batch = batch
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size * STEPS_OF_AN_EPOCH * int(os.environ.get("WORLD_SIZE", "1"))
+
+    def __getitems__(self, indices: Sequence[int]) -> Any:
+        return self.batch
+
+
+def as_it_is(batch: Any) -> Any:
+    """A collation that leaves nothing to do."""
+    return batch
+
+
+class TrialControl(Callback):
+    """Waits for orders before a step, and reports after those that were ordered."""
+
+    def __init__(self) -> None:
+        self._left = 0
+        self._made = 0
+        self._started = 0.0
+        self._losses: list[float] = []
+        self._resting: list[nn.Module] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        source: Any = trainer.datamodule or pl_module  # type: ignore[attr-defined]  # set by the data connector
+        loader = source.train_dataloader()
+        if not isinstance(loader, DataLoader):
+            raise ConfigurationError(
+                f"tune measures with a DataLoader, and train_dataloader gives {type(loader).__name__}"
+            )
+        batch, size = next(iter(loader)), int(loader.batch_size or 1)
+        source.train_dataloader = lambda: DataLoader(OneBatch(batch, size), size, collate_fn=as_it_is, drop_last=True)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.fit_loop.max_epochs = -1
+        trainer.strategy.lr_scheduler_configs = []
+        # Compilers draw other random numbers; what is compared must not depend on them.
+        self._resting = [one for one in pl_module.modules() if isinstance(one, DROPOUT)]
+        for one in self._resting:
+            one.eval()
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(os.environ[TRIAL])
+        self._answers = self._connection.makefile("r")
+        self._say({"rank": trainer.global_rank, "world": trainer.world_size})
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._left:
+            return
+        line = self._answers.readline()
+        order = json.loads(line) if line else {"end": True}
+        if "end" in order:
+            trainer.should_stop = True
+        self._left = order.get("steps", 1)
+        self._started = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._left -= 1
+        self._made += 1
+        if self._made <= COMPARED_STEPS:
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            self._losses.append(float(loss))
+        if self._made == COMPARED_STEPS:
+            for one in self._resting:
+                one.train()
+            # Fitting one batch for long ends in gradients so small that processors are slow with them.
+            for group in itertools.chain.from_iterable(one.param_groups for one in trainer.optimizers):
+                group["lr"] = 0.0
+        if self._left or trainer.should_stop:
+            return
+        if pl_module.device.type != "cpu":
+            torch.accelerator.synchronize()
+        seconds = time.perf_counter() - self._started
+        self._say({"seconds": seconds, "losses": self._losses, "memory": _memory(pl_module.device)})
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _memory(device: torch.device) -> int:
+    """Most bytes that this process has held: of the device, or of the machine where that is the device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class TrialCLI(CLI):
+    """``fit`` without anything that writes, evaluates or talks."""
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        trainer = self.config.fit.trainer
+        trainer.logger = trainer.enable_checkpointing = trainer.enable_progress_bar = False
+        trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+        trainer.max_steps, trainer.max_time, trainer.fast_dev_run, trainer.overfit_batches = -1, None, False, 0.0
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config = self.config_init.fit
+        given = config.trainer.callbacks
+        kept = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, ComputeSettings)]
+        config.trainer.callbacks = kept
+        trainer = super().instantiate_trainer(**kwargs)
+        trainer.callbacks[:] = [*kept, TrialControl()]  # type: ignore[attr-defined]  # set by the callback connector
+        return trainer
+
+
+def main() -> None:
+    """Run a trial's rank."""
+    quieten()
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    TrialCLI()
+
+
+if __name__ == "__main__":
+    main()

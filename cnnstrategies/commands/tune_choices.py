@@ -1,0 +1,60 @@
+"""What ``tune`` can try with a configuration."""
+
+import inspect
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.settings import Setting
+
+
+def choices(config: Any, model: type, device: torch.device, allow: Collection[str]) -> list[list[Setting]]:
+    """Groups of settings that exclude each other; what is configured already is not among them.
+
+    Args:
+        config: The parsed configuration.
+        model: The module's class: what it has arguments for is set there, the rest by a callback.
+        device: Of the kind that will train.
+        allow: What may be changed although it changes what is learned.
+    """
+    arguments = {name for name in inspect.signature(model).parameters if hasattr(config.model, "init_args")}
+    own = config.model.init_args if arguments else {}
+    groups = [list(_memory_format(own, arguments)), list(_compiler(own, arguments))]
+    if "precision" in allow:
+        groups.append(list(_precision(config.trainer, device)))
+    if device.type == "cuda" and not config.trainer.benchmark:
+        groups.append([Setting("cudnn.benchmark", {"trainer.benchmark": True}, Effect.ROUNDING)])
+    return [group for group in groups if group]
+
+
+def _memory_format(own: Any, arguments: Collection[str]) -> Iterator[Setting]:
+    if "channels_last" in arguments:
+        given = bool(own.get("channels_last"))
+        name = "contiguous" if given else "channels_last"
+        yield Setting(name, {"model.init_args.channels_last": not given}, Effect.ROUNDING)
+    else:
+        yield Setting("channels_last", _callback(channels_last=True), Effect.ROUNDING)
+
+
+def _compiler(own: Any, arguments: Collection[str]) -> Iterator[Setting]:
+    if "compile_backend" in arguments:
+        given = own.get("compile_backend")
+        value = None if given else "inductor"
+        yield Setting(value or "not compiled", {"model.init_args.compile_backend": value}, Effect.ROUNDING)
+    else:
+        yield Setting("inductor", _callback(compile_backend="inductor"), Effect.ROUNDING)
+
+
+def _precision(trainer: Any, device: torch.device) -> Iterator[Setting]:
+    if str(trainer.precision) not in ("32-true", "32", "None"):
+        return
+    if device.type != "cuda" or torch.cuda.is_bf16_supported():
+        yield Setting("bf16", {"trainer.precision": "bf16-mixed"}, Effect.LEARNING)
+    if device.type == "cuda":
+        yield Setting("TF32", _callback(float32_precision="high"), Effect.LEARNING)
+
+
+def _callback(**arguments: Any) -> dict[str, Any]:
+    return {f"ComputeSettings.{name}": value for name, value in arguments.items()}

@@ -1,0 +1,178 @@
+"""Candidates' runs side by side: started, compared with the default, and timed in turn until it is clear."""
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.race import Look, Race, Verdict
+from cnnstrategies.planning.settings import Setting
+from cnnstrategies.planning.settings_file import write_settings
+from cnnstrategies.planning.trial import Trial, TrialError
+
+COMPARED_STEPS = 3
+WARM_UP_STEPS = 3
+BLOCK_SECONDS = 0.5
+LARGEST_DIFFERENCE = 1e-3  # of a loss, relative, of what is said to change the rounding alone
+FRESH = Look(11, 0.05)
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of a candidate.
+
+    Attributes:
+        setting: The candidate.
+        verdict: What its rounds have shown; None if it did not come to that.
+        trouble: Why not.
+        start: Seconds of its first steps beyond those of as many later ones: compilation, above all.
+    """
+
+    setting: Setting
+    verdict: Verdict | None = None
+    trouble: str = ""
+    start: float = 0.0
+
+
+@dataclass
+class _Runner:
+    trial: Trial
+    losses: Sequence[float]
+    step: float
+    memory: int
+    start: float
+
+    @property
+    def steps(self) -> int:
+        return max(1, math.ceil(BLOCK_SECONDS / self.step))
+
+    def block(self) -> float:
+        """Seconds per step."""
+        return float(self.trial.steps(self.steps)["seconds"]) / self.steps
+
+
+@dataclass
+class Contest:
+    """Finds out which settings are faster than none.
+
+    Args:
+        words: The command line of ``fit``.
+        folder: For the trials' files.
+        ends: When to stop, by ``time.monotonic``.
+        together: Most candidates whose processes may be there at once, beside the default's.
+        deterministic: Whether two runs of the same give the same losses; else only the first loss is compared.
+        progress: Told what is being done.
+
+    Attributes:
+        rows: What became of each candidate so far.
+        speed: Seconds per step of the default, the median of its rounds.
+    """
+
+    words: Sequence[str]
+    folder: Path
+    ends: float
+    together: int
+    deterministic: bool = True
+    progress: Callable[[str], None] = lambda text: None
+    rows: dict[str, Row] = field(default_factory=dict)
+    default_times: list[float] = field(default_factory=list)
+
+    def run(self, settings: Sequence[Setting]) -> Setting | None:
+        """Try them.
+
+        Returns:
+            The fastest that is faster than the default, in fresh rounds too; None if there is none.
+
+        Raises:
+            TrialError: The default itself does not run.
+        """
+        waiting = list(settings)
+        with ExitStack() as stack:
+            default = self._start(Setting(DEFAULT, {}, Effect.NONE), stack)
+            while waiting and time.monotonic() < self.ends:
+                group, waiting = waiting[: self.together], waiting[self.together :]
+                with ExitStack() as own:
+                    self._race(default, group, own)
+            return self._confirmed(default, stack)
+
+    def _race(self, default: _Runner, group: Sequence[Setting], stack: ExitStack) -> None:
+        runners: dict[str, _Runner] = {}
+        for setting in group:
+            try:
+                runner = self._start(setting, stack)
+                self._compare(setting, default, runner)
+                runners[setting.name] = runner
+                self.rows[setting.name] = Row(setting, start=runner.start)
+            except TrialError as failure:
+                self.rows[setting.name] = Row(setting, trouble=str(failure))
+        race = Race(list(runners))
+        while runners and not race.over and time.monotonic() < self.ends:
+            self._round(race, default, runners)
+            for name, verdict in race.verdicts.items():
+                self.rows[name] = Row(self.rows[name].setting, verdict, start=self.rows[name].start)
+                if name not in race.running and name in runners:
+                    runners.pop(name).trial.close()
+
+    def _round(self, race: Race, default: _Runner, runners: dict[str, _Runner]) -> None:
+        order = [DEFAULT, *(name for name in race.running)]
+        random.shuffle(order)
+        seconds: dict[str, float] = {}
+        for name in order:
+            self.progress(f"round {len(self.default_times) + 1}: {name}")
+            try:
+                seconds[name] = (default if name == DEFAULT else runners[name]).block()
+            except TrialError as failure:
+                if name == DEFAULT:
+                    raise
+                self.rows[name] = Row(self.rows[name].setting, trouble=str(failure))
+                race.drop(name)
+                runners.pop(name)
+        base = seconds.pop(DEFAULT)
+        self.default_times.append(base)
+        race.add(base, seconds)
+
+    def _confirmed(self, default: _Runner, stack: ExitStack) -> Setting | None:
+        faster = [row for row in self.rows.values() if row.verdict is not None and row.verdict.outcome == "faster"]
+        if not faster:
+            return None
+        best = max(faster, key=lambda row: row.verdict.speed if row.verdict is not None else 0.0)
+        name = best.setting.name
+        try:
+            runners = {name: self._start(best.setting, stack)}
+            race = Race([name], looks=(FRESH,))
+            for _ in range(FRESH.rounds):
+                self._round(race, default, runners)
+        except TrialError as failure:
+            self.rows[name] = Row(best.setting, trouble=str(failure))
+            return None
+        self.rows[name] = Row(best.setting, race.verdicts.get(name), start=best.start)
+        return best.setting if race.verdicts[name].outcome == "faster" else None
+
+    def _start(self, setting: Setting, stack: ExitStack) -> _Runner:
+        self.progress(f"starting: {setting.name}")
+        number = len(list(self.folder.glob("*.log")))
+        overlay = self.folder / f"{number}.yaml"
+        write_settings(overlay, setting.values)
+        words = [*self.words, *(["--config", str(overlay)] if setting.values else [])]
+        trial = Trial(self.folder, str(number), words, max(30.0, self.ends - time.monotonic()))
+        stack.callback(trial.close)
+        trial.wait_until_ready()
+        first = trial.steps(COMPARED_STEPS)
+        warm = trial.steps(WARM_UP_STEPS)
+        again = trial.steps(WARM_UP_STEPS)
+        start = max(0.0, first["seconds"] + warm["seconds"] - 2 * again["seconds"])
+        return _Runner(trial, first["losses"], again["seconds"] / WARM_UP_STEPS, first["memory"], start)
+
+    def _compare(self, setting: Setting, default: _Runner, runner: _Runner) -> None:
+        if setting.effect is Effect.LEARNING:
+            return
+        count = COMPARED_STEPS if self.deterministic else 1
+        for ours, theirs in zip(runner.losses[:count], default.losses[:count], strict=True):
+            if not abs(ours - theirs) <= LARGEST_DIFFERENCE * max(abs(theirs), 1e-6):
+                runner.trial.close()
+                raise TrialError(f"changes the loss: {ours:.6g} for {theirs:.6g}")

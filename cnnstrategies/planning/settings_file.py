@@ -1,0 +1,45 @@
+"""Settings as a YAML file that goes behind a configuration."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CALLBACK = "cnnstrategies.callbacks.ComputeSettings"
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested ones.
+
+    Args:
+        values: Such as ``{"trainer.precision": "bf16-mixed"}``; keys under ``ComputeSettings`` become the arguments
+            of one such callback.
+    """
+    result: dict[str, Any] = {}
+    arguments = {path.partition(".")[2]: value for path, value in values.items() if path.startswith("ComputeSettings.")}
+    if arguments:
+        result["trainer"] = {"callbacks+": {"class_path": CALLBACK, "init_args": arguments}}
+    for path, value in values.items():
+        if path.startswith("ComputeSettings."):
+            continue
+        *parents, name = path.split(".")
+        place = result
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[name] = value
+    return result
+
+
+def write_settings(path: Path, values: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
+    """Write settings, whole or not at all.
+
+    Args:
+        path: The file.
+        values: By dotted keys.
+        comment: Lines for its head.
+    """
+    text = "".join(f"# {line}\n" for line in comment) + yaml.safe_dump(nested(values), sort_keys=False)
+    part = path.with_name(f"{path.name}.partial")
+    part.write_text(text)
+    part.replace(path)

@@ -1,0 +1,170 @@
+"""A run that waits to be told how many steps to make, in a process of its own with limits of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
+COMMAND = "cnnstrategies.commands.trial"
+# What the last lines of a run that has failed say, and what that means.
+CAUSES = (
+    (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
+    (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
+)
+
+
+class TrialError(Exception):
+    """A trial has ended or taken too long; the message says why in a few words."""
+
+
+class Trial:
+    """One candidate's run.
+
+    Args:
+        folder: Where its socket and its output go.
+        name: Of both files.
+        words: The command line of ``fit`` for it.
+        seconds: How long it may take to start, and then for any order.
+
+    Attributes:
+        output: The file with what it has printed.
+    """
+
+    def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float) -> None:
+        self.output = folder / f"{name}.log"
+        self._seconds = seconds
+        self._ranks: list[Any] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        path = folder / f"{name}.sock"
+        self._listener.bind(str(path))
+        self._listener.listen(64)
+        with self.output.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", COMMAND, *words],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, TRIAL: str(path)},
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Wait for all ranks.
+
+        Raises:
+            TrialError: They do not come.
+        """
+        self._await(lambda: bool(self._ranks) and len(self._ranks) == self._ranks[0].world, self._accept)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """Have all ranks make some steps.
+
+        Returns:
+            Rank 0's report, with ``seconds`` of the slowest rank and ``memory`` (bytes) of the fullest.
+
+        Raises:
+            TrialError: It has ended, or has not answered in time.
+        """
+        for rank in self._ranks:
+            rank.send({"steps": count})
+        reports: dict[int, dict[str, Any]] = {}
+        self._await(lambda: len(reports) == len(self._ranks), lambda: self._hear(reports))
+        return {
+            **reports[0],
+            "seconds": max(report["seconds"] for report in reports.values()),
+            "memory": max(report["memory"] for report in reports.values()),
+        }
+
+    def close(self) -> None:
+        """End the run and all its processes."""
+        for rank in self._ranks:
+            rank.close()
+        self._listener.close()
+        for signum, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+            if self._process.poll() is None:
+                os.killpg(self._process.pid, signum)
+                try:
+                    self._process.wait(patience)
+                except subprocess.TimeoutExpired:
+                    continue
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)  # Ranks that have not ended with the one that started them.
+        except ProcessLookupError:
+            return
+
+    def _accept(self) -> None:
+        try:
+            self._listener.settimeout(0.2)
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        rank = _Rank(connection)
+        self._ranks = sorted([*self._ranks, rank], key=lambda one: one.number)
+
+    def _hear(self, reports: dict[int, dict[str, Any]]) -> None:
+        for rank in self._ranks:
+            if rank.number not in reports and (report := rank.hear(0.2)) is not None:
+                reports[rank.number] = report
+
+    def _await(self, done: Any, work: Any) -> None:
+        deadline = time.monotonic() + self._seconds
+        while not done():
+            if self._process.poll() is not None:
+                raise TrialError(self._cause())
+            if time.monotonic() > deadline:
+                raise TrialError(f"took more than {self._seconds:.0f} s")
+            work()
+
+    def _cause(self) -> str:
+        code = self._process.returncode
+        text = self.output.read_text(errors="replace")
+        for signs, cause in CAUSES:
+            if any(sign in text for sign in signs):
+                return cause
+        if code < 0:
+            return f"ended by {signal.Signals(-code).name}{', as when memory is short' * (code == -signal.SIGKILL)}"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit code {code}"
+
+
+class _Rank:
+    """The connection to one rank of a trial."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._heard = b""
+        hello = self.hear(10.0)
+        if hello is None:
+            raise TrialError("a rank has not said who it is")
+        self.number, self.world = int(hello["rank"]), int(hello["world"])
+
+    def send(self, order: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # It has ended: whoever waits for its answer sees why.
+            self._connection.sendall(json.dumps(order).encode() + b"\n")
+
+    def hear(self, seconds: float) -> dict[str, Any] | None:
+        self._connection.settimeout(seconds)
+        while b"\n" not in self._heard:
+            try:
+                data = self._connection.recv(65536)
+            except (TimeoutError, ConnectionError):
+                return None
+            if not data:
+                time.sleep(seconds)
+                return None
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        self.send({"end": True})
+        self._connection.close()

@@ -1,0 +1,91 @@
+"""``cnnstrategies tune``: what it tries, and what it writes; its runs only pretend here."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+
+from cnnstrategies.classifier import ImageClassifier
+from cnnstrategies.commands import tune
+from cnnstrategies.commands.tune_choices import choices
+from cnnstrategies.planning import contest
+
+QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
+CPU = torch.device("cpu")
+
+
+class Pretended:
+    """A trial in which channels_last alone is fast."""
+
+    def __init__(self, folder, name, words, seconds):
+        (folder / f"{name}.log").touch()
+        assert words[0] == "fit"
+        assert not any(word.startswith(("--minutes", "--allow", "--output", "--plot")) for word in words)
+        settings = yaml.safe_load(Path(words[-1]).read_text()) if words[-1].startswith(str(folder)) else {}
+        arguments = settings.get("model", {}).get("init_args", {})
+        self.speed = 2.0 if arguments == {"channels_last": True} else 1.0
+
+    def wait_until_ready(self):
+        pass
+
+    def steps(self, count):
+        return {"seconds": count / self.speed, "losses": [1.0, 1.0, 1.0], "memory": 1}
+
+    def close(self):
+        pass
+
+
+def test_the_fastest_settings_are_shown_drawn_and_written_for_fit(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(contest, "Trial", Pretended)
+    output, plot = tmp_path / "tuned.yaml", tmp_path / "tuned.png"
+    tune.main(["tune", "--config", QUICKSTART, "--minutes=1", "--output", str(output), "--plot", str(plot)])
+    shown = capsys.readouterr().out
+    assert "2.00 [2.00, 2.00]" in shown
+    assert "no difference" in shown
+    assert yaml.safe_load(output.read_text()) == {"model": {"init_args": {"channels_last": True}}}
+    assert "2.00 times as fast" in output.read_text()
+    assert plot.stat().st_size > 1000
+
+
+def configuration(model: dict[str, object], precision: str = "32-true") -> SimpleNamespace:
+    """The part of a configuration that decides what is tried."""
+    trainer = SimpleNamespace(precision=precision, benchmark=None)
+    return SimpleNamespace(trainer=trainer, model=SimpleNamespace(init_args=model))
+
+
+@pytest.mark.light
+def test_what_changes_learning_is_tried_only_when_it_is_allowed():
+    def names(allow, **given):
+        return [one.name for group in choices(configuration({}, **given), ImageClassifier, CPU, allow) for one in group]
+
+    assert names([]) == ["channels_last", "inductor"]
+    assert names(["precision"]) == ["channels_last", "inductor", "bf16"]
+    assert names(["precision"], precision="bf16-mixed") == ["channels_last", "inductor"]
+
+
+@pytest.mark.light
+def test_what_is_on_is_tried_without_and_other_modules_get_a_callback():
+    given = configuration({"channels_last": True, "compile_backend": "inductor"})
+    values = [one.values for group in choices(given, ImageClassifier, CPU, []) for one in group]
+    assert values == [{"model.init_args.channels_last": False}, {"model.init_args.compile_backend": None}]
+    other = [one.values for group in choices(configuration({}), torch.nn.Module, CPU, []) for one in group]
+    assert other == [{"ComputeSettings.channels_last": True}, {"ComputeSettings.compile_backend": "inductor"}]
+
+
+@pytest.mark.light
+def test_a_run_gets_the_command_line_without_what_tune_alone_takes():
+    words = [
+        "fit",
+        "--config",
+        "x.yaml",
+        "--minutes",
+        "3",
+        "--allow=[precision]",
+        "--plot",
+        "p.png",
+        "--trainer.devices=2",
+    ]
+    assert tune.without_own_options(words) == ["fit", "--config", "x.yaml", "--trainer.devices=2"]

@@ -1,0 +1,133 @@
+"""Candidates' runs side by side, with runs that only pretend."""
+
+import random
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import yaml
+
+from cnnstrategies.planning import contest
+from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.contest import Contest
+from cnnstrategies.planning.settings import Setting, factorial
+from cnnstrategies.planning.settings_file import nested, write_settings
+from cnnstrategies.planning.trial import TrialError
+
+pytestmark = pytest.mark.light
+SPEEDS = {None: 1.0, "fast": 1.5, "faster": 2.0, "slow": 0.6, "even": 1.0, "wrong": 3.0, "new": 1.2}
+
+
+class Pretended:
+    """A trial whose speed is known."""
+
+    open: ClassVar[set["Pretended"]] = set()
+    most = 0
+
+    def __init__(self, folder, name, words, seconds):
+        (folder / f"{name}.log").touch()
+        values = yaml.safe_load(Path(words[-1]).read_text()) if "--config" in words else {}
+        self.kind = values.get("kind")
+        self.draw = random.Random(hash(self.kind))
+        Pretended.open.add(self)
+        Pretended.most = max(Pretended.most, len(Pretended.open))
+
+    def wait_until_ready(self):
+        if self.kind == "broken":
+            raise TrialError("the compiler failed")
+
+    def steps(self, count):
+        losses = [2.0, 1.9, 1.8]
+        if self.kind in ("wrong", "new"):
+            losses = [2.0, 1.9, 1.81]
+        seconds = count / SPEEDS[self.kind] * 0.1 * self.draw.uniform(0.98, 1.02)
+        return {"seconds": seconds, "losses": losses, "memory": 1}
+
+    def close(self):
+        Pretended.open.discard(self)
+
+
+@pytest.fixture
+def pretended(monkeypatch, tmp_path):
+    monkeypatch.setattr(contest, "Trial", Pretended)
+    Pretended.open, Pretended.most = set(), 0
+
+    def run(*settings: Setting, together: int = 9):
+        made = Contest(["fit"], tmp_path, time.monotonic() + 60, together)
+        return made.run(settings), made.rows
+
+    yield run
+    assert not Pretended.open, "a trial was left running"
+
+
+def setting(kind: str, effect: Effect = Effect.ROUNDING) -> Setting:
+    return Setting(kind, {"kind": kind}, effect)
+
+
+def test_the_fastest_wins_and_every_candidate_gets_a_row(pretended):
+    winner, rows = pretended(*(setting(kind) for kind in ("fast", "faster", "slow", "even", "broken")))
+    assert winner is not None
+    assert winner.name == "faster"
+    assert {name: row.verdict.outcome for name, row in rows.items() if row.verdict} == {
+        "fast": "faster",
+        "faster": "faster",
+        "slow": "slower",
+        "even": "no difference",
+    }
+    assert rows["broken"].trouble == "the compiler failed"
+
+
+def test_what_changes_the_loss_is_refused_unless_it_may_change_what_is_learned(pretended):
+    winner, rows = pretended(setting("wrong"), setting("new", Effect.LEARNING))
+    assert "changes the loss: 1.81 for 1.8" in rows["wrong"].trouble
+    assert winner is not None
+    assert winner.name == "new"
+
+
+def test_nothing_wins_where_nothing_is_faster(pretended):
+    assert pretended(setting("slow"), setting("even"))[0] is None
+
+
+def test_no_more_run_beside_the_default_than_are_allowed(pretended):
+    winner, rows = pretended(*(setting(kind) for kind in ("fast", "slow", "even", "faster")), together=1)
+    assert Pretended.most == 2
+    assert winner is not None
+    assert winner.name == "faster"
+    assert len(rows) == 4
+
+
+def test_a_default_that_does_not_run_ends_it(pretended, monkeypatch):
+    def fails(self):
+        raise TrialError("out of memory")
+
+    monkeypatch.setattr(Pretended, "wait_until_ready", fails)
+    with pytest.raises(TrialError, match="out of memory"):
+        pretended(setting("fast"))
+
+
+def test_settings_are_combined_in_all_ways():
+    last, compiled, bf16 = (
+        Setting("last", {"a": 1}, Effect.ROUNDING),
+        Setting("compiled", {"b": 2}, Effect.ROUNDING),
+        Setting("bf16", {"c": 3}, Effect.LEARNING),
+    )
+    combined = list(factorial([[last], [compiled], [bf16]]))
+    assert len(combined) == 7
+    assert combined[-1] == Setting("last, compiled, bf16", {"a": 1, "b": 2, "c": 3}, Effect.LEARNING)
+
+
+def test_an_overlay_is_nested_yaml_with_one_callback(tmp_path):
+    values = {"trainer.precision": "bf16-mixed", "ComputeSettings.channels_last": True}
+    write_settings(tmp_path / "tuned.yaml", values, ["twice as fast"])
+    text = (tmp_path / "tuned.yaml").read_text()
+    assert text.startswith("# twice as fast\n")
+    assert yaml.safe_load(text) == nested(values)
+    assert nested(values)["trainer"] == {
+        "callbacks+": {
+            "class_path": "cnnstrategies.callbacks.ComputeSettings",
+            "init_args": {"channels_last": True},
+        },
+        "precision": "bf16-mixed",
+    }
+    assert [path.name for path in tmp_path.iterdir()] == ["tuned.yaml"]

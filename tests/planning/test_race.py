@@ -1,0 +1,67 @@
+"""Rounds of times, and what may be said of them."""
+
+import math
+import random
+import statistics
+
+import pytest
+
+from cnnstrategies.planning.race import LOOKS, Race, interval, p_value, signed_rank_ways
+
+pytestmark = pytest.mark.light
+
+
+def raced(speeds: dict[str, float], seed: int, noise: float = 0.03) -> Race:
+    """A race on a machine whose speed drifts by half and whose steps vary."""
+    draw = random.Random(seed)
+    race = Race(list(speeds))
+    number = 0
+    while not race.over:
+        drift = 1.3 + 0.4 * math.sin(number / 3)
+        number += 1
+        default = drift * math.exp(draw.gauss(0, noise))
+        race.add(default, {name: drift / speeds[name] * math.exp(draw.gauss(0, noise)) for name in race.running})
+    return race
+
+
+def test_equal_settings_have_no_winner():
+    named = 0
+    for seed in range(200):
+        race = raced(dict.fromkeys("abcdefg", 1.0), seed)
+        named += any(one.outcome in ("faster", "slower") for one in race.verdicts.values())
+    assert named <= 2, f"{named} of 200 races between equals had a winner or a loser"
+
+
+def test_a_real_gain_is_seen_in_the_drift_and_most_losers_leave_early():
+    found, rounds = 0, []
+    for seed in range(50):
+        race = raced({"fast": 1.3, "slow": 0.7, "same": 1.0, "little": 1.01}, seed)
+        found += race.verdicts["fast"].outcome == "faster" and race.verdicts["slow"].outcome == "slower"
+        rounds.append(race.verdicts["slow"].rounds)
+        assert race.verdicts["little"].outcome in ("undecided", "no difference")
+        assert 1.2 < race.verdicts["fast"].speed < 1.4
+    assert found == 50
+    assert statistics.median(rounds) == LOOKS[0].rounds
+
+
+def test_the_interval_holds_the_middle_as_often_as_it_says():
+    draw, held = random.Random(7), 0
+    for _ in range(1000):
+        low, _, high = interval([draw.gauss(0.5, 1) for _ in range(17)], 0.05)
+        held += low <= 0.5 <= high
+    assert 0.93 <= held / 1000 <= 0.975
+
+
+def test_the_distribution_is_wilcoxons():
+    """Table of the signed-rank statistic: at most 10 (n = 11) and 89 (n = 25) for 5 %, two-sided."""
+    for count, most in ((11, 10), (17, 34), (25, 89)):
+        ways = signed_rank_ways(count)
+        assert sum(ways) == 2**count
+        assert 2 * sum(ways[: most + 1]) <= 0.05 * 2**count < 2 * sum(ways[: most + 2])
+    assert p_value([1.0] * 11) == pytest.approx(2 / 2**11)
+    assert p_value([0.1, -0.2, 0.3, -0.4]) > 0.5
+
+
+def test_too_few_rounds_say_nothing():
+    low, _, high = interval([0.5, 0.6, 0.7], 0.05)
+    assert (low, high) == (-math.inf, math.inf)
