@@ -323,10 +323,9 @@ class Worker:
         self._send_again(moved)
 
     def _send_again(self, keys: list[int]) -> None:
-        if self._outgoing.open_among(keys) or self._pulls.open_among(keys):
-            self._outgoing.send_again(keys, self.step)
-            self._pulls.send_again(keys)
-            self._asked = self._links.sequence
+        self._outgoing.send_again(keys, self.step)
+        self._pulls.send_again(keys)
+        self._asked = self._links.sequence
 
     # Receipts
 
@@ -371,7 +370,11 @@ class Worker:
             # It has answered what came before the question: what is still open then has been lost, or it holds it.
             if values["held"] and asked > self._asked:
                 held = set(unpack_keys(payload[header.meta :]))
-                self._send_again([key for key in self._placement.of(server) if key not in held])
+                own = self._placement.of(server)
+                lost = [key for key in own if key not in held]
+                # One without slices of its own votes too, and must hear that the step has begun.
+                if not own or self._outgoing.open_among(lost) or self._pulls.open_among(lost):
+                    self._send_again(lost)
             if self._state is not None and asked > self._state.asked(server):
                 self._ask_for_part(server)
             if values["ready"] is False and self._joined and self._moved:

@@ -17,6 +17,8 @@ from cnnstrategies.paramserver.specification import Compression, Mode, PullCompr
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
+LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
+
 
 @dataclass(frozen=True)
 class Options:
@@ -132,7 +134,7 @@ class Options:
             "replication": self.replication,
             "snapshot_every": self.snapshot_every,
             "snapshot_directory": self.snapshot_directory,
-            "timeout": self.timeout,
+            "timeout": max(self.timeout, LEAST_SECONDS),
         }
 
 
