@@ -128,7 +128,7 @@ ERRORS = {
     "no such checkpoint": (["--ckpt_path=nowhere.ckpt"], ["nowhere.ckpt", "best or last or hpc or a path"]),
     "bad value in a class": (["--model.init_args.label_smoothing=3"], ["label_smoothing=3.0", "[0, 1)"]),
     "bad value in a network": (["--model.init_args.network.init_args.widths=[]"], ["widths=[]", "[32, 64]"]),
-    "bad interpolation": (["--model.init_args.num_classes=${trainer.nope}"], ["trainer.nope", "not found"]),
+    "bad interpolation": (["--model.init_args.num_classes=${trainer.nope}"], ["trainer.nope", "not there"]),
     "wrong class count": (["--model.init_args.num_classes=7"], ["num_classes=7", "DigitsDataModule has 10"]),
     "wrong class count of the network": (
         ["--model.init_args.network.init_args.num_classes=1000"],

@@ -182,13 +182,13 @@ def main(args: Sequence[str]) -> None:
         raise ConfigurationError(explain_reference(error)) from error
     except ProcessExitedException as ended:
         killed = ended.signal_name is not None
-        words = ended_by(ended.error_index, ended.exit_code) if killed else _with_notes(ended)
-        print(f"The run cannot go on: {words}", file=sys.stderr)
+        words = ended_by(ended.error_index, ended.exit_code) if killed else str(ended)
+        print(f"The run cannot go on: {_with_notes(ended, words)}", file=sys.stderr)
         sys.exit(1)
     except RunEnded as ended:
         print(f"The run cannot go on: {_with_notes(ended)}", file=sys.stderr)
         sys.exit(1)
 
 
-def _with_notes(error: Exception) -> str:
-    return "; ".join((str(error), *getattr(error, "__notes__", ())))
+def _with_notes(error: Exception, words: str = "") -> str:
+    return "; ".join((words or str(error), *getattr(error, "__notes__", ())))

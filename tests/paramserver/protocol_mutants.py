@@ -63,7 +63,7 @@ MUTANTS = [
         "coordinator.coordinator:Coordinator",
         'if message.integer("here") < self._roster.number:',
         "if False:",
-        seed=7,
+        seed=9,
     ),
     ProtocolMutant(
         "nobody is missed",

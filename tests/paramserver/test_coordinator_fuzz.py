@@ -64,7 +64,7 @@ def test_nonsense_is_refused_or_dropped_and_members_go_on():
     assert me in [member.peer for member in coordinator.members]
     assert coordinator.entries < 50
     sent.clear()
-    loop.message(me, Message("status", {"session": 0, "floor": 9}, (), 9))
+    loop.message(me, Message("take", {"session": 0, "floor": 9}, (), 9))
     assert [(peer, message.kind) for peer, message in sent] == [(me, REFUSED)], "an answer, not silence"
 
 

@@ -1,5 +1,6 @@
 """A microbatch to measure and compare the network with, before training."""
 
+import copy
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ def _samples(loader: Any, size: int) -> Any:
     if not isinstance(loader, DataLoader) or isinstance(dataset, IterableDataset):
         return None
     if loader.batch_size is None and loader.batch_sampler is None:
-        return loader.collate_fn(dataset[0])
+        return loader.collate_fn(dataset[next(iter(copy.deepcopy(loader.sampler)))])
     return loader.collate_fn([dataset[index] for index in range(min(size, len(dataset)))])
 
 

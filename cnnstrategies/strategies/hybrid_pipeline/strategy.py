@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -61,6 +62,8 @@ _STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
+
+GRACE = 2.0  # seconds
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -413,7 +416,9 @@ class HybridPipelineStrategy(DDPStrategy):
         if self._loss_checked:
             return
         self._loss_checked = True
-        check_loss(loss.detach(), self._pipeline.mean_loss(), isinstance(self._loss, MeanLoss))
+        with self._announced("gather_outputs"):
+            trained = self._pipeline.mean_loss()
+        check_loss(loss.detach(), trained, isinstance(self._loss, MeanLoss))
 
     def _share_overflow(self, gradients: list[Tensor | None]) -> None:
         """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale.
@@ -526,6 +531,9 @@ class HybridPipelineStrategy(DDPStrategy):
         if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
+        if isinstance(exception, PeerError) and self._start_method != "popen":
+            # The process that has started the ranks tells of the one that ends first: let it be the lost one.
+            time.sleep(GRACE)
         if isinstance(
             exception, ProcessExitedException | ProcessRaisedException
         ):  # In the process that forked or spawned the ranks.
