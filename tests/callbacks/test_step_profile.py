@@ -235,7 +235,9 @@ def test_a_replica_that_waits_for_the_other_ones_gradients_reduces():
     assert 100 <= first["backward"] < 0.7 * first["step"]
     assert first["reduce"] > 0.2 * first["step"]
     assert last["reduce"] < 0.3 * first["reduce"]
-    assert last["gather"] > 0.5 * last["step"]  # Its work ends with the last forward.
+    # Its outputs leave with the last backward; then Lightning's own broadcast, whether a signal has come, waits.
+    assert last["gather"] > 0.2 * last["step"]
+    assert last["gather"] + last["other"] > 0.6 * last["step"]
 
 
 class SlowLinks(DDPStrategy):
