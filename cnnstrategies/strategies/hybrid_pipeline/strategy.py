@@ -2,7 +2,6 @@
 
 import atexit
 import sys
-import time
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -49,6 +48,7 @@ from cnnstrategies.strategies.hybrid_pipeline.example import example_images
 from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
+from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
 from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
 from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm, hand_over
 from cnnstrategies.strategies.hybrid_pipeline.step_loss import StepLoss, loss_for, loss_of
@@ -62,8 +62,6 @@ _STEPS = {
     RunningStage.TESTING: "test_step",
     RunningStage.PREDICTING: "predict_step",
 }
-
-GRACE = 2.0  # seconds
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -198,6 +196,7 @@ class HybridPipelineStrategy(DDPStrategy):
         return stage_loader(dataloader, loads, self._most)
 
     @override
+    @after_the_lost_rank
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Load this rank's part of the batch and make the global one known.
 
@@ -343,6 +342,7 @@ class HybridPipelineStrategy(DDPStrategy):
             self._accumulates = False
 
     @override
+    @after_the_lost_rank
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         module, pipeline, batch = self._before_step()
         if not self._loss_checked:
@@ -389,6 +389,7 @@ class HybridPipelineStrategy(DDPStrategy):
         batch, self._batch = self._batch, None
         return self.lightning_module, self._pipeline, batch
 
+    @after_the_lost_rank
     def _evaluate(self, step: str, args: Any, kwargs: Any) -> Any:
         _, pipeline, batch = self._before_step()
         outputs = self._gather(batch, pipeline.evaluate(batch))
@@ -531,9 +532,6 @@ class HybridPipelineStrategy(DDPStrategy):
         if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
-        if isinstance(exception, PeerError) and self._start_method != "popen":
-            # The process that has started the ranks tells of the one that ends first: let it be the lost one.
-            time.sleep(GRACE)
         if isinstance(
             exception, ProcessExitedException | ProcessRaisedException
         ):  # In the process that forked or spawned the ranks.

@@ -1,0 +1,27 @@
+"""A rank that has lost another one lets that end first."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from cnnstrategies.pipeline.transport import PeerError
+from cnnstrategies.strategies.hybrid_pipeline import lost_rank
+
+pytestmark = pytest.mark.light
+
+
+@pytest.mark.parametrize(
+    ("start_method", "error", "waits"),
+    [("fork", PeerError, True), ("popen", PeerError, False), ("fork", ValueError, False)],
+)
+def test_only_a_forked_or_spawned_rank_that_has_lost_another_one_waits(monkeypatch, start_method, error, waits):
+    waited = []
+    monkeypatch.setattr(lost_rank.time, "sleep", waited.append)
+
+    @lost_rank.after_the_lost_rank
+    def step(strategy):
+        raise error("gone")
+
+    with pytest.raises(error):
+        step(SimpleNamespace(_start_method=start_method))
+    assert waited == [lost_rank.GRACE] * waits
