@@ -1,6 +1,7 @@
 """Who may import whom: the arrows of the design point down, and never in a circle."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def imports(name: str, path: Path, everything: set[str]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
+@functools.cache
 def graph() -> dict[str, set[str]]:
     every = modules()
     return {name: set(imports(name, path, set(every))) for name, path in every.items()}
