@@ -3,6 +3,7 @@
 `tests/test_lightning_private.py` fails when one of them changes.
 """
 
+import subprocess
 from typing import Any
 
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
@@ -20,6 +21,7 @@ __all__ = [
     "ScriptLauncher",
     "built_by_cli",
     "check_start",
+    "end_observation",
     "ends_after_search",
     "ranks_are_children",
     "script_command",
@@ -76,3 +78,15 @@ def ranks_are_children(launcher: Any) -> bool:
     Lightning's public property tells only fork from the others.
     """
     return isinstance(launcher, MultiProcessingLauncher)
+
+
+def end_observation(launcher: Any) -> None:
+    """Have Lightning no longer kill this process when one of the ranks that it has started as programs has ended.
+
+    Its observer looks every 5 s at the list that the launcher had when it started them, and ends when that is empty;
+    a rank that says why it cannot go on must not be killed by it in between. The launcher keeps a list for its `kill`.
+    """
+    observed = getattr(launcher, "procs", None)
+    if observed and all(isinstance(process, subprocess.Popen) for process in observed):
+        launcher.procs = list(observed)
+        observed.clear()

@@ -1,8 +1,12 @@
 """Fails loudly when a private Lightning name that the package uses changes; see `_lightning_private.py`."""
 
+import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.cli import LightningCLI
@@ -16,6 +20,7 @@ from cnnstrategies._lightning_private import (
     ScriptLauncher,
     built_by_cli,
     check_start,
+    end_observation,
     ends_after_search,
     ranks_are_children,
     script_command,
@@ -90,3 +95,13 @@ def test_the_training_loader_is_known_before_the_trainer_has_made_it():
     assert train_loader(trainer) is loader
     trainer._data_connector.attach_data(module)
     assert train_loader(trainer) == "by a hook"
+
+
+def test_the_observer_of_started_ranks_ends_when_it_has_none():
+    """Else it kills the rank that says why the run cannot go on, when its tick comes in between."""
+    launcher = SimpleNamespace(procs=[subprocess.Popen(["false"])])
+    observer = _ChildProcessObserver(os.getpid(), launcher.procs)
+    launcher.procs[0].wait()
+    end_observation(launcher)
+    assert observer._run()
+    assert len(launcher.procs) == 1, "they can still be killed"

@@ -12,7 +12,7 @@ from functools import partial
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import ranks_are_children
+from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.commands.failures import explain_run_error
@@ -105,6 +105,7 @@ class FirstToFail(Callback):
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Exception):
+            end_observation(trainer.strategy.launcher)  # From here on `ends_together` ends the others.
             _speaks(exception)
 
 
