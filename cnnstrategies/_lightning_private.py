@@ -4,6 +4,7 @@
 """
 
 import subprocess
+import threading
 from typing import Any
 
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
@@ -80,13 +81,20 @@ def ranks_are_children(launcher: Any) -> bool:
     return isinstance(launcher, MultiProcessingLauncher)
 
 
-def end_observation(launcher: Any) -> None:
+def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
     """Have Lightning no longer kill this process when one of the ranks that it has started as programs has ended.
 
     Its observer looks every 5 s at the list that the launcher had when it started them, and ends when that is empty;
-    a rank that says why it cannot go on must not be killed by it in between. The launcher keeps a list for its `kill`.
+    the others need a moment to lose their connection and to end in order. The launcher keeps a list for its `kill`.
+
+    Returns:
+        The ranks; none where Lightning does not observe them.
     """
-    observed = getattr(launcher, "procs", None)
-    if observed and all(isinstance(process, subprocess.Popen) for process in observed):
-        launcher.procs = list(observed)
+    observed = getattr(launcher, "procs", None) or []
+    if not any(thread.name == "child-process-observer" for thread in threading.enumerate()):
+        return []
+    ranks = list(observed)
+    if ranks:
+        launcher.procs = ranks
         observed.clear()
+    return ranks

@@ -102,6 +102,7 @@ def test_the_observer_of_started_ranks_ends_when_it_has_none():
     launcher = SimpleNamespace(procs=[subprocess.Popen(["false"])])
     observer = _ChildProcessObserver(os.getpid(), launcher.procs)
     launcher.procs[0].wait()
-    end_observation(launcher)
+    observer.start()
+    assert len(end_observation(launcher)) == 1
     assert observer._run()
     assert len(launcher.procs) == 1, "they can still be killed"

@@ -4,9 +4,12 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -29,6 +32,8 @@ from cnnstrategies.processes import (
     killed_rank,
     one_refusal,
 )
+
+PATIENCE = 20.0  # Seconds in which a rank notices that another one has failed, and ends.
 
 
 @contextlib.contextmanager
@@ -100,13 +105,37 @@ def _own_temporary_folder(launcher: object) -> Iterator[None]:
 
 
 class FirstToFail(Callback):
-    """Says which rank has failed first before the others can notice: they have nothing to say then."""
+    """Says which rank has failed first before the others can notice: they have nothing to say then.
+
+    And gives the rank that has started the others time to notice, before it is killed with those that are left.
+    """
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ranks = end_observation(trainer.strategy.launcher)
+        if ranks:
+            threading.Thread(target=end_all_after_one, args=(ranks,), name="patient-observer", daemon=True).start()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, Exception):
-            end_observation(trainer.strategy.launcher)  # From here on `ends_together` ends the others.
             _speaks(exception)
+
+
+def end_all_after_one(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """When a rank has failed and this process has not ended by itself within a time, kill all.
+
+    Args:
+        ranks: Those that this process has started as programs.
+    """
+    while not any(rank.poll() for rank in ranks):
+        if all(rank.returncode == 0 for rank in ranks):
+            return
+        time.sleep(0.5)
+    time.sleep(PATIENCE)
+    for rank in ranks:
+        rank.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_others(trainer: Trainer) -> None:
