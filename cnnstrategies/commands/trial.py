@@ -24,12 +24,9 @@ from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.trial import TRIAL
+from cnnstrategies.planning.trial import COMPARED_STEPS, TRIAL
 
 STEPS_OF_AN_EPOCH = 1000
-COMPARED_STEPS = (
-    3  # whose losses tell whether a candidate learns the same: of the third, two updates' gradients are part
-)
 DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 

@@ -12,9 +12,8 @@ from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.race import Look, Race, Verdict
 from cnnstrategies.planning.settings import Setting
 from cnnstrategies.planning.settings_file import write_settings
-from cnnstrategies.planning.trial import Trial, TrialError
+from cnnstrategies.planning.trial import COMPARED_STEPS, Trial, TrialError
 
-COMPARED_STEPS = 3
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
 LARGEST_DIFFERENCE = 1e-3  # of a loss, relative, of what is said to change the rounding alone

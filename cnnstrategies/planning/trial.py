@@ -14,6 +14,8 @@ from typing import Any
 
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
 COMMAND = "cnnstrategies.commands.trial"
+# Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
+COMPARED_STEPS = 3
 # What the last lines of a run that has failed say, and what that means.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
