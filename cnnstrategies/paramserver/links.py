@@ -8,6 +8,7 @@ from typing import Any
 import zmq
 
 from cnnstrategies.paramserver.core.view import ServerInfo, ViewSource
+from cnnstrategies.paramserver.drivers.sockets import IO_THREADS, Bundle, Context, Socket, client_socket, receive
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.limits import allow_files, files_of_worker
 from cnnstrategies.paramserver.messages import (
@@ -24,7 +25,6 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.transport import IO_THREADS, Bundle, Context, Socket, client_socket, receive
 
 POLL_SECONDS = 0.05
 _ANSWERS = (Kind.PULLED, Kind.STATE_IS)

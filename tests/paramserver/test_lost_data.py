@@ -30,7 +30,7 @@ class Wire:
     def __init__(self, run: Roles, loses: Callable[[Kind], bool]) -> None:
         self._loses = loses
         for server in run.servers.values():
-            server._handlers.handle = self._lossy(server._handlers.handle)  # type: ignore[method-assign]
+            server.role.handlers.handle = self._lossy(server.role.handlers.handle)  # type: ignore[method-assign]
 
     def to(self, worker: Worker) -> None:
         worker._handle = self._lossy(worker._handle, at_worker=True)  # type: ignore[method-assign]
@@ -76,7 +76,7 @@ def test_training_is_the_same_when_messages_are_lost(
         train(run, worker, 6)
         state = worker.optimizer_state()
         worker.leave()
-        (clock,) = {server._mode.clock.counts(0) for server in run.servers.values()}
+        (clock,) = {server.role.mode.clock.counts(0) for server in run.servers.values()}
     expected, momentum = 0.0, 0.0
     for _ in range(6):
         momentum = 0.5 * momentum + 1
