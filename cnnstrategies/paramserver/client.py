@@ -377,7 +377,7 @@ class Worker:
                     self._send_again(lost)
             if self._state is not None and asked > self._state.asked(server):
                 self._ask_for_part(server)
-            if values["ready"] is False and self._joined and self._moved:
+            if values["ready"] is False and self._moved:
                 self._links.lost(server)
             elif values["ready"] is False and self._initial is not None:
                 self._initial.send(server)  # It was started again before it had made a step.
