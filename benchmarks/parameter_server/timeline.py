@@ -21,7 +21,7 @@ from networks import images, vgg_like
 from ranks import report
 from torch import nn
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews

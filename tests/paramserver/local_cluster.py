@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews

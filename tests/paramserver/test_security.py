@@ -21,7 +21,7 @@ from torch import Tensor
 from training import SGD, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.control import TAG, parse
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings

@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.simulation.world import Ask, World
 
 pytestmark = pytest.mark.light
 SEEDS = 100
-LIGHT_ROLES, ROLES = ("core", "coordinator"), ("core", "coordinator", "server")
+LIGHT_ROLES, ROLES = ("core", "coordinator"), ("core", "coordinator", "server", "worker")
 IMPURE = {"zmq", "threading", "time", "os", "random", "socket", "queue", "multiprocessing", "asyncio"}
 
 
