@@ -21,13 +21,14 @@ from torch import Tensor
 from training import SGD, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.control import TAG, parse
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.drivers.sockets import Context, Listener, client_socket, server_socket
 from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.membership import Membership
@@ -41,7 +42,6 @@ from cnnstrategies.paramserver.private_directory import (
 )
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint
 from cnnstrategies.paramserver.supervision import Supervision
-from cnnstrategies.paramserver.transport import Context, Listener, client_socket, server_socket
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import Layout, choose_place
 
