@@ -95,20 +95,26 @@ class Contest:
         Raises:
             TrialError: The default itself does not run.
         """
-        waiting = list(settings)
+        groups = [settings[first : first + self.together] for first in range(0, len(settings), self.together)]
+        plain = Setting(DEFAULT, {}, Effect.NONE)
         with ExitStack() as stack:
-            default = self._start(Setting(DEFAULT, {}, Effect.NONE), stack)
-            self.loading = default.loading
-            while waiting and time.monotonic() < self.ends:
-                group, waiting = waiting[: self.together], waiting[self.together :]
+            first = self._launch(plain, stack)
+            default: _Runner | None = None
+            for group in groups:
                 with ExitStack() as own:
-                    self._race(default, group, own)
-            return self._confirmed(default, stack)
+                    # Together, since most of the start is imports, by one core each.
+                    launched = [self._launch(setting, own) for setting in group]
+                    if default is None:
+                        default = self._ready(plain, first)
+                        self.loading = default.loading
+                    self._race(default, list(zip(group, launched, strict=True)))
+                if time.monotonic() > self.ends:
+                    break
+            return None if default is None else self._confirmed(default, stack)
 
-    def _race(self, default: _Runner, group: Sequence[Setting], stack: ExitStack) -> None:
+    def _race(self, default: _Runner, launched: Sequence[tuple[Setting, Trial]]) -> None:
         runners: dict[str, _Runner] = {}
-        launched = [self._launch(setting, stack) for setting in group]
-        for setting, trial in zip(group, launched, strict=True):
+        for setting, trial in launched:
             try:
                 runner = self._ready(setting, trial)
                 self._compare(setting, default, runner)

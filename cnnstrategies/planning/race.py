@@ -18,9 +18,11 @@ from typing import Literal
 
 Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
 MARGIN = math.log(1.02)  # Smaller differences are nobody's concern.
-# Who is so much slower than another in every one of so many rounds will not be the fastest: no claim, so no test.
+# Who is so much slower than the leader or the default in every one of so many rounds will not be the fastest; from some
+# more rounds on, who is slower by an interval with this error. No claim is made, so none of the probability is spent.
 BEHIND = math.log(1.05)
-SOONEST = 4
+SOONEST, LATER = 4, 6
+BEHIND_ERROR = 0.1
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,21 @@ class Race:
                 left -= 1  # Holm: what is decided leaves its share to the others.
 
     def _leave_behind(self) -> None:
-        rivals = [[0.0] * len(next(iter(self._gains.values()))), *(self._gains[name] for name in self.running)]
-        for name in self.running:
+        running = self.running
+        if not running:
+            return
+        leader = max((self._gains[name] for name in running), key=statistics.median)
+        rivals = (leader, [0.0] * len(leader))
+        for name in running:
             own = self._gains[name]
-            if any(all(one - two > BEHIND for one, two in zip(rival, own, strict=False)) for rival in rivals):
-                gains = map(math.exp, (min(own), statistics.median(own), max(own)))
-                low, middle, high = gains
+            if any(_is_behind([two - one for one, two in zip(own, rival, strict=True)]) for rival in rivals):
+                low, middle, high = (math.exp(one) for one in (min(own), statistics.median(own), max(own)))
                 self.verdicts[name] = Verdict("behind", middle, low, high, len(own))
+
+
+def _is_behind(leads: Sequence[float]) -> bool:
+    """Whether another's lead, by rounds, is one that will not be made up."""
+    return min(leads) > BEHIND or (len(leads) >= LATER and interval(leads, BEHIND_ERROR)[0] > 0)
 
 
 _NOTHING = Verdict("undecided", 1.0, 0.0, math.inf, 0)
