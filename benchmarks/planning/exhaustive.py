@@ -10,7 +10,8 @@ import sys
 import time
 from typing import Any
 
-from bench import HERE, ROOT, Pieces, parser
+from bench import HERE, ROOT
+from pieces import Pieces, parser
 from ranks import report
 
 sys.path.append(str(ROOT / "tests" / "planning"))

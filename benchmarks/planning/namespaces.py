@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench import HERE, ROOT, Pieces, parser
+from bench import HERE, ROOT
 from hosts import hosts, limit
 from hosts import missing as no_hosts
 from namespaces_host import MICROBATCHES, NETWORKS, PORT, REPLICAS, SAMPLES, write
+from pieces import Pieces, parser
 from quotas import missing as no_quotas
 from quotas import quotas
 from ranks import report

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import HERE, ROOT, Pieces, parser
+from bench import HERE, ROOT
 from hosts import hosts
 from hosts import missing as no_hosts
+from pieces import Pieces, parser
 from quotas import missing as no_quotas
 from quotas import quotas
 from ranks import report

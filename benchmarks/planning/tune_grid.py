@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from bench import HERE, Pieces, environment, parser, threads
+from bench import HERE, environment, threads
+from pieces import Pieces, parser
 from ranks import report
 from tune_networks import BATCH, NETWORKS, configuration
 

@@ -1,5 +1,6 @@
 """``cnnstrategies tune``: find the settings with which this machine trains a configuration fastest, by measurement."""
 
+import os
 import statistics
 import sys
 import tempfile
@@ -155,6 +156,9 @@ class Search:
         known = [one for one in self.contests.values() if one.default_times]
         if not known:
             return False
+        if self.device.type == "cpu" and not self._spare_cores():
+            self.notes.append("loading: the ranks use all cores, so none is left for processes that load")
+            return True
         step, loads = statistics.median(known[-1].default_times), known[0].loading
         # Workers load while a step is made, and should be a little quicker than it; without them each step waits.
         least = step / 1.2 if self.config.data.init_args.get("num_workers", 0) else step * UNNOTICED
@@ -162,6 +166,13 @@ class Search:
             return False
         self.notes.append(f"loading: a batch takes {loads * 1e3:.3g} ms, a step {step * 1e3:.3g}: nothing to gain")
         return True
+
+    def _spare_cores(self) -> int:
+        ranks = str(self.config.trainer.devices)
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if not (ranks.isdigit() and threads.isdigit()):
+            return 0  # Lightning gives all of them to the ranks.
+        return (os.cpu_count() or 1) - int(ranks) * int(threads)
 
     def _progress(self, text: str) -> None:
         left = max(0.0, self._ends - time.monotonic())

@@ -44,6 +44,8 @@ class Pretended:
 
 def test_the_fastest_settings_are_shown_drawn_and_written_for_fit(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(contest, "Trial", Pretended)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     output, plot = tmp_path / "tuned.yaml", tmp_path / "tuned.png"
     tune.main(["tune", "--config", QUICKSTART, "--minutes=1", "--output", str(output), "--plot", str(plot)])
     shown = capsys.readouterr().out
