@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies._lightning_private import train_loader
@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     """One microbatch of the network's inputs.
 
-    It is the module's own example, noise of the size of the data's images, or samples of the training data.
+    It is the module's own example, repeated, noise of the size of the data's images, or samples of the training data.
 
     Args:
         trainer: The trainer, of which no loader has been iterated.
@@ -32,6 +32,7 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     Returns:
         The images; None where they cannot be known without taking them from what is trained with.
     """
+    size = max(2, size)  # Batch normalisation refuses to train on one, which many examples have.
     module = trainer.lightning_module
     network = module.get_submodule(path)
     names = network_inputs(network)
@@ -39,11 +40,12 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     shape = getattr(getattr(trainer, "datamodule", None), "image_shape", None)
     given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
     if len(given) == len(names) and all(isinstance(one, Tensor) for one in given):
-        return given[0] if len(names) == 1 else given
+        images: Images = given[0] if len(names) == 1 else given
+        return _repeated(images, size)
     with same_random_numbers(_CPU):
         if shape is not None and len(names) == 1:
-            return torch.randn(max(1, size), *shape)
-        batch = _samples(train_loader(trainer), max(1, size))
+            return torch.randn(size, *shape)
+        batch = _samples(train_loader(trainer), size)
         return None if batch is None else _inputs(module, path, network, batch)
 
 
@@ -52,6 +54,13 @@ def on_device_of(network: nn.Module, images: Images) -> Images:
     like = next(network.parameters())
     result: Images = tree_map(lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None), images)
     return result
+
+
+def _repeated(images: Images, size: int) -> Images:
+    """The samples again and again, up to a number of them."""
+    rows = torch.arange(size) % len(tree_leaves(images)[0])
+    repeated: Images = tree_map(lambda one: one[rows.to(one.device)], images)
+    return repeated
 
 
 def _samples(loader: Any, size: int) -> Any:
