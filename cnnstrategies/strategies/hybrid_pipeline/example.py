@@ -13,8 +13,9 @@ from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import flatten
-from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
+from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.hybrid_pipeline.wiring import find_wiring
 
 _CPU = torch.device("cpu")
 
@@ -76,6 +77,10 @@ def _samples(loader: Any, size: int) -> Any:
 def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:
     shadow = shadow_of(module, path, network, copy_metrics(module))
     batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
-    inputs = find_inputs(module, path, network, "training_step", batch, 0, _CPU)
+    wiring = find_wiring(module, path, network, "training_step", batch, 0, _CPU)
     leaves, _ = flatten(batch)
-    return leaves[inputs[0]] if len(inputs) == 1 else tuple(leaves[index] for index in inputs)
+    images = [leaves[index] for index in wiring.inputs]
+    if wiring.computes:
+        arguments = arguments_of(module, "training_step", batch, 0, 0)
+        images = given_to_network(module, path, network, "training_step", arguments) or images
+    return images[0] if len(images) == 1 else tuple(images)
