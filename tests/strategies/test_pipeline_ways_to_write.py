@@ -507,10 +507,11 @@ REFUSED_IN_A_STEP = (
 )
 
 
-def refusal(kind: type[Module]) -> str:
-    strategy = HybridPipelineStrategy(cuts=[kind.cut], microbatches=3, start_method="fork")
+def refusal(kind: type[Module], replicas: list[int] | None = None) -> str:
+    replicas = replicas or [1, 1]
+    strategy = HybridPipelineStrategy(replicas=replicas, cuts=[kind.cut], microbatches=3, start_method="fork")
     try:
-        fit(kind, strategy, 2)
+        fit(kind, strategy, sum(replicas))
     except Exception as error:
         return str(error)
     return "trained"
