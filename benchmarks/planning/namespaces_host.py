@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchvision
+from cnnstrategies.paramserver.client import Worker
 from networks import images, mobilenet, resnet_like, vgg_like
 from ranks import TIMEOUT
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cnnstrategies.paramserver.client import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.server import Server
