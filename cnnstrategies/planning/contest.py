@@ -11,7 +11,7 @@ from pathlib import Path
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.race import Look, Race, Verdict
 from cnnstrategies.planning.settings import Setting
-from cnnstrategies.planning.settings_file import write_settings
+from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.planning.trial import COMPARED_STEPS, Trial, TrialError
 
 WARM_UP_STEPS = 3
@@ -45,6 +45,7 @@ class _Runner:
     step: float
     memory: int
     start: float
+    loading: float
 
     @property
     def steps(self) -> int:
@@ -64,22 +65,26 @@ class Contest:
         folder: For the trials' files.
         ends: When to stop, by ``time.monotonic``.
         together: Most candidates whose processes may be there at once, beside the default's.
+        loads: Whether they load their data as in training, and not one batch again and again.
         deterministic: Whether two runs of the same give the same losses; else only the first loss is compared.
         progress: Told what is being done.
 
     Attributes:
         rows: What became of each candidate so far.
-        speed: Seconds per step of the default, the median of its rounds.
+        default_times: Seconds per step of the default, by rounds.
+        loading: Seconds in which the default loads a batch, where it loads but one.
     """
 
     words: Sequence[str]
     folder: Path
     ends: float
     together: int
+    loads: bool = False
     deterministic: bool = True
     progress: Callable[[str], None] = lambda text: None
     rows: dict[str, Row] = field(default_factory=dict)
     default_times: list[float] = field(default_factory=list)
+    loading: float = 0.0
 
     def run(self, settings: Sequence[Setting]) -> Setting | None:
         """Try them.
@@ -90,20 +95,28 @@ class Contest:
         Raises:
             TrialError: The default itself does not run.
         """
-        waiting = list(settings)
+        groups = [settings[first : first + self.together] for first in range(0, len(settings), self.together)]
+        plain = Setting(DEFAULT, {}, Effect.NONE)
         with ExitStack() as stack:
-            default = self._start(Setting(DEFAULT, {}, Effect.NONE), stack)
-            while waiting and time.monotonic() < self.ends:
-                group, waiting = waiting[: self.together], waiting[self.together :]
+            first = self._launch(plain, stack)
+            default: _Runner | None = None
+            for group in groups:
                 with ExitStack() as own:
-                    self._race(default, group, own)
-            return self._confirmed(default, stack)
+                    # Together, since most of the start is imports, by one core each.
+                    launched = [self._launch(setting, own) for setting in group]
+                    if default is None:
+                        default = self._ready(plain, first)
+                        self.loading = default.loading
+                    self._race(default, list(zip(group, launched, strict=True)))
+                if time.monotonic() > self.ends:
+                    break
+            return None if default is None else self._confirmed(default, stack)
 
-    def _race(self, default: _Runner, group: Sequence[Setting], stack: ExitStack) -> None:
+    def _race(self, default: _Runner, launched: Sequence[tuple[Setting, Trial]]) -> None:
         runners: dict[str, _Runner] = {}
-        for setting in group:
+        for setting, trial in launched:
             try:
-                runner = self._start(setting, stack)
+                runner = self._ready(setting, trial)
                 self._compare(setting, default, runner)
                 runners[setting.name] = runner
                 self.rows[setting.name] = Row(setting, start=runner.start)
@@ -153,19 +166,26 @@ class Contest:
         return best.setting if race.verdicts[name].outcome == "faster" else None
 
     def _start(self, setting: Setting, stack: ExitStack) -> _Runner:
-        self.progress(f"starting: {setting.name}")
+        return self._ready(setting, self._launch(setting, stack))
+
+    def _launch(self, setting: Setting, stack: ExitStack) -> Trial:
         number = len(list(self.folder.glob("*.log")))
         overlay = self.folder / f"{number}.yaml"
-        write_settings(overlay, setting.values)
+        write_commented(overlay, nested(setting.values))
         words = [*self.words, *(["--config", str(overlay)] if setting.values else [])]
-        trial = Trial(self.folder, str(number), words, max(30.0, self.ends - time.monotonic()))
+        trial = Trial(self.folder, str(number), words, max(30.0, self.ends - time.monotonic()), self.loads)
         stack.callback(trial.close)
+        return trial
+
+    def _ready(self, setting: Setting, trial: Trial) -> _Runner:
+        self.progress(f"starting: {setting.name}")
         trial.wait_until_ready()
         first = trial.steps(COMPARED_STEPS)
         warm = trial.steps(WARM_UP_STEPS)
         again = trial.steps(WARM_UP_STEPS)
         start = max(0.0, first["seconds"] + warm["seconds"] - 2 * again["seconds"])
-        return _Runner(trial, first["losses"], again["seconds"] / WARM_UP_STEPS, first["memory"], start)
+        step = again["seconds"] / WARM_UP_STEPS
+        return _Runner(trial, first["losses"], step, first["memory"], start, first["loading"])
 
     def _compare(self, setting: Setting, default: _Runner, runner: _Runner) -> None:
         if setting.effect is Effect.LEARNING:

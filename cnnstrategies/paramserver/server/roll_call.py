@@ -1,6 +1,5 @@
 """Which workers a server that goes on from a snapshot has not heard of yet."""
 
-import time
 from collections.abc import Collection
 
 PATIENCE_SECONDS = 2.0  # for workers that do not say where they are: those that have left do not
@@ -12,7 +11,7 @@ class RollCall:
     def __init__(self) -> None:
         self._begins = False
         self._absent: set[int] = set()
-        self._until = 0.0
+        self._until: float | None = None
 
     def begin(self) -> None:
         """Wait for all workers of the view that comes next."""
@@ -23,14 +22,24 @@ class RollCall:
         if self._begins:
             self._begins = False
             self._absent = set(workers)
-            self._until = time.monotonic() + PATIENCE_SECONDS
         self._absent &= set(workers)
 
     def here(self, worker: int) -> None:
         """A worker has said where it is."""
         self._absent.discard(worker)
 
+    def expire(self, now: float) -> bool:
+        """Whether those who have not said it have just had time enough."""
+        if not self._absent:
+            return False
+        if self._until is None:
+            self._until = now + PATIENCE_SECONDS
+        if now < self._until:
+            return False
+        self._absent.clear()
+        return True
+
     @property
     def complete(self) -> bool:
-        """Whether all have, or have had time enough."""
-        return not self._absent or time.monotonic() > self._until
+        """Whether nobody is waited for."""
+        return not self._absent

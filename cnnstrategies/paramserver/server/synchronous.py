@@ -8,19 +8,19 @@ squared norms and sends the factor. After a change of the view every server tell
 
 from typing import Any
 
-from cnnstrategies.paramserver.backlog import Backlog
-from cnnstrategies.paramserver.clipping import GlobalNorm
-from cnnstrategies.paramserver.clocks import SyncClock
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.decision import Decision
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
-from cnnstrategies.paramserver.post import Post
-from cnnstrategies.paramserver.pushes import Begin
-from cnnstrategies.paramserver.reports import Reports
-from cnnstrategies.paramserver.roll_call import RollCall
-from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.server.backlog import Backlog
+from cnnstrategies.paramserver.server.clipping import GlobalNorm
+from cnnstrategies.paramserver.server.clocks import SyncClock
+from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.reports import Reports
+from cnnstrategies.paramserver.server.roll_call import RollCall
+from cnnstrategies.paramserver.server.shard import Shard
+from cnnstrategies.paramserver.server.updater import Updater
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.updater import Updater
 
 
 class Synchronous:
@@ -30,20 +30,20 @@ class Synchronous:
         specification: What all processes of the run agree on.
         shard: Its slices.
         server: Its id.
-        post: Sends its messages.
+        outbox: Sends its messages.
 
     Attributes:
         clock: Counts the steps and members.
         roll: The workers that have not said yet where they are, after this server has come back.
     """
 
-    def __init__(self, specification: Specification, shard: Shard, server: int, post: Post) -> None:
+    def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
         self.clock = SyncClock(specification.workers)
         self.roll = RollCall()
         self._clips = specification.clip_norm is not None
         self._server = server
         self._shard = shard
-        self._post = post
+        self._outbox = outbox
         self._view = View(-1, (), ())
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
@@ -99,7 +99,7 @@ class Synchronous:
         """Repeat what a server has missed some messages about."""
         if self.leader == self._server:
             if self._decision is not None:
-                self._post.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
+                self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
         elif self.leader == server:
             self._send_status()
             self._norm.sent = False
@@ -108,7 +108,7 @@ class Synchronous:
     def _send_status(self) -> None:
         decision = None if self._decision is None else self._decision.as_dict()
         report = {"decision": decision, "complete": sorted(self._voted)}
-        self._post.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
+        self._outbox.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
 
     def join(self, worker: int, step: int | None) -> int:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next."""
@@ -117,6 +117,10 @@ class Synchronous:
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""
         self.roll.here(worker)
+        self._consider()
+
+    def proceed(self) -> None:
+        """Nobody is waited for any more before steps go on."""
         self._consider()
 
     def leave(self, worker: int) -> None:
@@ -182,7 +186,7 @@ class Synchronous:
     def flush(self) -> None:
         """Tell the leader whose pushes have come in full since the last time: the votes of one look at the messages."""
         if self._votes:
-            self._post.to_server(self.leader, Kind.VOTE, base=self._view.number, json={"complete": self._votes})
+            self._outbox.to_server(self.leader, Kind.VOTE, base=self._view.number, json={"complete": self._votes})
             self._votes = []
 
     def _consider(self) -> None:
@@ -203,7 +207,7 @@ class Synchronous:
     def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
         for server in self._view.servers:
             if server.id != self._server:
-                self._post.to_server(server.id, kind, json=values, **fields)
+                self._outbox.to_server(server.id, kind, json=values, **fields)
 
     def _decide(self, decision: Decision) -> None:
         known = self._decision
@@ -222,7 +226,7 @@ class Synchronous:
     def _ask_the_early(self) -> None:
         """Have the workers whose step was unknown here send it again."""
         for worker in self._early:
-            self._post.ask_again(worker)
+            self._outbox.ask_again(worker)
         self._early.clear()
 
     def from_server(self, server: int, header: Header, values: dict[str, Any]) -> None:
@@ -242,7 +246,7 @@ class Synchronous:
                 self._adopt(Decision.from_dict(values["decision"]))
             self._reports.add(server, header.base, complete)
             if self._decision is not None and self.leader == self._server:
-                self._post.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
+                self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self._consider()
         elif header.kind == Kind.DECIDE:
             self._decide(Decision.from_dict(values))
@@ -288,7 +292,7 @@ class Synchronous:
         if self.leader == self._server:
             self._add_norm(self._server, decision.step, square)
         else:
-            self._post.to_server(
+            self._outbox.to_server(
                 self.leader, Kind.NORM, base=self._view.number, step=decision.step, json={"square": square}
             )
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import check_length, decode
-from cnnstrategies.paramserver.links import Links
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind, pack_keys
-from cnnstrategies.paramserver.placement import Placement
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
+from cnnstrategies.paramserver.worker.connections import Connections
+from cnnstrategies.paramserver.worker.placement import Placement
 
 
 class Pulls:
@@ -18,7 +18,7 @@ class Pulls:
     Args:
         slices: All slices.
         parameters: The parameters in the specification's order.
-        links: The connections to the servers.
+        connections: The connections to the servers.
         placement: The slices' primaries.
 
     Attributes:
@@ -26,13 +26,13 @@ class Pulls:
     """
 
     def __init__(
-        self, slices: Sequence[Slice], parameters: Sequence[Tensor], links: Links, placement: Placement
+        self, slices: Sequence[Slice], parameters: Sequence[Tensor], connections: Connections, placement: Placement
     ) -> None:
         self.refreshing = False
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(parameters))
         self._targets = [Target(parameter) for parameter in parameters]
-        self._links = links
+        self._connections = connections
         self._placement = placement
         self._step = 0
         self._pending: dict[int, None] = {}
@@ -109,12 +109,12 @@ class Pulls:
         return True
 
     def _send(self, keys: Sequence[int]) -> None:
-        by_server: dict[int, list[int]] = {server.id: [] for server in self._links.view.servers}
+        by_server: dict[int, list[int]] = {server.id: [] for server in self._connections.view.servers}
         for key in keys:
             by_server.setdefault(self._placement.primary(key), []).append(key)
         for server, wanted in by_server.items():
             payload = pack_keys(wanted)
-            self._links.send(
+            self._connections.send(
                 server, Kind.PULL, payload, step=self._step, base=int(self.refreshing), encoding=Encoding.KEYS
             )
 

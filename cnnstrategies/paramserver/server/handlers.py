@@ -1,12 +1,10 @@
 """What a server does with each kind of message."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable
 
-from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.gaps import Gaps
+from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
     Encoding,
@@ -18,16 +16,18 @@ from cnnstrategies.paramserver.messages import (
     unpack_keys,
 )
 from cnnstrategies.paramserver.option_checks import check_options
-from cnnstrategies.paramserver.post import Post
-from cnnstrategies.paramserver.pushes import Begin
-from cnnstrategies.paramserver.shard import Pull, Shard, Who
+from cnnstrategies.paramserver.server.asynchronous import Asynchronous
+from cnnstrategies.paramserver.server.gaps import Gaps
+from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.shard import Pull, Shard, Who
+from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.synchronous import Synchronous
 
 Mode = Synchronous | Asynchronous
 
 
-class ServerHandlers:
+class Handlers:
     """Acts on messages whose senders have been checked.
 
     Args:
@@ -35,14 +35,14 @@ class ServerHandlers:
         server: Id of this server.
         shard: Its slices.
         mode: Applies the updates.
-        post: Sends its messages.
+        outbox: Sends its messages.
         gaps: Counts the messages of other servers.
         restored: Whether the slices come from a snapshot.
+        dropped: Counts messages that were of no use, by reason.
         deaf: Tells the servers of which nothing has come for too long.
 
     Attributes:
         lost_updates: Updates that were made after that snapshot, as far as workers told.
-        dropped: How many messages were of no use, by reason.
     """
 
     def __init__(
@@ -51,18 +51,20 @@ class ServerHandlers:
         server: int,
         shard: Shard,
         mode: Mode,
-        post: Post,
+        outbox: Outbox,
         gaps: Gaps,
         restored: bool,
+        dropped: Counter[str],
         deaf: Callable[[], list[int]],
     ) -> None:
         self.lost_updates = 0
-        self.dropped: Counter[str] = Counter()
+        self._lost: Counter[int] = Counter()  # by slice: workers tell of different ones
+        self._dropped = dropped
         self._groups = specification.groups
         self._server = server
         self._shard = shard
         self._mode = mode
-        self._post = post
+        self._outbox = outbox
         self._gaps = gaps
         self._restored = restored
         self._deaf = deaf
@@ -91,8 +93,8 @@ class ServerHandlers:
         self._shard.place(view)
         self._mode.follow(view)
         if self._shard.owned - before:
-            for worker in list(self._post.routes):
-                self._post.ask_again(worker)  # What it has sent here before this view was dropped.
+            for worker in list(self._outbox.routes):
+                self._outbox.ask_again(worker)  # What it has sent here before this view was dropped.
 
     def handle(self, peer: int, header: Header, payload: memoryview) -> None:
         """Act on one message.
@@ -133,7 +135,7 @@ class ServerHandlers:
             "held": type(request) is int,
         }
         held = self._held((worker, header.incarnation), request) if type(request) is int else []
-        self._post.to_worker(worker, Kind.WELCOME, pack_keys(held), step=first, json=answer, encoding=Encoding.KEYS)
+        self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=first, json=answer, encoding=Encoding.KEYS)
 
     def _held(self, who: Who, request: int) -> list[int]:
         """The slices that a worker will get without asking again: its pull and the push before it are here."""
@@ -156,11 +158,11 @@ class ServerHandlers:
             missing = {key: count - store.versions[key] for key, count in updates.items()}
         else:
             missing = {key: count - 1 - store.seen[key].get(who, -1) for key, count in updates.items()}
-        lost = max(missing.values(), default=0)
-        if lost <= 0:
+        behind = [key for key in own if missing[key] > 0]
+        if not behind:
             return
-        self.lost_updates += lost
-        for key in [key for key in own if missing[key] > 0]:
+        for key in behind:
+            self._lost[key] += missing[key]
             if isinstance(self._mode, Synchronous):
                 store.versions[key] = updates[key]
             else:
@@ -168,15 +170,18 @@ class ServerHandlers:
         if isinstance(self._mode, Synchronous):
             self._mode.caught_up(min(store.versions[key] for key in own))
             self._shard.copy_to_backups()
-        what = f"{self.lost_updates} updates since then are lost"
-        print(f"server {self._server} goes on from its last snapshot: {what}", file=sys.stderr, flush=True)
+        lost = max(self._lost.values())
+        if lost > self.lost_updates:
+            self.lost_updates = lost
+            text = f"server {self._server} goes on from its last snapshot: {lost} updates since then are lost"
+            self._outbox.effects.append(Say(text, True))
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
         before = self._shard.ready
         self._shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
         if self._shard.ready and not before:
-            for known in list(self._post.routes):
-                self._post.ask_again(known)  # What came too early was dropped.
+            for known in list(self._outbox.routes):
+                self._outbox.ask_again(known)  # What came too early was dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
         options = check_options(unpack_json(payload, header)["options"], self._groups)
@@ -186,7 +191,7 @@ class ServerHandlers:
         if header.key not in self._shard.owned:
             raise InvalidMessageError("a push of a slice that another server is the primary of")
         if not self._mode.push((worker, header.incarnation), header, payload):
-            self.dropped["a push that is here already"] += 1
+            self._dropped["a push that is here already"] += 1
 
     def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.encoding != Encoding.KEYS or len(payload) % 4:

@@ -6,20 +6,20 @@ from typing import Any
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes
-from cnnstrategies.paramserver.links import Links
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind, unpack_json
 from cnnstrategies.paramserver.optimizer_state import cut_state
 from cnnstrategies.paramserver.optimizers import StateValue
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.state_messages import pack_state, unpack_state
+from cnnstrategies.paramserver.worker.connections import Connections
 
 
 class InitialValues:
     """The first values of the slices and their part of the optimizer's state, for the servers that hold them.
 
     Args:
-        links: The connections to the servers.
+        connections: The connections to the servers.
         specification: What all processes of the run agree on.
         slices: All slices.
         parameters: The parameters in the specification's order.
@@ -28,13 +28,13 @@ class InitialValues:
 
     def __init__(
         self,
-        links: Links,
+        connections: Connections,
         specification: Specification,
         slices: Sequence[Slice],
         parameters: Sequence[Tensor],
         optimizer_state: Mapping[str, Any] | None,
     ) -> None:
-        self._links = links
+        self._connections = connections
         self._slices = slices
         self._parameters = parameters
         self._states = {} if optimizer_state is None else cut_state(specification, slices, optimizer_state)
@@ -47,10 +47,10 @@ class InitialValues:
             value = self._parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
             for name, part in self._states.get(slice_.key, {}).items():
                 described, raw = pack_state(name, part)
-                self._links.send(server, Kind.STATE, raw, key=slice_.key, json=described)
+                self._connections.send(server, Kind.STATE, raw, key=slice_.key, json=described)
             # A copy: the values are pulled into the same memory, maybe before they have left.
             payload = bytes(as_bytes(value.contiguous()))
-            self._links.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
+            self._connections.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
 
 
 class StateReceipt:

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cnnstrategies.paramserver.messages import InvalidMessageError
-from cnnstrategies.paramserver.store import Options
+from cnnstrategies.paramserver.server.store import Options
 
 
 @dataclass(frozen=True)

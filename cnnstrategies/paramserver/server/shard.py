@@ -1,6 +1,6 @@
 """The slices of one server towards the outside: answers pulls, sends updates to backups, takes those of primaries."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,12 +9,11 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import as_bytes, check_length, encode_values, from_bytes
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
-from cnnstrategies.paramserver.post import Post
-from cnnstrategies.paramserver.replication import Replicas
-from cnnstrategies.paramserver.slicing import Slice
+from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.replication import Replicas
+from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.specification import PullCompression, Specification
 from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
-from cnnstrategies.paramserver.store import Options, Store
 
 Who = tuple[int, int]
 """Id and incarnation of a worker."""
@@ -44,9 +43,9 @@ class Shard:
 
     Args:
         specification: What all processes of the run agree on.
-        slices: All slices of the run.
         server: Id of this server.
-        post: Sends its messages.
+        outbox: Sends its messages.
+        store: Their values.
 
     Attributes:
         store: The values.
@@ -54,12 +53,12 @@ class Shard:
         owned: The same as a set.
     """
 
-    def __init__(self, specification: Specification, slices: Iterable[Slice], server: int, post: Post) -> None:
-        self.store = Store(specification, [slice_ for slice_ in slices if server in slice_.servers])
+    def __init__(self, specification: Specification, server: int, outbox: Outbox, store: Store) -> None:
+        self.store = store
         self.own: list[int] = []
         self.owned: frozenset[int] = frozenset()
         self._replicas = Replicas(server, self.store.slices)
-        self._post = post
+        self._outbox = outbox
         self._pull_compression = specification.pull_compression
         self._order = {key: place for place, key in enumerate(self.store.slices)}
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
@@ -134,7 +133,7 @@ class Shard:
             if how not in encoded:
                 encoded[how] = encode_values(self.store.values[key], how)
             payload, encoding = encoded[how]
-            self._post.to_worker(
+            self._outbox.to_worker(
                 worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding
             )
 
@@ -152,9 +151,9 @@ class Shard:
         for backup in self._replicas.backups(key):
             if self._options_sent[:2] != (who, step):
                 for server in {backup for key in self.own for backup in self._replicas.backups(key)}:
-                    self._post.to_server(server, Kind.RELAY_BEGIN, json={"options": options})
+                    self._outbox.to_server(server, Kind.RELAY_BEGIN, json={"options": options})
                 self._options_sent = who, step
-            self._post.to_server(
+            self._outbox.to_server(
                 backup,
                 Kind.RELAY,
                 b"" if change is None else as_bytes(change),
@@ -193,7 +192,7 @@ class Shard:
         self.answer(key)
 
     def _acknowledge(self, key: int) -> None:
-        self._post.to_server(self._replicas.primary(key), Kind.ACKNOWLEDGE, key=key, base=self.store.versions[key])
+        self._outbox.to_server(self._replicas.primary(key), Kind.ACKNOWLEDGE, key=key, base=self.store.versions[key])
 
     def _from_primary(self, server: int, key: int) -> None:
         if key not in self.store.slices or self._replicas.primary(key) != server:
@@ -204,10 +203,10 @@ class Shard:
             return
         for name, value in self.store.state(key).items():
             described, raw = pack_state(name, value)
-            self._post.to_server(backup, Kind.COPY_STATE, raw, key=key, json=described)
+            self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, json=described)
         seen = [[*who, step] for who, step in self.store.seen[key].items()]
         # A copy of the values: they change here while the message waits to be sent.
-        self._post.to_server(
+        self._outbox.to_server(
             backup,
             Kind.COPY,
             bytes(as_bytes(self.store.values[key])),
@@ -282,6 +281,6 @@ class Shard:
         for key in self.own:
             for name, value in self.store.state(key).items():
                 described, raw = pack_state(name, value)
-                self._post.to_worker(worker, Kind.STATE_IS, raw, key=key, step=request, json=described)
+                self._outbox.to_worker(worker, Kind.STATE_IS, raw, key=key, step=request, json=described)
                 count += 1
-        self._post.to_worker(worker, Kind.STATE_IS, step=request, base=count)
+        self._outbox.to_worker(worker, Kind.STATE_IS, step=request, base=count)

@@ -5,12 +5,12 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.backlog import Backlog
-from cnnstrategies.paramserver.clipping import squared_norm
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.decision import Decision
-from cnnstrategies.paramserver.pushes import Pushes
-from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.server.backlog import Backlog
+from cnnstrategies.paramserver.server.clipping import squared_norm
+from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.pushes import Pushes
+from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
 
 TOGETHER_BYTES = 1 << 18  # of small slices that are updated together

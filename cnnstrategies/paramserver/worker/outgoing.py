@@ -10,12 +10,12 @@ from torch import Tensor
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.counters import Counters
-from cnnstrategies.paramserver.links import Links
 from cnnstrategies.paramserver.messages import Encoding, Kind
 from cnnstrategies.paramserver.option_checks import check_before_sending
-from cnnstrategies.paramserver.placement import Placement
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.worker.connections import Connections
+from cnnstrategies.paramserver.worker.placement import Placement
 
 
 class Outgoing:
@@ -26,7 +26,7 @@ class Outgoing:
     Args:
         specification: What all processes of the run agree on.
         slices: All slices.
-        links: The connections to the servers.
+        connections: The connections to the servers.
         placement: The slices' primaries.
         counters: Its bytes sent are counted.
 
@@ -38,7 +38,7 @@ class Outgoing:
         self,
         specification: Specification,
         slices: Sequence[Slice],
-        links: Links,
+        connections: Connections,
         placement: Placement,
         counters: Counters,
     ) -> None:
@@ -47,7 +47,7 @@ class Outgoing:
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
         self._encoders = [Encoder(specification.compression, specification.compression_ratio) for _ in slices]
-        self._links = links
+        self._connections = connections
         self._placement = placement
         self._counters = counters
         self._begin: tuple[int, dict[str, Any], float] | None = None
@@ -69,7 +69,7 @@ class Outgoing:
         return any(key in self._unanswered for key in keys)
 
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.client.Worker.begin_step`."""
+        """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.api.Worker.begin_step`."""
         check_before_sending(groups, self._specification.groups, step)
         if not (math.isfinite(samples) and samples >= 0):
             raise ConfigurationError(f"step {step}: samples={samples}: the weight of a gradient is a number from 0 on")
@@ -80,7 +80,7 @@ class Outgoing:
         self._begin = step, {"options": self.options}, float(samples)
         self._unanswered.clear()
         self._pushed.clear()
-        for server in self._links.view.servers:
+        for server in self._connections.view.servers:
             self._send_begin(server.id)
 
     def push(self, index: int, gradient: Tensor) -> None:
@@ -125,7 +125,7 @@ class Outgoing:
         """
         # Also in the middle of a step that has pushed nothing yet: a new server must hear of it.
         if self._begin is not None and (self._unanswered or self._begin[0] == step):
-            for server in {server.id for server in self._links.view.servers}:
+            for server in {server.id for server in self._connections.view.servers}:
                 self._send_begin(server)
         for key in [key for key in keys if key in self._unanswered]:
             self._send(key)
@@ -139,11 +139,11 @@ class Outgoing:
     def _send_begin(self, server: int) -> None:
         assert self._begin is not None
         step, values, samples = self._begin
-        self._links.send(server, Kind.BEGIN, step=step, weight=samples, json=values)
+        self._connections.send(server, Kind.BEGIN, step=step, weight=samples, json=values)
 
     def _send(self, key: int) -> None:
         assert self._begin is not None
         payload, encoding = self._unanswered[key]
-        self._counters.bytes_sent += self._links.send(
+        self._counters.bytes_sent += self._connections.send(
             self._placement.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding
         )

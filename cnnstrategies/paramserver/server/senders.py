@@ -1,8 +1,8 @@
 """Which messages a server acts on: those of the view's members, in their order, with their keys."""
 
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.gaps import Gaps
 from cnnstrategies.paramserver.messages import SERVER, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.server.gaps import Gaps
 
 _FROM_WORKERS = frozenset(
     {Kind.HELLO, Kind.LEAVE, Kind.VALUE, Kind.STATE, Kind.BEGIN, Kind.PUSH, Kind.PULL, Kind.GET_STATE}

@@ -5,13 +5,13 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.clocks import StaleClock
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
-from cnnstrategies.paramserver.pushes import Begin
-from cnnstrategies.paramserver.roll_call import RollCall
-from cnnstrategies.paramserver.shard import Pull, Shard
+from cnnstrategies.paramserver.server.clocks import StaleClock
+from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.roll_call import RollCall
+from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.specification import Specification
 
 
@@ -62,6 +62,10 @@ class Asynchronous:
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""
         self.roll.here(worker)
+        self._release()
+
+    def proceed(self) -> None:
+        """Nobody is waited for any more before steps go on."""
         self._release()
 
     def leave(self, worker: int) -> None:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError
-from cnnstrategies.paramserver.pushes import Begin, Pushes
-from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.server.pushes import Begin, Pushes
+from cnnstrategies.paramserver.server.shard import Shard
 
 
 class Backlog:

@@ -1,85 +1,65 @@
-"""What a server sends: to workers over its ROUTER, to other servers over a DEALER for each."""
+"""What a server sends: to workers over the routes on which they were heard, to other servers over links of its own."""
 
 from collections.abc import Collection
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json
-from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.transport import SMALL_BYTES, Bundle, Context, Socket, client_socket
+from cnnstrategies.paramserver.effects import Effects, Parcel
+from cnnstrategies.paramserver.messages import SERVER, SMALL_BYTES, Header, Kind, pack_json
 
 
-class Post:
-    """Sends a server's messages. Nothing here waits.
+class Outbox:
+    """Numbers a server's messages, and keeps them until its driver takes them.
 
     Messages to another server are numbered without gaps, so that it notices when a connection has lost some.
 
     Args:
-        context: The process's context.
         server: Id of this server.
         session: The run's number.
-        keys: CURVE keys; None for no encryption.
-        largest: Bytes of the largest frame.
-        router: This server's ROUTER.
 
     Attributes:
         routes: The route to each worker, learned from its last message.
+        effects: What is to be done.
     """
 
-    def __init__(
-        self, context: Context, server: int, session: int, keys: KeyPair | None, largest: int, router: Socket
-    ) -> None:
+    def __init__(self, server: int, session: int) -> None:
         self.routes: dict[int, bytes] = {}
+        self.effects: Effects = []
         self._answered: set[int] = set()
-        self._context = context
         self._server = server
         self._session = session
-        self._keys = keys
-        self._largest = largest
-        self._router = router
         self._sequence = 0
         self._view = -1
         self._sent: dict[int, int] = {}
         self._servers: dict[int, ServerInfo] = {}
-        self._dealers: dict[int, Socket] = {}
-        self._to_workers: dict[int, Bundle] = {}
+
+    def take(self) -> Effects:
+        """What is to be done now; it is not kept."""
+        effects, self.effects = self.effects, []
+        return effects
 
     def follow(self, view: View) -> None:
-        """Connect to the servers of a view, drop those that are gone or replaced, and the routes of dead workers."""
+        """Send to the servers of a view from now on, and forget the routes of dead workers."""
         now = {server.id: server for server in view.servers if server.id != self._server}
-        for server in list(self._dealers):
-            if now.get(server) != self._servers[server]:
-                self._dealers.pop(server).close(linger=0)
+        self._sent = {one: self._sent[one] if self._servers.get(one) == info else 0 for one, info in now.items()}
         self._servers = now
         self._view = view.number
-        for server, info in now.items():
-            if server not in self._dealers:
-                self._sent[server] = 0
-                self._dealers[server] = client_socket(self._context, info, self._keys, self._largest)
         alive = {worker.id for worker in view.workers}
         self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}
-        self._to_workers = {worker: bundle for worker, bundle in self._to_workers.items() if worker in alive}
 
     def to_worker(self, worker: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
         """Send to a worker; nothing happens if none of its messages has come yet.
 
-        Small answers to pulls wait for each other, until :meth:`flush` or something else is sent to the worker.
+        Small answers to pulls may wait for each other.
         """
         route = self.routes.get(worker)
         if route is not None:
             self._answered.add(worker)
             self._sequence += 1
             header, body = self._message(kind, self._sequence, payload, fields)
-            bundle = self._to_workers.get(worker)
-            if bundle is None or bundle.route != route:
-                bundle = self._to_workers[worker] = Bundle(self._router, route)
             wait = kind == Kind.PULLED and len(body) <= SMALL_BYTES
-            bundle.send(header, bytes(body) if wait else body, wait)  # The values may change before they leave.
-
-    def flush(self) -> None:
-        """Send what waits."""
-        for bundle in self._to_workers.values():
-            bundle.flush()
+            # The values may change before they leave.
+            self.effects.append(Parcel(route, header, bytes(body) if wait else body, wait))
 
     def ask_again(self, worker: int) -> None:
         """Have a worker send again what was not answered."""
@@ -93,10 +73,10 @@ class Post:
 
     def to_server(self, server: int, kind: Kind, payload: Any = b"", **fields: Any) -> None:
         """Send to another server; nothing happens if it is not in the view."""
-        if server in self._dealers:
+        if server in self._servers:
             self._sent[server] += 1
             header, body = self._message(kind, self._sent[server], payload, fields | {"incarnation": self._view})
-            Bundle(self._dealers[server]).send(header, body)
+            self.effects.append(Parcel(server, header, body, False))
 
     def _message(self, kind: Kind, sequence: int, payload: Any, fields: dict[str, Any]) -> tuple[Header, Any]:
         described = fields.pop("json", None)
@@ -107,8 +87,3 @@ class Post:
             payload = text + bytes(payload)
         header = Header(kind, SERVER + self._server, self._session, sequence, meta=meta, length=len(payload), **fields)
         return header, payload
-
-    def close(self) -> None:
-        """Close the sockets to other servers."""
-        for dealer in self._dealers.values():
-            dealer.close()

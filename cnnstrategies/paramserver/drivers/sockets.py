@@ -8,7 +8,7 @@ from typing import Any
 import zmq
 
 from cnnstrategies.paramserver.core.view import ServerInfo
-from cnnstrategies.paramserver.messages import Header
+from cnnstrategies.paramserver.messages import SMALL_BYTES, Header
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint
 
 
@@ -62,9 +62,7 @@ Context = zmq.Context[Socket]
 # Messages that wait unread, of each connection to a server; what lies beyond waits at the sender.
 WAITING_MESSAGES = 64
 LINGER_MS = 500
-# Up to here libzmq gets a copy, which is cheaper than its telling Python when it has done without; and such payloads
-# may wait for each other, until they are as many or as large as this.
-SMALL_BYTES = 1 << 18
+# Small payloads wait for each other until they are as many or as large as this.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
 

@@ -1,0 +1,227 @@
+"""`tune` against an exhaustive grid: is its overlay within 5 % of the grid's best, in at most a fifth of the time?
+
+The grid is all that `tune` can combine for one process: memory format, compilation, precision and the processes that
+load, 24 points for each network. Each point is a run of its own, started after the one before, that loads as in
+training; then all of a group with the same loading, and the configuration as it is, make a block of half a second in
+each of 11 rounds. The winner of `tune` and the grid's best then meet in a race of their own.
+"""
+
+import itertools
+import math
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+from bench import HERE, environment, threads
+from pieces import Pieces, parser
+from ranks import report
+from tune_networks import BATCH, NETWORKS, configuration
+
+from cnnstrategies.planning.race import interval
+from cnnstrategies.planning.settings_file import nested
+from cnnstrategies.planning.trial import Trial, TrialError
+
+COMPUTE: list[dict[str, Any]] = [
+    {"model.init_args.channels_last": True},
+    {"model.init_args.compile_backend": "inductor"},
+    {"trainer.precision": "bf16-mixed"},
+]
+LOADING: dict[str, dict[str, Any]] = {
+    "0 workers": {},
+    "1 worker": {"data.init_args.num_workers": 1},
+    "2 workers": {"data.init_args.num_workers": 2},
+}
+ROUNDS = 11
+BLOCK = 0.5
+FEW = 3
+MINUTES = 4.0
+
+
+def points() -> dict[str, dict[str, Any]]:
+    """The combinations of the first kind by name."""
+    found = {}
+    for chosen in itertools.product((False, True), repeat=len(COMPUTE)):
+        values = {key: value for one, on in zip(COMPUTE, chosen, strict=True) if on for key, value in one.items()}
+        found[", ".join(str(value) for value in values.values()).replace("True", "channels_last") or "default"] = values
+    return found
+
+
+class Runs:
+    """Runs that are there at once, and wait to be told to make steps.
+
+    Args:
+        network: Which.
+        stack: Ends them.
+    """
+
+    def __init__(self, network: str, stack: ExitStack) -> None:
+        self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        self.stack = stack
+        self.base = self.folder / "base.yaml"
+        self.base.write_text(yaml.safe_dump(configuration(network)))
+        self.trials: dict[str, tuple[Trial, int]] = {}
+        os.environ.update(environment())
+
+    def start(self, name: str, values: Mapping[str, Any]) -> None:
+        """Start one and make its first steps."""
+        overlay = self.folder / f"{len(self.trials)}.yaml"
+        overlay.write_text(yaml.safe_dump(dict(values)))
+        words = ["fit", "--config", str(self.base), "--config", str(overlay)]
+        trial = Trial(self.folder, str(len(self.trials)), words, 200, loads=True)
+        self.stack.callback(trial.close)
+        trial.wait_until_ready()
+        for _ in range(FEW):
+            seconds = trial.steps(FEW)["seconds"] / FEW
+        self.trials[name] = trial, max(1, math.ceil(BLOCK / seconds))
+
+    def rounds(self, count: int) -> dict[str, list[float]]:
+        """Seconds per step of each, by rounds."""
+        found: dict[str, list[float]] = {name: [] for name in self.trials}
+        for _ in range(count):
+            order = list(self.trials)
+            random.shuffle(order)
+            for name in order:
+                trial, steps = self.trials[name]
+                found[name].append(trial.steps(steps)["seconds"] / steps)
+        return found
+
+
+def grid(name: str) -> dict[str, Any]:
+    """All points with the same loading: their speed over the configuration as it is, and the seconds that took."""
+    network, _, loading = name.split("/")
+    start = time.monotonic()
+    with ExitStack() as stack:
+        runs = Runs(network, stack)
+        runs.start("base", {})
+        failed = []
+        for point, values in points().items():
+            try:
+                runs.start(point, nested({**values, **LOADING[loading]}))
+            except TrialError as failure:
+                failed.append(f"{point}: {failure}")
+        times = runs.rounds(ROUNDS)
+    base = times.pop("base")
+    gains = {point: [math.log(b / t) for b, t in zip(base, each, strict=True)] for point, each in times.items()}
+    speeds = {point: math.exp(statistics.median(each)) for point, each in gains.items()}
+    return {"seconds": time.monotonic() - start, "speeds": speeds, "failed": failed}
+
+
+def tune(name: str) -> dict[str, Any]:
+    """What `tune` writes, and the seconds that it took."""
+    network = name.split("/")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        base, output = Path(folder) / "base.yaml", Path(folder) / "tuned.yaml"
+        base.write_text(yaml.safe_dump(configuration(network)))
+        words = ["-m", "cnnstrategies", "tune", "--config", str(base), "--allow=[precision]", f"--minutes={MINUTES}"]
+        start = time.monotonic()
+        made = subprocess.run(
+            [sys.executable, *words, f"--output={output}"],
+            env={**environment(), "COLUMNS": "120"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        seconds = time.monotonic() - start
+        print(made.stdout)
+        return {
+            "seconds": seconds,
+            "overlay": yaml.safe_load(output.read_text()) if output.exists() else {},
+            "shown": made.stdout,
+        }
+
+
+def best(pieces: Pieces, network: str) -> tuple[str, str]:
+    """The grid's best point and its loading."""
+    found = {
+        (point, loading): speed
+        for loading in LOADING
+        for point, speed in pieces.known[f"{network}/grid/{loading}"]["speeds"].items()
+    }
+    return max(found, key=lambda key: found[key])
+
+
+def duel(name: str, pieces: Pieces) -> dict[str, Any]:
+    """The configuration as it is, with the overlay, and with the grid's best, side by side."""
+    network = name.split("/")[0]
+    point, loading = best(pieces, network)
+    with ExitStack() as stack:
+        runs = Runs(network, stack)
+        runs.start("base", {})
+        runs.start("tuned", pieces.known[f"{network}/tune"]["overlay"])
+        runs.start("best", nested({**points()[point], **LOADING[loading]}))
+        return runs.rounds(ROUNDS)
+
+
+def ratio(ones: list[float], others: list[float]) -> str:
+    """One's speed over the other's, with its interval of 95 %."""
+    gains = [math.log(other / one) for one, other in zip(ones, others, strict=True)]
+    low, middle, high = (math.exp(one) for one in interval(gains, 0.05))
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def main() -> None:
+    """Measure what is missing; write the page when nothing is."""
+    pieces = Pieces(parser(__doc__).parse_args())
+    grids = [f"{network}/grid/{loading}" for network in NETWORKS for loading in LOADING]
+    done = pieces.measure(grids, grid)
+    done &= pieces.measure([f"{network}/tune" for network in NETWORKS], tune)
+    if not done or not pieces.measure([f"{network}/duel" for network in NETWORKS], lambda name: duel(name, pieces)):
+        return
+    rows = [
+        (
+            "network",
+            "grid's best",
+            "tune's overlay",
+            "overlay's speed over the best",
+            "overlay's speed over Lightning's defaults",
+            "seconds, grid",
+            "seconds, tune",
+            "of the grid's",
+        )
+    ]
+    for network in NETWORKS:
+        times = pieces.known[f"{network}/duel"]
+        spent = sum(pieces.known[f"{network}/grid/{loading}"]["seconds"] for loading in LOADING)
+        tuned = pieces.known[f"{network}/tune"]
+        lines = [line for line in tuned["shown"].splitlines() if line.strip()]
+        overlay = yaml.safe_dump(tuned["overlay"], default_flow_style=True, width=1000).strip() if lines else ""
+        rows.append(
+            (
+                network,
+                ", ".join(best(pieces, network)),
+                f"`{overlay}`",
+                ratio(times["tuned"], times["best"]),
+                ratio(times["tuned"], times["base"]),
+                f"{spent:.0f}",
+                f"{tuned['seconds']:.0f}",
+                f"{tuned['seconds'] / spent:.2f}",
+            )
+        )
+    report(HERE / "tune_grid.md", "Tune against an exhaustive grid", text(), rows, threads())
+
+
+def text() -> str:
+    """What the page says above its table."""
+    flags = Path("/proc/cpuinfo").read_text()
+    units = [flag for flag in ("amx_bf16", "avx512_bf16") if flag in flags]
+    has = f"has bf16 units ({', '.join(units)})" if units else "has no bf16 units"
+    return (
+        f"{__doc__}\nBatches of {BATCH} synthetic images, SGD with momentum, one process, `--allow '[precision]'`. "
+        "Targets: an overlay at least 0.95 times as fast as the grid's best, in a fifth of its time, and with bf16 at "
+        "least 2 times Lightning's defaults for ResNet-20 and VGG-11. The last race was alone on the machine, "
+        f"{ROUNDS} rounds, intervals of 95 % (Hodges and Lehmann); grid and `tune` ran beside other work. The "
+        f"processor {has}."
+    )
+
+
+if __name__ == "__main__":
+    main()
