@@ -65,7 +65,7 @@ class Steps:
         """
         images, rest, form = (None, (), None) if batch is None else self._inputs.take(batch, dataloader)
         with self._announce("share_batch"):
-            self._batch = shared = self._pipeline.share(images, *rest, form=form)
+            self._batch = shared = self._pipeline.share(images, *rest, form=form, usual=self._usual)
         check_forms(shared)
         return seen(shared, None, self._device, none=not self._sees_batch)
 
@@ -126,6 +126,12 @@ class Steps:
         batch, draws = self._inputs.compute(self._take_batch(), step, args, kwargs)
         outputs = self._gather(batch, self._pipeline.evaluate(batch))
         return self._call(step, batch, outputs, args, kwargs, draws)
+
+    @property
+    def _usual(self) -> int | None:
+        """Samples of a replica's usual batch, where batch normalisation trains on the microbatches."""
+        trainer: Any = self._divided.module.trainer
+        return getattr(trainer.train_dataloader, "usual", None) if trainer.training else None
 
     @property
     def _sees_batch(self) -> bool:
