@@ -44,6 +44,10 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
         if shape is not None and len(names) == 1:
             return torch.randn(max(1, size), *shape)
         batch = _samples(train_loader(trainer), max(1, size))
+        # Some data comes as bytes and is made images on the device.
+        finished = getattr(trainer.datamodule, "finished", None)  # type: ignore[attr-defined]  # set by the connector
+        if batch is not None and finished is not None:
+            batch = finished(batch)
         return None if batch is None else _inputs(module, path, network, batch)
 
 
