@@ -224,8 +224,8 @@ def text() -> str:
     return (
         f"{__doc__}\nBatches of {BATCH} synthetic images, SGD with momentum, one process, `--allow '[precision]'`. "
         "Targets: an overlay at least 0.95 times as fast as the grid's best, in a fifth of its time, and with bf16 at "
-        "least 2 times Lightning's defaults for ResNet-20 and VGG-11. `tune` and the last race (11 rounds, intervals of "
-        "95 %, Hodges and Lehmann) were alone on the machine; the grid ran beside other work, which made it longer. "
+        "least 2 times Lightning's defaults for ResNet-20 and VGG-11. `tune` and the last race (11 rounds, intervals "
+        "of 95 %, Hodges and Lehmann) were alone on the machine; the grid ran beside other work, which made it longer. "
         f"The processor {has}."
     )
 
