@@ -4,7 +4,6 @@ import argparse
 import itertools
 import json
 import multiprocessing
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -121,7 +120,7 @@ def _latency(rank: int) -> float:
             dist.recv(message, 0)
             dist.send(message, 0)
         times.append((time.perf_counter() - start) / 2)
-    return statistics.median(times[10:]) if times else 0.0
+    return min(times[10:], default=0.0)  # In the others a quota has stopped one of them.
 
 
 def _block(step: Callable[[], None], end: Callable[[], None] = lambda: None) -> Steps:
