@@ -57,7 +57,8 @@ class Helper:
         """Start a program.
 
         Args:
-            program: ``words`` after the interpreter, ``cwd``, ``env``, and whether it has a ``session`` of its own.
+            program: ``words`` after the interpreter, ``cwd``, ``env``, whether it has a ``session`` of its own, and
+                whether what it starts is ``warm``, too.
             files: The descriptors it begins with: those here by what they are there.
 
         Returns:
@@ -75,12 +76,18 @@ class Helper:
 
 
 _helper: Helper | None = None
+_inherited = True
 
 
-def install() -> None:
-    """Start programs warm from now on; to be called in a process that has done nothing yet but import."""
-    global _helper
+def install(inherited: bool = True) -> None:
+    """Start programs warm from now on; to be called in a process that has done nothing yet but import.
+
+    Args:
+        inherited: Whether programs that these start are warm, too.
+    """
+    global _helper, _inherited
     _helper = Helper()
+    _inherited = inherited
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = _spawn_warm  # type: ignore[attr-defined]
 
@@ -116,7 +123,8 @@ def _spawn_warm(path: Any, args: list[Any], passfds: Any) -> int:
 
 
 def _program(words: list[str], cwd: Any, env: Any, session: bool) -> dict[str, Any]:
-    return {"words": words, "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ), "session": session}
+    where = {"cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
+    return {"words": words, **where, "session": session, "warm": _inherited}
 
 
 def _adopt(orphans: bool) -> None:
@@ -169,7 +177,8 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
     os.environ.update(program["env"])
     os.chdir(program["cwd"])
     _forget_the_tests()
-    install()
+    if program["warm"]:
+        install()
     code = 1
     try:
         _run(program["words"], program["env"].get("PYTHONPATH", ""))

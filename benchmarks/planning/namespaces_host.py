@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
-from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
@@ -192,7 +192,7 @@ def _server(title: str, own: Tensor, wanted: Tensor, folder: Path, stack: ExitSt
 
     def serve() -> None:
         torch.set_num_threads(1)
-        Server(specification, FileViews(file), rank, endpoints[rank], insecure=True).run()
+        ServerService(specification, FileViews(file), rank, endpoints[rank], insecure=True).run()
 
     process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
     process.start()
