@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Order
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.request import Request
@@ -51,7 +53,7 @@ class Hybrid:
             if layout is None or len(layout.replicas) == 1:
                 continue
             best = min(best, predictor.time(layout) / self._samples(layout) * self.job.samples)
-            candidate = self._candidate(layout, microbatches)
+            candidate = self._candidate(layout, microbatches, predictor.placement(layout))
             if candidate.samples and candidate.samples >= 0.98 * self.job.samples:
                 self.chosen[microbatches] = Chosen(layout, predictor)
                 yield candidate
@@ -140,8 +142,10 @@ class Hybrid:
         """Of a step: the replicas of the first stage load as many each."""
         return self.job.share(layout.replicas[0]) or 1
 
-    def _candidate(self, layout: Layout, microbatches: int) -> Candidate:
-        options = {"replicas": list(layout.replicas), "microbatches": microbatches}
+    def _candidate(self, layout: Layout, microbatches: int, placement: Order) -> Candidate:
+        options: dict[str, Any] = {"replicas": list(layout.replicas), "microbatches": microbatches}
+        if len(self.job.cluster.hosts) > 1:
+            options["placement"] = placement
         effect = Effect.LEARNING if self.job.profile.batch_norm else Effect.ROUNDING
         return Candidate("hybrid", options, effect, layout.devices, self._samples(layout))
 
