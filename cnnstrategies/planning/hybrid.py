@@ -8,8 +8,8 @@ from typing import Any
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timetable import Order
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.choose import predictor_for
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.stage_costs import messages, stage_costs
 
 SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
@@ -109,21 +109,7 @@ class Hybrid:
         return microbatches * (costs.forward_time + costs.backward_time) / sum(self.job.cluster.speeds)
 
     def _predictor(self, microbatches: int, stages: int | None = None) -> Predictor:
-        job = self.job
-        request = Request(
-            devices=job.cluster.devices,
-            microbatches=microbatches,
-            schedule=job.schedule,
-            stages=stages,
-            spares=False,
-            replicas=job.replicas,
-            cuts=job.cuts,
-            memory_limit=job.memory,
-            activation_checkpointing=job.activation_checkpointing,
-            run_ahead=job.run_ahead,
-            state_copies=job.state_copies,
-        )
-        return Predictor(job.profile.at(job.samples / microbatches), job.cluster, request)
+        return predictor_for(self.job, microbatches, stages)
 
     def _best(self, predictor: Predictor) -> Layout | None:
         """By a search, or, once some layouts are known, the best of these."""

@@ -100,6 +100,8 @@ class Predictor:
 
     def placement(self, layout: Layout) -> Order:
         """How to number the ranks, and so which are on one machine: stage by stage, unless the other way gains time."""
+        if self.request.placement is not None:
+            return self.request.placement
         if layout not in self._placements:
             run_ahead = self._may_run_ahead(layout)
             found = {order: self._time_of(layout, run_ahead, order) for order in orders(self.cluster, layout)}
