@@ -155,7 +155,7 @@ def job(
         file = Path(folder) / "profile.csv"
         file.write_text(found["profile"])
         profile = read_profile(file, SAMPLES // sum(REPLICAS))
-    link = Link(rate * 1e6 / 8 * numbers.efficiency, found["latency"][str(rate)])
+    link = Link(rate * 1e6 / 8 * numbers.efficiency, min(found["latency"].values()))
     host = Host(1, link, link, speed=numbers.speed)
     cluster = Cluster((host,) * sum(REPLICAS), server_rate=numbers.server)
     names = [node.name for node in profile.costs.nodes]
@@ -182,7 +182,9 @@ def fitted(found: dict[str, Any]) -> Numbers:
     """The numbers with the least mean error on a network's points."""
     best, least = Numbers(), math.inf
     numbers: Iterator[tuple[float, float, float]] = itertools.product(
-        (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0), (0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1), (1e8, 2e8, 4e8, 1e9)
+        (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0),
+        (0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1),
+        (2e7, 3e7, 5e7, 1e8, 2e8, 1e9),
     )
     for each in numbers:
         tried = Numbers(*each)

@@ -5,7 +5,7 @@
    ("25 % less time").
 
 The hosts are network namespaces with a processor quota each and links of 1 Gbit/s. ResNet-20 on the digits, enlarged to
-16 x 16 pixels, until the validation accuracy is 97 %.
+24 x 24 pixels, until the validation accuracy is 95 %.
 """
 
 import json
@@ -36,8 +36,9 @@ from cnnstrategies.planning.rank import rank
 
 MEGABITS = 1000
 BATCH = 64  # of all hosts
-TARGET = 0.97
-SEEDS = 3
+SIZE = 24  # pixels to which the digits are enlarged
+TARGET = 0.95
+SEEDS = 2
 
 
 @dataclass(frozen=True)

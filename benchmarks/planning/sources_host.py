@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
-from sources import BATCH, RUNS, TARGET, Run
+from sources import BATCH, RUNS, SIZE, TARGET, Run
 from tune_networks import resnet_for_digits
 
 from cnnstrategies import ImageClassifier
@@ -86,7 +86,9 @@ def train(run: Run, seed: int, folder: Path) -> None:
     seed_everything(seed, verbose=False)
     rate, momentum = (0.05 / count, 0.5) if own_steps else (0.05, 0.9)
     model = ImageClassifier(
-        resnet_for_digits(), 10, optimizer=lambda p: torch.optim.SGD(p, rate, momentum=momentum, weight_decay=0.0005)
+        resnet_for_digits(SIZE),
+        10,
+        optimizer=lambda p: torch.optim.SGD(p, rate, momentum=momentum, weight_decay=0.0005),
     )
     trainer = Trainer(
         accelerator="cpu",
@@ -110,7 +112,7 @@ def measure(precision: str, folder: Path) -> None:
     """Profile the network with half a batch, a host's share."""
     wait(folder, 0)
     images = torch.randn(BATCH // 2, 1, 8, 8)
-    traced = trace(resnet_for_digits())
+    traced = trace(resnet_for_digits(SIZE))
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16-mixed" else contextlib.nullcontext()
     with autocast:
         large, small = (profile(traced, images[:size]) for size in (len(images), len(images) // SMALLER))

@@ -26,9 +26,9 @@ def convnext() -> nn.Module:
     return network
 
 
-def resnet_for_digits() -> nn.Module:
-    """ResNet-20 for grey images of 8 x 8 pixels, shown to it with 16 x 16."""
-    return nn.Sequential(nn.Upsample(size=16), SmallResNet(10, in_channels=1))
+def resnet_for_digits(size: int = 16) -> nn.Module:
+    """ResNet-20 for grey images of 8 x 8 pixels, shown to it enlarged."""
+    return nn.Sequential(nn.Upsample(size=size), SmallResNet(10, in_channels=1))
 
 
 def vgg_for_digits() -> nn.Module:

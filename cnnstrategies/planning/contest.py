@@ -1,9 +1,11 @@
 """Candidates' runs side by side: started, compared with the default, and timed in turn until it is clear."""
 
 import math
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,26 +99,49 @@ class Contest:
         """
         groups = [settings[first : first + self.together] for first in range(0, len(settings), self.together)]
         plain = Setting(DEFAULT, {}, Effect.NONE)
+        default: _Runner | None = None
         with ExitStack() as stack:
-            first = self._launch(plain, stack)
-            default: _Runner | None = None
             for group in groups:
                 with ExitStack() as own:
-                    # Together, since most of the start is imports, by one core each.
-                    launched = [self._launch(setting, own) for setting in group]
+                    started = self._start_all(group if default else [plain, *group], own, stack)
                     if default is None:
-                        default = self._ready(plain, first)
-                        self.loading = default.loading
-                    self._race(default, list(zip(group, launched, strict=True)))
-                if time.monotonic() > self.ends:
-                    break
-            return None if default is None else self._confirmed(default, stack)
+                        default = self._default(started.pop(0))
+                    runners = self._race(default, list(zip(group, started, strict=True)))
+                    if group is groups[-1] or time.monotonic() > self.ends:
+                        return self._confirmed(default, runners, stack)
+        return None
 
-    def _race(self, default: _Runner, launched: Sequence[tuple[Setting, Trial]]) -> None:
-        runners: dict[str, _Runner] = {}
-        for setting, trial in launched:
+    def _start_all(self, settings: Sequence[Setting], own: ExitStack, stack: ExitStack) -> list[_Runner | TrialError]:
+        """Start some at once, since imports and compilers use one core each; the default's outlives the others'."""
+        trials = [self._launch(one, stack if one.name == DEFAULT else own) for one in settings]
+
+        def ready(setting: Setting, trial: Trial) -> _Runner | TrialError:
             try:
-                runner = self._ready(setting, trial)
+                return self._ready(setting, trial)
+            except TrialError as failure:
+                return failure
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            try:
+                return list(pool.map(ready, settings, trials))
+            except BaseException:
+                for trial in trials:
+                    trial.close()  # Else the pool would wait for their answers.
+                raise
+
+    def _default(self, started: _Runner | TrialError) -> _Runner:
+        if isinstance(started, TrialError):
+            raise started
+        self.loading = started.loading
+        return started
+
+    def _race(self, default: _Runner, started: Sequence[tuple[Setting, _Runner | TrialError]]) -> Mapping[str, _Runner]:
+        """Race a group; those that are left."""
+        runners: dict[str, _Runner] = {}
+        for setting, runner in started:
+            try:
+                if isinstance(runner, TrialError):
+                    raise runner
                 self._compare(setting, default, runner)
                 runners[setting.name] = runner
                 self.rows[setting.name] = Row(setting, start=runner.start)
@@ -129,6 +154,7 @@ class Contest:
                 self.rows[name] = Row(self.rows[name].setting, verdict, start=self.rows[name].start)
                 if name not in race.running and name in runners:
                     runners.pop(name).trial.close()
+        return runners
 
     def _round(self, race: Race, default: _Runner, runners: dict[str, _Runner]) -> None:
         order = [DEFAULT, *(name for name in race.running)]
@@ -148,14 +174,15 @@ class Contest:
         self.default_times.append(base)
         race.add(base, seconds)
 
-    def _confirmed(self, default: _Runner, stack: ExitStack) -> Setting | None:
+    def _confirmed(self, default: _Runner, alive: Mapping[str, _Runner], stack: ExitStack) -> Setting | None:
         faster = [row for row in self.rows.values() if row.verdict is not None and row.verdict.outcome == "faster"]
         if not faster:
             return None
         best = max(faster, key=lambda row: row.verdict.speed if row.verdict is not None else 0.0)
         name = best.setting.name
         try:
-            runners = {name: self._start(best.setting, stack)}
+            again = alive.get(name) or self._ready(best.setting, self._launch(best.setting, stack))
+            runners = {name: again}
             race = Race([name], looks=(FRESH,))
             for _ in range(FRESH.rounds):
                 self._round(race, default, runners)
@@ -164,9 +191,6 @@ class Contest:
             return None
         self.rows[name] = Row(best.setting, race.verdicts.get(name), start=best.start)
         return best.setting if race.verdicts[name].outcome == "faster" else None
-
-    def _start(self, setting: Setting, stack: ExitStack) -> _Runner:
-        return self._ready(setting, self._launch(setting, stack))
 
     def _launch(self, setting: Setting, stack: ExitStack) -> Trial:
         number = len(list(self.folder.glob("*.log")))
