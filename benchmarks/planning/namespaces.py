@@ -241,6 +241,7 @@ def page(pieces: Pieces) -> None:
     numbers = fitted(pieces.known[CALIBRATED])
     rows: list[Sequence[str]] = [("network", "Mbit/s", *STRATEGIES, "best measured", "best predicted")]
     titles = [title for title in NETWORKS if title in pieces.known]
+    without = "".join(f" {title} is not measured yet." for title in NETWORKS if title not in titles)
     off: dict[str, list[float]] = {title: [] for title in titles}
     right = 0
     for title in titles:
@@ -273,7 +274,7 @@ def page(pieces: Pieces) -> None:
         f"{statistics.fmean(own):.1%}. **The {len(others)} other points: mean absolute error "
         f"{statistics.fmean(others):.1%} (target 10 %), worst {max(others):.0%} (target 25 %). The best strategy is "
         f"named in {right} of {len(titles) * len(RATES)} cells** (target 11 of 12; less than 3 % behind counts "
-        f"as best).\n\n{LIMITS}",
+        f"as best).{without}\n\n{LIMITS}",
         rows,
     )
 
