@@ -21,10 +21,10 @@ from networks import images, vgg_like
 from ranks import report
 from torch import nn
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
-from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WORKERS = SERVERS = 2
@@ -34,7 +34,7 @@ CLASSES = 100
 def serve(specification: Specification, folder: Path, id: int) -> None:
     """A server; it is ended from outside."""
     torch.set_num_threads(1)
-    Server(specification, FileViews(folder / "view"), id, endpoint(folder, id)).run()
+    ServerService(specification, FileViews(folder / "view"), id, endpoint(folder, id)).run()
 
 
 def endpoint(folder: Path, id: int) -> str:

@@ -34,11 +34,11 @@ import peers
 import torch
 import zmq
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WORKERS, SERVERS = 2, 2
@@ -61,7 +61,7 @@ def our_server(
     """A server of this package; runs until it is killed."""
     views = FileViews(directory / "view")
     endpoint = "tcp://127.0.0.1:*" if scheme == "tcp" else f"ipc://{directory}/socket-{id}"
-    server = Server(specification, views, id, endpoint, keys[id] if keys else None, insecure=True)
+    server = ServerService(specification, views, id, endpoint, keys[id] if keys else None, insecure=True)
     peers.publish(directory / f"server-{id}", server.endpoint)
     server.run()
 

@@ -18,6 +18,9 @@ import numpy as np
 MAGIC = b"CNPS"
 VERSION = 1
 LARGEST_JSON = 1 << 18
+# Up to here libzmq gets a copy, which is cheaper than its telling Python when it has done without; and such payloads
+# may wait for each other.
+SMALL_BYTES = 1 << 18
 SERVER = 1 << 31  # added to a server's id where a sender is named
 NOBODY = (1 << 32) - 1
 NO_STEP = (1 << 64) - 1

@@ -99,7 +99,6 @@ class Gatekeeper:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind("inproc://zeromq.zap.01")
-        self.refused = 0
         self._admitted = admitted
 
     def answer(self) -> None:
@@ -109,7 +108,6 @@ class Gatekeeper:
         if key and self._admitted(key):
             self.socket.send_multipart([version, request, b"200", b"", key.encode("ascii"), b""])
         else:
-            self.refused += 1
             self.socket.send_multipart([version, request, b"300", b"unknown key", b"", b""])
 
     def close(self) -> None:

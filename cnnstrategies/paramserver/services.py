@@ -87,9 +87,9 @@ class ServerProcess:
         # Here: torch makes up most of a program's start, and the coordinator needs none of it.
         import torch
 
-        from cnnstrategies.paramserver.server import Server
+        from cnnstrategies.paramserver.drivers.server import ServerService
+        from cnnstrategies.paramserver.drivers.sockets import Listener
         from cnnstrategies.paramserver.specification import Specification
-        from cnnstrategies.paramserver.transport import Listener
 
         torch.set_num_threads(1)
         keys = None if self.key_file is None else KeyPair.create()
@@ -105,7 +105,7 @@ class ServerProcess:
             membership.wait_registered()
             (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
             specification = Specification.from_json(bytes(text).decode())
-            server = Server(specification, views, self.address.id, listener, keys, self.insecure)
+            server = ServerService(specification, views, self.address.id, listener, keys, self.insecure)
             allow_memory(server.declared_memory)
             server.run()
         except RunEnded as ended:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
-from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 WORKERS, BATCH, STEPS = 2, 16, 20
@@ -37,7 +37,7 @@ def serve(specification: Specification, folder: Path) -> None:
     """Hold the parameters and make the optimizer's steps, until the process is ended."""
     torch.set_num_threads(1)
     views = FileViews(folder / "view.json")
-    server = Server(specification, views, 0, f"ipc://{folder}/server")
+    server = ServerService(specification, views, 0, f"ipc://{folder}/server")
     views.publish(View(1, (ServerInfo(0, server.endpoint),), tuple(WorkerInfo(id, 0) for id in range(WORKERS))))
     server.run()
 

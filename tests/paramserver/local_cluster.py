@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification
 
 _context = multiprocessing.get_context("fork")
@@ -128,7 +128,7 @@ def _serve(specification: Specification, directory: Path, id: int, endpoint: str
     torch.set_num_threads(1)
     views = FileViews(directory / "view.json")
     views.wait_newer(0, 10)
-    server = Server(specification, views, id, endpoint, keys)
+    server = ServerService(specification, views, id, endpoint, keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     server.run()
     report = {"log": server.log, "dropped": dict(server.dropped), "lost": server.lost_updates}

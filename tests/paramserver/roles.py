@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
-from cnnstrategies.paramserver.server import Server
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 
@@ -33,7 +33,7 @@ class Roles:
         named = [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
         options = {"timeout": 1.0} | options
         self.specification = Specification.of(named, self.optimizer, workers, **options)
-        self.servers: dict[int, Server] = {}
+        self.servers: dict[int, ServerService] = {}
         self.threads: dict[int, threading.Thread] = {}
         self.workers: list[Worker] = []
         infos = tuple(ServerInfo(number, f"ipc://{directory}/{number}") for number in range(self.specification.servers))
@@ -52,7 +52,9 @@ class Roles:
 
     def serve(self, number: int) -> None:
         """Start a server."""
-        server = Server(self.specification, self.views(f"server-{number}"), number, f"ipc://{self.directory}/{number}")
+        server = ServerService(
+            self.specification, self.views(f"server-{number}"), number, f"ipc://{self.directory}/{number}"
+        )
         self.servers[number] = server
         self.threads[number] = threading.Thread(target=server.run, daemon=True)
         self.threads[number].start()

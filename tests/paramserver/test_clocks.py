@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cnnstrategies.paramserver.clocks import StaleClock, SyncClock
+from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
 
 pytestmark = pytest.mark.light
 

@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from local_cluster import Cluster, wait_for
 from ranks import run_apart
 from training import SGD, Replica, batches, specify, train_alone
+
+from cnnstrategies.paramserver.errors import ServersUnreachableError
 
 DATA = batches(3, 12)
 
@@ -96,7 +99,8 @@ def test_the_optimizer_state_is_whole_when_a_server_dies_while_it_is_fetched(tmp
         assert_equal(got["state"][index], state)
 
 
-def test_a_worker_that_has_left_is_answered_by_a_server_that_was_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_a_worker_that_has_left_hears_what_a_server_that_was_started_again_has(snapshot: bool, tmp_path: Path) -> None:
     def work(connect: Callable[..., Any], id: int) -> Any:
         replica = Replica(connect, SGD)
         replica.worker.initialise()
@@ -104,14 +108,20 @@ def test_a_worker_that_has_left_is_answered_by_a_server_that_was_started_again(t
         replica.worker.leave()
         Path("left").touch()
         wait_for(Path("stopped"))
-        replica.worker.refresh()
+        try:
+            replica.worker.refresh()
+        except ServersUnreachableError as error:
+            return str(error)
         return "refreshed"
 
-    options = {"mode": "ssp", "staleness": 2, "snapshot_every": 1, "snapshot_directory": str(tmp_path)}
-    with Cluster(specify(SGD, 1, **options), tmp_path) as cluster:
+    options = {"snapshot_every": 1, "snapshot_directory": str(tmp_path)} if snapshot else {}
+    with Cluster(specify(SGD, 1, mode="ssp", staleness=2, **options), tmp_path) as cluster:
         cluster.start_workers(work)
         wait_for(Path("left"))
+        if snapshot:
+            wait_for(tmp_path / f"run-{cluster.specification.session:016x}" / "server-0" / "newest")
         stop(cluster, 0)
         Path("stopped").touch()
         replace(cluster, 0, restarted=True)
-        assert cluster.result(0) == "refreshed"
+        result = cluster.result(0)
+    assert result == "refreshed" if snapshot else "server 0 was started again, but its slices" in result

@@ -13,10 +13,11 @@ import pytest
 import torch
 from roles import Roles, roles
 
-from cnnstrategies.paramserver import client
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind
+from cnnstrategies.paramserver.worker import worker as worker_role
+from cnnstrategies.paramserver.worker.worker import Wait
 
 
 class Wire:
@@ -30,10 +31,10 @@ class Wire:
     def __init__(self, run: Roles, loses: Callable[[Kind], bool]) -> None:
         self._loses = loses
         for server in run.servers.values():
-            server._handlers.handle = self._lossy(server._handlers.handle)  # type: ignore[method-assign]
+            server.role.handlers.handle = self._lossy(server.role.handlers.handle)  # type: ignore[method-assign]
 
     def to(self, worker: Worker) -> None:
-        worker._handle = self._lossy(worker._handle, at_worker=True)  # type: ignore[method-assign]
+        worker._role.on_message = self._lossy(worker._role.on_message, at_worker=True)  # type: ignore[method-assign]
 
     def _lossy(self, handle: Callable[..., None], at_worker: bool = False) -> Callable[..., None]:
         def act(peer: int, header: Header, payload: memoryview) -> None:
@@ -60,7 +61,7 @@ def test_training_is_the_same_when_messages_are_lost(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any between a worker and a server: a fifth of them, and the first two of each kind."""
-    monkeypatch.setattr(client, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(worker_role, "PROBE_SECONDS", 0.02)
     chance, left, lock = random.Random(0), dict.fromkeys(Kind, 2), threading.Lock()
 
     def loses(kind: Kind) -> bool:
@@ -76,7 +77,7 @@ def test_training_is_the_same_when_messages_are_lost(
         train(run, worker, 6)
         state = worker.optimizer_state()
         worker.leave()
-        (clock,) = {server._mode.clock.counts(0) for server in run.servers.values()}
+        (clock,) = {server.role.mode.clock.counts(0) for server in run.servers.values()}
     expected, momentum = 0.0, 0.0
     for _ in range(6):
         momentum = 0.5 * momentum + 1
@@ -128,11 +129,12 @@ def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Pa
         worker, _ = run.worker()
         worker.initialise()
         worker.join()
-        handle = worker._links.send
-        worker._links.send = lambda server, kind, *a, **k: 0 if kind == Kind.HELLO else handle(server, kind, *a, **k)  # type: ignore
+        connections = worker._role._connections
+        handle = connections.send
+        connections.send = lambda server, kind, *a, **k: 0 if kind == Kind.HELLO else handle(server, kind, *a, **k)  # type: ignore
         ends = time.monotonic() + 1.5
 
         def waiting() -> bool:
             return time.monotonic() < ends
 
-        worker._wait_while(waiting, lambda: handle(0, Kind.VALUE))  # Which no server answers.
+        worker._wait(Wait(waiting, lambda: handle(0, Kind.VALUE)))  # Which no server answers.

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from cnnstrategies.paramserver.optimizer_state import cut_state, join_state
+from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.store import Store
 
 SHAPES = [(40, 5), (7,), (3, 1, 2, 2)]
 

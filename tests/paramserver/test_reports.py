@@ -3,8 +3,8 @@ import tracemalloc
 
 import pytest
 
-from cnnstrategies.paramserver.clocks import StaleClock, SyncClock
-from cnnstrategies.paramserver.reports import Reports
+from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
+from cnnstrategies.paramserver.server.reports import Reports
 
 pytestmark = pytest.mark.light
 

@@ -1,7 +1,6 @@
 import pytest
 
-from cnnstrategies.paramserver import roll_call
-from cnnstrategies.paramserver.roll_call import RollCall
+from cnnstrategies.paramserver.server.roll_call import PATIENCE_SECONDS, RollCall
 
 pytestmark = pytest.mark.light
 
@@ -24,9 +23,13 @@ def test_all_workers_of_the_first_view_are_waited_for_but_those_that_go() -> Non
     assert roll.complete, "worker 3 came later"
 
 
-def test_the_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", -1.0)
+def test_the_patience_ends() -> None:
     roll = RollCall()
     roll.begin()
     roll.follow({0, 1})
+    assert not roll.expire(5.0)
+    assert not roll.expire(5.0 + PATIENCE_SECONDS / 2)
+    assert not roll.complete
+    assert roll.expire(5.0 + PATIENCE_SECONDS)
     assert roll.complete
+    assert not roll.expire(50.0), "only once"

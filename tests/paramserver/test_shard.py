@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from training import specify
 
-from cnnstrategies.paramserver.asynchronous import Asynchronous
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind
-from cnnstrategies.paramserver.pushes import Begin, Pushes
-from cnnstrategies.paramserver.shard import Pull, Shard
+from cnnstrategies.paramserver.server.asynchronous import Asynchronous
+from cnnstrategies.paramserver.server.pushes import Begin, Pushes
+from cnnstrategies.paramserver.server.shard import Pull, Shard
+from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
@@ -38,7 +39,8 @@ class Post:
 
 def shard_of(server: int, specification: Specification, post: Any) -> Shard:
     """With zeros in all slices."""
-    shard = Shard(specification, cut(specification), server, post)
+    store = Store(specification, [slice_ for slice_ in cut(specification) if server in slice_.servers])
+    shard = Shard(specification, server, post, store)
     shard.place(VIEW)
     for key, slice_ in shard.store.slices.items():
         shard.store.put(key, torch.zeros(slice_.numel, dtype=slice_.dtype), 0)

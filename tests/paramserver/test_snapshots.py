@@ -18,13 +18,17 @@ from ranks import run_apart
 from training import SGD, Replica, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver import snapshot_files
-from cnnstrategies.paramserver.shard import Shard
+from cnnstrategies.paramserver.drivers import snapshot_files
+from cnnstrategies.paramserver.drivers.server import ServerService
+from cnnstrategies.paramserver.drivers.snapshot_files import _Summed, read
+from cnnstrategies.paramserver.drivers.snapshots import SnapshotWriter
+from cnnstrategies.paramserver.effects import Effects, Parcel, Say
+from cnnstrategies.paramserver.messages import Kind
+from cnnstrategies.paramserver.server.server import Server
+from cnnstrategies.paramserver.server.snapshots import Snapshots
+from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
-from cnnstrategies.paramserver.snapshot_files import _Summed, read
-from cnnstrategies.paramserver.snapshots import Snapshots
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.store import Store
 
 STEPS = 60
 SHARES = [slice(0, 6), slice(6, 12)]
@@ -84,20 +88,23 @@ def test_a_server_killed_at_any_moment_says_what_is_lost(seed: int, tmp_path: Pa
 
 def die_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, server: int, version: int, slices: int) -> None:
     """Have a server killed when some of its slices are answered with a version, and the others not yet."""
-    answer = Shard.answer
+    act = ServerService._act
     done: set[int] = set()
 
-    def last_answer(self: Shard, key: int) -> None:
-        answer(self, key)
-        if self._replicas._server == server and self.store.versions[key] == version and not Path("dead").exists():
-            done.add(key)
-            if len(done) == slices:
-                self._post.flush()
+    def last_act(self: ServerService, effects: Effects) -> None:
+        for effect in effects:
+            act(self, [effect])
+            if self.role.id != server or not isinstance(effect, Parcel) or effect.header.kind != Kind.PULLED:
+                continue
+            done.update({effect.header.key} if effect.header.base >= version else ())
+            if len(done) == slices and not Path("dead").exists():
+                for bundle in self._bundles.values():
+                    bundle.flush()
                 time.sleep(0.2)  # Until the answers have left.
                 Path("dead").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(Shard, "answer", last_answer)
+    monkeypatch.setattr(ServerService, "_act", last_act)
 
 
 MODES: dict[str, dict[str, Any]] = {
@@ -177,7 +184,31 @@ def specification_with(directory: Path, session: int = 5) -> Specification:
     return specify(SGD, 1, snapshot_every=1, snapshot_directory=str(directory), session=session)
 
 
-def some_snapshots(directory: Path, **options: Any) -> tuple[Snapshots, Store]:
+class SnapshotsOfOne:
+    """When they are due, and what writes them."""
+
+    def __init__(self, specification: Specification) -> None:
+        self.writer = SnapshotWriter(specification, 0)
+        self.errors: list[str] = []
+        self._plan = Snapshots(specification.snapshot_every, False)
+
+    def after(self, updates: int, store: Store) -> bool:
+        """Write one if it is due; whether it was."""
+        save = self._plan.after(updates, store)
+        if save is None:
+            return False
+        self.writer.begin(save.contents)
+        assert self._plan.after(updates + 1, store) is None, "one at a time"
+        error = self.writer.result()
+        self._plan.written(error is None)
+        self.errors += [error] if error is not None else []
+        return True
+
+    def close(self, remove: bool = False) -> None:
+        self.writer.close(remove)
+
+
+def some_snapshots(directory: Path, **options: Any) -> tuple[SnapshotsOfOne, Store]:
     """Of a store of ones, at version 3."""
     specification = specify(
         SGD, 1, **{"snapshot_every": 1, "snapshot_directory": str(directory), "session": 5} | options
@@ -185,14 +216,13 @@ def some_snapshots(directory: Path, **options: Any) -> tuple[Snapshots, Store]:
     store = Store(specification, cut(specification))
     for key, slice_ in store.slices.items():
         store.put(key, torch.ones(slice_.numel, dtype=slice_.dtype), 3)
-    return Snapshots(specification, 0), store
+    return SnapshotsOfOne(specification), store
 
 
-def written(snapshots: Snapshots, store: Store, updates: int) -> Path:
+def written(snapshots: SnapshotsOfOne, store: Store, updates: int) -> Path:
     assert snapshots.after(updates, store)
-    snapshots.wait()
-    assert snapshots.files is not None
-    return snapshots.files.newest
+    assert snapshots.writer.files is not None
+    return snapshots.writer.files.newest
 
 
 def restored(directory: Path, **options: Any) -> Store | None:
@@ -201,7 +231,7 @@ def restored(directory: Path, **options: Any) -> Store | None:
         SGD, 1, **{"snapshot_every": 1, "snapshot_directory": str(directory), "session": 5} | options
     )
     store = Store(specification, cut(specification))
-    snapshots = Snapshots(specification, 0)
+    snapshots = SnapshotWriter(specification, 0)
     found = snapshots.load(store)
     snapshots.close()
     return store if found else None
@@ -211,17 +241,22 @@ def versions(store: Store | None) -> set[int]:
     return set() if store is None else set(store.versions.values())
 
 
-def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_costs_a_snapshot_and_not_the_run(tmp_path: Path) -> None:
     snapshots, store = some_snapshots(tmp_path)
     written(snapshots, store, 0)
     store.versions = dict.fromkeys(store.versions, 4)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
-    begun = [updates for updates in range(1, 30) if (snapshots.after(updates, store), snapshots.wait())[0]]
+    begun = [updates for updates in range(1, 30) if snapshots.after(updates, store)]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(begun) <= 6, "it tries again after ever longer pauses"
     snapshots.close()
-    assert "server 0 could not write a snapshot: [Errno 27]" in capfd.readouterr().err
+    assert len(snapshots.errors) == len(begun)
+    assert snapshots.errors[0].startswith("[Errno 27]")
+    (said,) = Server(specification_with(tmp_path), 0, store).on_saved(snapshots.errors[0])
+    assert isinstance(said, Say)
+    assert said.urgent
+    assert said.text.startswith("server 0 could not write a snapshot: [Errno 27]")
     assert versions(restored(tmp_path)) == {3}
     assert sorted(path.name for path in tmp_path.glob("run-*/server-0/*")) == ["lock", "newest"]
 
@@ -271,7 +306,7 @@ def test_a_crash_at_any_write_leaves_a_whole_snapshot(tmp_path: Path, monkeypatc
         store.versions = dict.fromkeys(store.versions, last + 1)
         pid = os.fork()
         if pid == 0:
-            files = some_snapshots(tmp_path)[0].files
+            files = some_snapshots(tmp_path)[0].writer.files
             assert files is not None
             crash_at(crash, monkeypatch)
             files.write(store.contents())

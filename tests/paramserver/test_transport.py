@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, Kind, unpack
-from cnnstrategies.paramserver.transport import (
+from cnnstrategies.paramserver.drivers.sockets import (
     BUNDLE_BYTES,
     MOST_TOGETHER,
     SMALL_BYTES,
@@ -18,6 +17,7 @@ from cnnstrategies.paramserver.transport import (
     receive,
     server_socket,
 )
+from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, Kind, unpack
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 SGD = {"name": "SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
-from cnnstrategies.paramserver.client import Worker
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.services import SPECIFICATION
 from cnnstrategies.paramserver.specification import Mode, Specification
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup

@@ -1,0 +1,254 @@
+"""What a training loop calls: a worker's connection to the servers."""
+
+import time
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.allocation import reuse_freed_memory
+from cnnstrategies.paramserver.core.view import ViewSource
+from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.drivers.links import POLL_SECONDS, Links
+from cnnstrategies.paramserver.limits import allow_files, files_of_worker
+from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
+
+Result = TypeVar("Result")
+
+
+class Worker:
+    """A worker's side. Used by one thread (the one that runs backward on the CPU, or the caller of `push`).
+
+    A step is::
+
+        worker.begin_step(hyperparameters(optimizer), samples)   # before the backward that pushes
+        worker.push(index, gradient)                             # as each gradient gets ready; does not block
+        worker.end_step()                                        # after backward: asks for the new parameters
+        worker.wait(index)                                       # before a parameter is used again
+
+    In mode ``local`` what is pushed are the parameters themselves, every k-th step of the worker's own optimizer.
+
+    Args:
+        specification: What all processes of the run agree on.
+        parameters: The parameters in the specification's order; pulled values are written into them, in place.
+        views: Tells of the membership.
+        id: This worker's number in the views.
+        incarnation: Its incarnation in the views.
+        keys: CURVE keys; None for no encryption.
+        insecure: Allow `keys` None with servers on other machines.
+
+    Attributes:
+        step: Number of the step that is or will be worked on next, counted from the start of the run; a worker that
+            joins later starts with that of the others.
+        counters: What was sent, received and waited.
+        trace: Set it to a list to have it filled with (``"push"``, ``"arrived"`` or ``"wait"``, index of the parameter,
+            time by ``time.perf_counter()``): when a gradient was handed over, when the last part of a parameter came,
+            and when a wait for one ended.
+
+    Raises:
+        ConfigurationError: The parameters are not those of the specification.
+    """
+
+    trace: list[tuple[str, int, float]] | None
+
+    def __init__(
+        self,
+        specification: Specification,
+        parameters: Sequence[Tensor],
+        views: ViewSource,
+        id: int,
+        incarnation: int = 0,
+        keys: KeyPair | None = None,
+        insecure: bool = False,
+    ) -> None:
+        given = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
+        expected = [(parameter.shape, getattr(torch, parameter.dtype)) for parameter in specification.parameters]
+        if given != expected:
+            raise ConfigurationError(
+                f"the parameters have the shapes and types {given}, the specification's are {expected}: give the "
+                "parameters that it was made from, in its order"
+            )
+        allow_files(files_of_worker(specification.servers), f"worker {id}")
+        reuse_freed_memory()
+        self.trace = None
+        self._specification = specification
+        self._parameters = parameters
+        slices = cut(specification)
+        self._role = WorkerRole(
+            specification, slices, parameters, id, incarnation, lambda index: self._note("arrived", index)
+        )
+        self._links = Links(
+            specification.session,
+            slices,
+            views,
+            lambda server, header: self._role.heard(time.monotonic(), server, header),
+            keys,
+            insecure,
+        )
+        self._follow()
+
+    @property
+    def step(self) -> int:
+        """Number of the step that is or will be worked on next."""
+        return self._role.step
+
+    @property
+    def counters(self) -> Counters:
+        """What was sent, received and waited."""
+        return self._role.counters
+
+    def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
+        """Give the servers the values of the parameters, and the optimizer's state if there is some.
+
+        One worker calls it before its :meth:`join` (any number may: servers take the first values that come, and a
+        server that has some ignores it).
+
+        Args:
+            optimizer_state: A plain ``Optimizer.state_dict()`` over all parameters.
+
+        Raises:
+            ServersUnreachableError: A server does not answer.
+        """
+        self._run(self._role.initialise(time.monotonic(), optimizer_state))
+
+    def join(self) -> int:
+        """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
+
+        Writes the servers' values into the parameters. Waits until some worker has called :meth:`initialise`.
+
+        Returns:
+            The step to begin with, also in :attr:`step`.
+
+        Raises:
+            ServersUnreachableError: A server does not answer.
+        """
+        return self._run(self._role.join(time.monotonic()))
+
+    def leave(self) -> None:
+        """Wait for the pulls that are under way, and no longer be waited for; :meth:`join` comes back."""
+        self._run(self._role.leave())
+
+    def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
+        """Start the step's pushes.
+
+        Args:
+            groups: The hyper-parameters of each parameter group now, as
+                :func:`~cnnstrategies.paramserver.specification.hyperparameters` gives them.
+            samples: How many samples the gradient is a mean of: the weight of this worker in sync and local.
+
+        Raises:
+            ConfigurationError: One of these is no finite number, or no number any more: it is named.
+        """
+        self.wait_all()
+        self._role.begin_step(groups, samples)
+        self._links.send(self._role.take())
+
+    def push(self, index: int, gradient: Tensor) -> None:
+        """Send a parameter's gradient, without waiting and without a copy of what lies in CPU memory.
+
+        The tensor's memory must stay as it is until the parameter has been pulled (``zero_grad`` with its default
+        ``set_to_none=True`` is no harm: a reference is kept).
+
+        Args:
+            index: Index of the parameter.
+            gradient: Its gradient, of its shape and type; in mode ``local`` its value.
+
+        Raises:
+            ConfigurationError: It has another shape or type: servers would drop it, and the step never end.
+        """
+        parameter = self._parameters[index]
+        if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
+            raise ConfigurationError(
+                f"parameter {self._specification.parameters[index].name} is {parameter.dtype} of shape "
+                f"{tuple(parameter.shape)}, its gradient {gradient.dtype} of shape {tuple(gradient.shape)}: push a "
+                "gradient of the same type and shape"
+            )
+        self._note("push", index)
+        self._role.push(index, gradient)
+        self._links.send(self._role.take())
+
+    def end_step(self) -> None:
+        """Finish the step: parameters that were not pushed have no gradient; ask for the new parameters.
+
+        They are asked for in the order in which :meth:`wait` was called for them in the step before.
+        """
+        self._role.end_step()
+        self._links.send(self._role.take())
+
+    def wait(self, index: int) -> None:
+        """Wait until one parameter is up to date.
+
+        Raises:
+            ServersUnreachableError: Nothing came within the specification's time-out; names the servers.
+            RemovedError: A newer view no longer contains this worker.
+        """
+        self._wait(self._role.here(index))
+        self._note("wait", index)
+
+    def wait_all(self) -> None:
+        """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
+        self._wait(self._role.all_here())
+
+    def refresh(self) -> None:
+        """Write the servers' present values into all parameters, between two steps: in async others go on.
+
+        Raises what :meth:`wait` raises.
+        """
+        self._run(self._role.refresh())
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The servers' optimizer state as a plain ``Optimizer.state_dict()`` over whole parameters.
+
+        To be called between steps, by one worker while the others do not push, so that it is of one moment.
+
+        Raises:
+            ServersUnreachableError: A server does not answer.
+        """
+        return self._run(self._role.optimizer_state())
+
+    def close(self) -> None:
+        """Close the sockets; nothing more is sent."""
+        self._links.close()
+
+    def _run(self, procedure: Generator[Wait, None, Result]) -> Result:
+        """Do what a procedure waits for, to its end."""
+        self._follow()
+        try:
+            while True:
+                self._wait(next(procedure))
+        except StopIteration as end:
+            result: Result = end.value
+        self._links.send(self._role.take())
+        return result
+
+    def _wait(self, wait: Wait) -> None:
+        """Handle messages and changes of the view while something is waited for."""
+        if not wait.waiting():
+            return
+        begun = time.monotonic()
+        self._role.begin_waiting(begun, wait)
+        while wait.waiting():
+            self._follow()
+            self._role.on_time(time.monotonic())
+            self._links.send(self._role.take())
+            for server, header, payload in self._links.receive(POLL_SECONDS):
+                self._role.on_message(server, header, payload)
+                if not wait.waiting():
+                    break
+        self._links.send(self._role.take())
+        self.counters.seconds_waited += time.monotonic() - begun
+
+    def _follow(self) -> None:
+        view = self._links.news()
+        if view is not None and view.number > self._role.view.number:
+            self._role.follow(time.monotonic(), view)
+            self._links.connect(view)
+
+    def _note(self, what: str, index: int) -> None:
+        if self.trace is not None:
+            self.trace.append((what, index, time.perf_counter()))

@@ -1,0 +1,124 @@
+"""A worker's sockets."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import zmq
+
+from cnnstrategies.paramserver.core.view import ServerInfo, View, ViewSource
+from cnnstrategies.paramserver.drivers.sockets import (
+    IO_THREADS,
+    Bundle,
+    Context,
+    Socket,
+    client_socket,
+    receive,
+)
+from cnnstrategies.paramserver.effects import Parcel
+from cnnstrategies.paramserver.messages import HEADER_BYTES, LARGEST_JSON, Bounds, Header, InvalidMessageError, unpack
+from cnnstrategies.paramserver.security import KeyPair, check_endpoint
+from cnnstrategies.paramserver.slicing import Slice, largest_payload
+
+POLL_SECONDS = 0.05
+
+
+class Links:
+    """Sends to servers and receives from them; never blocks but in :meth:`receive`, for a moment.
+
+    Args:
+        session: The run's number.
+        slices: All slices.
+        views: Tells of the membership.
+        heard: Told of each message when it comes; whether it is to be acted on.
+        keys: CURVE keys; None for no encryption.
+        insecure: Allow `keys` None with servers on other machines.
+    """
+
+    def __init__(
+        self,
+        session: int,
+        slices: Sequence[Slice],
+        views: ViewSource,
+        heard: Callable[[int, Header], bool],
+        keys: KeyPair | None,
+        insecure: bool,
+    ) -> None:
+        self._session = session
+        self._views = views
+        self._heard = heard
+        self._bounds = Bounds(largest_payload(slices) + LARGEST_JSON, max(1, len(slices)))
+        self._keys = keys
+        self._insecure = insecure
+        self._context: Context = zmq.Context(io_threads=IO_THREADS)
+        self._sockets: dict[int, tuple[ServerInfo, Socket]] = {}
+        self._bundles: dict[int, Bundle] = {}
+        self._arrived: deque[tuple[int, Header, memoryview]] = deque()
+        self._poller = zmq.Poller()
+        self._descriptor = views.fileno()
+        if self._descriptor is not None:
+            self._poller.register(self._descriptor, zmq.POLLIN)
+        self._news = True  # The views have to be asked.
+
+    def news(self) -> View | None:
+        """The newest view, if there may be one that was not given yet."""
+        if not self._news:
+            return None
+        self._news = self._descriptor is None
+        return self._views.current()
+
+    def connect(self, view: View) -> None:
+        """Connect to the servers of a view."""
+        now = {server.id: server for server in view.servers}
+        for server, (info, socket) in list(self._sockets.items()):
+            if now.get(server) != info:
+                self._poller.unregister(socket)
+                socket.close(linger=0)
+                del self._sockets[server], self._bundles[server]
+                self._arrived = deque(arrived for arrived in self._arrived if arrived[0] != server)
+        for server, info in now.items():
+            if server not in self._sockets:
+                check_endpoint(info.endpoint, self._keys is not None, self._insecure)
+                socket = client_socket(self._context, info, self._keys, self._bounds.payload + HEADER_BYTES)
+                self._sockets[server] = info, socket
+                self._bundles[server] = Bundle(socket)
+                self._poller.register(socket, zmq.POLLIN)
+
+    def send(self, parcels: Iterable[Parcel]) -> None:
+        """Send some messages."""
+        for to, header, payload, wait in parcels:
+            assert isinstance(to, int)
+            self._bundles[to].send(header, payload, wait)
+
+    def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
+        """The messages that are waiting; waits for the first, but not for longer than some seconds."""
+        if not self._arrived:
+            for bundle in self._bundles.values():
+                bundle.flush()
+            ready = dict(self._poller.poll(int(1000 * seconds)))
+            self._news = self._news or self._descriptor in ready
+            for server, (_, socket) in self._sockets.items():
+                if socket in ready:
+                    self._read(server, socket)
+        while self._arrived:  # Who does not take all finds the rest the next time.
+            yield self._arrived.popleft()
+
+    def _read(self, server: int, socket: Socket) -> None:
+        """Take all that has come from a server."""
+        while True:
+            try:
+                together = receive(socket, False, self._keys is not None)
+            except zmq.Again:
+                return
+            for received in together:
+                try:
+                    header = unpack(received.header, len(received.payload), self._session, self._bounds)
+                except InvalidMessageError:
+                    continue
+                if self._heard(server, header):
+                    self._arrived.append((server, header, received.payload))
+
+    def close(self) -> None:
+        """Close all sockets."""
+        for _, socket in self._sockets.values():
+            socket.close()
+        self._context.term()

@@ -1,0 +1,266 @@
+"""The process of a server: its sockets, who may connect, the thread that writes its snapshots."""
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import zmq
+
+from cnnstrategies.paramserver.allocation import keep_freed_memory
+from cnnstrategies.paramserver.core.node import End
+from cnnstrategies.paramserver.core.view import RunEnded, ServerInfo, View, ViewSource
+from cnnstrategies.paramserver.drivers.snapshots import SnapshotWriter
+from cnnstrategies.paramserver.drivers.sockets import (
+    IO_THREADS,
+    Bundle,
+    Context,
+    Listener,
+    Received,
+    Socket,
+    client_socket,
+    receive,
+    server_socket,
+)
+from cnnstrategies.paramserver.effects import Effects, Parcel, Save
+from cnnstrategies.paramserver.limits import allow_files, files_of_server, memory_of_server
+from cnnstrategies.paramserver.messages import (
+    HEADER_BYTES,
+    LARGEST_JSON,
+    SERVER,
+    Bounds,
+    InvalidMessageError,
+    unpack,
+)
+from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
+from cnnstrategies.paramserver.server.gaps import PING_SECONDS
+from cnnstrategies.paramserver.server.server import Server
+from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.slicing import cut, largest_payload
+from cnnstrategies.paramserver.specification import Specification
+
+_LOG = logging.getLogger(__name__)
+POLL_MS = 50  # how often a view source without a descriptor is asked
+MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
+MOST_STATES = 4  # tensors of a slice's size that an optimizer of torch's keeps, and one for the update
+WORK_SECONDS = 0.002  # on slices, between two looks at the messages
+
+
+class ServerService:
+    """Runs the role :class:`~cnnstrategies.paramserver.server.server.Server` over a ROUTER socket.
+
+    It is meant to have a process for itself, and is single-threaded but for the writing of snapshots; libzmq's own
+    threads move the bytes.
+
+    Args:
+        specification: What all processes of the run agree on.
+        views: Tells of the membership; the server waits for the first view with itself in it.
+        id: This server's place, 0 to `specification.servers` - 1.
+        endpoint: Where to bind: ``ipc://path`` or ``tcp://address:port``, port ``*`` for any free one; or a
+            :class:`~cnnstrategies.paramserver.drivers.sockets.Listener` made before the specification was known.
+        keys: CURVE keys; None for no encryption.
+        insecure: Allow `keys` None on an endpoint that other machines reach.
+
+    Attributes:
+        role: The role.
+        endpoint: Where the socket is bound (with the real port), known before :meth:`run`: bind, register this with
+            the coordinator, then run.
+
+    Raises:
+        ConfigurationError: The endpoint is open to other machines without encryption, or the process may not open as
+            many files as there are connections.
+    """
+
+    def __init__(
+        self,
+        specification: Specification,
+        views: ViewSource,
+        id: int,
+        endpoint: str | Listener = "tcp://127.0.0.1:*",
+        keys: KeyPair | None = None,
+        insecure: bool = False,
+    ) -> None:
+        keep_freed_memory()
+        allow_files(files_of_server(specification.workers, specification.servers), f"server {id}")
+        listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
+        self.endpoint = listener.endpoint
+        self._specification = specification
+        self._views = views
+        self._keys = keys
+        slices = cut(specification)
+        self._bounds = Bounds(max(largest_payload(slices), 4 * len(slices)) + LARGEST_JSON, len(slices))
+        self._largest = self._bounds.payload + HEADER_BYTES
+        self._context: Context = zmq.Context(io_threads=IO_THREADS)
+        self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None
+        self._router = server_socket(self._context, listener, keys, self._largest)
+        self._dealers: dict[int, tuple[ServerInfo, Socket]] = {}
+        self._bundles: dict[int | bytes, Bundle] = {}
+        store = Store(specification, [slice_ for slice_ in slices if id in slice_.servers])
+        self._snapshots = SnapshotWriter(specification, id)
+        self.role = Server(specification, id, store, self._snapshots.load(store), keys is not None)
+        self._stopping = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    @property
+    def declared_memory(self) -> int:
+        """Bytes that the server may come to need beside what it has now."""
+        held = sum(slice_.nbytes for slice_ in self.role.store.slices.values())
+        copies = MOST_STATES + self._specification.replication
+        return memory_of_server(held, copies, self._specification.workers, self._bounds.payload)
+
+    def run(self) -> None:
+        """Serve until :meth:`stop` is called.
+
+        Raises:
+            RunEnded: From the views: the run is over, cleanly or not; or a view came without this server.
+        """
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        if self._gatekeeper is not None:
+            poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        descriptor = self._views.fileno()
+        if descriptor is not None:
+            poller.register(descriptor, zmq.POLLIN)
+        role = self.role
+        try:
+            while not self._stopping.is_set():
+                wait = 0 if role.busy else POLL_MS if descriptor is None else int(1000 * PING_SECONDS)
+                ready = dict(poller.poll(wait))
+                # Always before the messages: those of members of a newer view would be dropped.
+                if descriptor is None or descriptor in ready:
+                    self._follow(self._views.current())
+                if self._gatekeeper is not None and self._gatekeeper.socket in ready:
+                    self._gatekeeper.answer()
+                if self._router in ready:
+                    self._receive_waiting()
+                    self._act(role.flush())
+                if self._snapshots.done:
+                    self._act(role.on_saved(self._snapshots.result()))
+                now = time.monotonic()
+                self._act(role.on_time(now))
+                until = now + WORK_SECONDS
+                while role.busy and time.monotonic() < until:
+                    self._act(role.work())
+                for bundle in self._bundles.values():
+                    bundle.flush()
+        except RunEnded as ended:
+            self._snapshots.close(remove=ended.clean)
+            raise
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Have :meth:`run` return soon; may be called from a signal handler or another thread."""
+        self._stopping.set()
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """How many messages were dropped, by reason."""
+        return self.role.dropped
+
+    @property
+    def lost_updates(self) -> int:
+        """Updates that were made after the snapshot that this server began with, as far as workers told."""
+        return self.role.handlers.lost_updates
+
+    @property
+    def log(self) -> list[Any]:
+        """The mode's log: see `SyncClock.log` and `StaleClock.log`."""
+        return self.role.log
+
+    def _close(self) -> None:
+        self._snapshots.close()
+        for _, dealer in self._dealers.values():
+            dealer.close()
+        self._router.close()
+        if self._gatekeeper is not None:
+            self._gatekeeper.close()
+        self._context.term()
+        os.close(self._wake)
+        if self.endpoint.startswith("ipc://"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.endpoint.removeprefix("ipc://"))
+
+    # Membership
+
+    def _admitted(self, key: str) -> bool:
+        """Whether a key belongs to a member; the newest view is asked, for members knock as soon as they are one."""
+        self._follow(self._views.current())
+        return self.role.admits(key)
+
+    def _follow(self, view: View) -> None:
+        if view.number <= self.role.view.number:
+            return
+        effects = self.role.follow(time.monotonic(), view)
+        self._connect()
+        self._act(effects)
+
+    def _connect(self) -> None:
+        """Connect to the servers of the view, and drop those that are gone or replaced."""
+        now = {server.id: server for server in self.role.view.servers if server.id != self.role.id}
+        for server, (info, dealer) in list(self._dealers.items()):
+            if now.get(server) != info:
+                dealer.close(linger=0)
+                del self._dealers[server], self._bundles[server]
+        for server, info in now.items():
+            if server not in self._dealers:
+                dealer = client_socket(self._context, info, self._keys, self._largest)
+                self._dealers[server] = info, dealer
+                self._bundles[server] = Bundle(dealer)
+
+    # Messages
+
+    def _receive_waiting(self) -> None:
+        handled = 0
+        while handled < MESSAGES_AT_ONCE:
+            try:
+                together = receive(self._router, True, self._keys is not None)
+            except zmq.Again:
+                return
+            if not together:
+                self.role.drop("a message of another number of frames")
+            handled += max(1, len(together))
+            for received in together:
+                self._handle(received)
+
+    def _handle(self, received: Received) -> None:
+        try:
+            header = unpack(received.header, len(received.payload), self._specification.session, self._bounds)
+        except InvalidMessageError as error:
+            self.role.drop(str(error))
+            return
+        if header.sender >= SERVER and header.incarnation > self.role.view.number:
+            self._follow(self._views.current())
+        self._act(self.role.on_message(time.monotonic(), received.route, received.user, header, received.payload))
+
+    def _act(self, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Parcel):
+                bundle = self._bundles.get(effect.to) or self._bundle_for(effect.to)
+                bundle.send(effect.header, effect.payload, effect.wait)
+            elif isinstance(effect, Save):
+                _LOG.info("server %d writes a snapshot after %d updates", self.role.id, self.role.mode.finished)
+                self._snapshots.begin(effect.contents)
+            elif isinstance(effect, End):
+                raise RunEnded(effect.reason, effect.clean)
+            elif effect.urgent:
+                print(effect.text, file=sys.stderr, flush=True)
+            else:
+                _LOG.warning("%s", effect.text)
+
+    def _bundle_for(self, to: int | bytes) -> Bundle:
+        """Of a worker's new route; those that workers had before are forgotten."""
+        assert isinstance(to, bytes), "servers of the view are connected"
+        routes = set(self.role.routes)
+        self._bundles = {
+            known: bundle for known, bundle in self._bundles.items() if isinstance(known, int) or known in routes
+        }
+        bundle = self._bundles[to] = Bundle(self._router, to)
+        return bundle

@@ -1,0 +1,155 @@
+"""Updates that are applied as they come: async, and ssp with staleness."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
+from cnnstrategies.paramserver.server.clocks import StaleClock
+from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.roll_call import RollCall
+from cnnstrategies.paramserver.server.shard import Pull, Shard
+from cnnstrategies.paramserver.specification import Specification
+
+
+class Asynchronous:
+    """One server's part in steps that workers make on their own.
+
+    Args:
+        specification: What all processes of the run agree on.
+        shard: Its slices.
+
+    Attributes:
+        clock: The workers' clocks.
+        roll: The workers that have not said yet where they are, after this server has come back.
+        updates: Updates of single slices so far.
+    """
+
+    def __init__(self, specification: Specification, shard: Shard) -> None:
+        self.clock = StaleClock(specification.staleness if specification.mode == "ssp" else None, specification.workers)
+        self.roll = RollCall()
+        self._free = specification.mode == "async"
+        self.updates = 0
+        self._shard = shard
+        self._compensation = specification.delay_compensation
+        self._begun: dict[int, tuple[int, Begin]] = {}
+        self._held: dict[int, tuple[list[int], Pull]] = {}
+        self._lives: dict[int, int] = {}
+        self._expected = specification.workers
+        self._begun_with = False  # A view has named workers.
+        self._given: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def finished(self) -> int:
+        """Updates of all own slices."""
+        return self.updates // max(1, len(self._shard.own))
+
+    @property
+    def entries(self) -> int:
+        """Workers of which something is kept."""
+        return len(self._begun.keys() | self._held.keys())
+
+    def follow(self, view: View) -> None:
+        """Wait no longer for workers that are gone."""
+        lives = {worker.id: worker.incarnation for worker in view.workers}
+        if lives and not self._begun_with:
+            self._begun_with = True
+            for missing in set(range(self._expected)) - lives.keys():
+                self.clock.leave(missing)  # It has died before this server has heard of it.
+        for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
+            self.leave(worker)
+            self._begun.pop(worker, None)
+        self._lives = lives
+        self.roll.follow(lives)
+        self._release()
+
+    def join(self, worker: int, step: int | None) -> int:
+        """Count a worker from now on; :meth:`here` comes next."""
+        return self.clock.join(worker, step)
+
+    def here(self, worker: int) -> None:
+        """A worker has said where it is, or that it is no member."""
+        self.roll.here(worker)
+        self._release()
+
+    def proceed(self) -> None:
+        """Nobody is waited for any more before steps go on."""
+        self._release()
+
+    def leave(self, worker: int) -> None:
+        """Count a worker no longer."""
+        self.clock.leave(worker)
+        self._held.pop(worker, None)
+        for who, key in [entry for entry in self._given if entry[0] == worker]:
+            del self._given[who, key]
+        self._release()
+
+    def begin(self, worker: int, step: int, begin: Begin) -> None:
+        """A worker's pushes of a step follow."""
+        self._begun[worker] = step, begin
+
+    def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
+        """Apply a worker's gradient; whether it is new.
+
+        Raises:
+            InvalidMessageError: No step was begun for it, or the payload does not fit.
+        """
+        key, store = header.key, self._shard.store
+        slice_ = store.slices[key]
+        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        step, begin = self._begun.get(who[0], (-1, None))
+        if begin is None or step != header.step or store.versions[key] < 0:
+            raise InvalidMessageError("a push of a step that has not begun")
+        if store.seen[key].get(who, -1) >= step:
+            return False
+        gradient = None
+        if header.encoding != Encoding.NOTHING:
+            gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
+            given = self._given.get((who[0], key))
+            if given is not None:
+                # DC-ASGD: the gradient at the present values, to first order, with g * g for the Hessian's diagonal.
+                moved = store.values[key].view(-1) - given
+                gradient = torch.addcmul(gradient, gradient * gradient, moved, value=self._compensation)
+        self._shard.update({key: gradient}, begin.options, who, step)
+        self.updates += 1
+        return True
+
+    def busy(self) -> bool:
+        """Updates are made as they come: nothing is left for later."""
+        return False
+
+    def work(self) -> None:
+        """Nothing."""
+
+    def flush(self) -> None:
+        """Nothing: there is nobody to be told."""
+
+    def pull(self, who: tuple[int, int], keys: list[int], request: int) -> None:
+        """A worker has finished `request` steps and wants slices for the next, with its own pushes in them."""
+        slowest = self.clock.slowest
+        self.clock.finished(who[0], request)
+        self._held[who[0]] = keys, Pull(request, who=who, step=request - 1)
+        # What holds the others is the slowest: while it has not moved there is nothing to look for among them.
+        self._release(self._held if self.clock.slowest != slowest else (who[0],))
+
+    def holds(self, key: int, who: tuple[int, int], request: int) -> bool:
+        """Whether a worker will get what it has asked for of an own slice without sending anything again."""
+        keys, held = self._held.get(who[0], ([], None))
+        pull = held if held is not None and held.request == request and key in keys else None
+        pull = pull or self._shard.pulled_by(key, who[0], request)
+        return pull is not None and (pull.who is None or self._shard.store.seen[key].get(who, -1) >= pull.step)
+
+    def _release(self, workers: Collection[int] | None = None) -> None:
+        if not (self._free or self.roll.complete):
+            return
+        for worker in list(self._held if workers is None else workers):
+            keys, pull = self._held[worker]
+            if self.clock.may_start(pull.request):
+                del self._held[worker]
+                if self._compensation:
+                    for key in keys:
+                        self._given[worker, key] = self._shard.store.values[key].flatten().clone()
+                self._shard.pull(worker, keys, pull)

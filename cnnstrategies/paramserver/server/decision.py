@@ -1,0 +1,35 @@
+"""What the servers agree on about a common step."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cnnstrategies.paramserver.messages import InvalidMessageError
+from cnnstrategies.paramserver.server.store import Options
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Who makes up a step, with which hyper-parameters, and the factor that clips it once it is known."""
+
+    step: int
+    members: tuple[int, ...]
+    options: Options
+    scale: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """This decision as what JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Decision":
+        """The inverse of :meth:`as_dict`.
+
+        Raises:
+            InvalidMessageError: It holds other hyper-parameters.
+        """
+        scale = values["scale"]
+        options = values["options"]
+        if not isinstance(options, list) or not all(isinstance(group, dict) for group in options):
+            raise InvalidMessageError("hyper-parameters that are no list of objects")
+        members = tuple(int(worker) for worker in values["members"])
+        return cls(int(values["step"]), members, options, None if scale is None else float(scale))

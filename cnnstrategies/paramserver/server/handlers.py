@@ -1,0 +1,237 @@
+"""What a server does with each kind of message."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.effects import Say
+from cnnstrategies.paramserver.messages import (
+    NO_STEP,
+    Encoding,
+    Header,
+    InvalidMessageError,
+    Kind,
+    pack_keys,
+    unpack_json,
+    unpack_keys,
+)
+from cnnstrategies.paramserver.option_checks import check_options
+from cnnstrategies.paramserver.server.asynchronous import Asynchronous
+from cnnstrategies.paramserver.server.gaps import Gaps
+from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.shard import Pull, Shard, Who
+from cnnstrategies.paramserver.server.synchronous import Synchronous
+from cnnstrategies.paramserver.specification import Specification
+
+Mode = Synchronous | Asynchronous
+
+
+class Handlers:
+    """Acts on messages whose senders have been checked.
+
+    Args:
+        specification: What all processes of the run agree on.
+        server: Id of this server.
+        shard: Its slices.
+        mode: Applies the updates.
+        outbox: Sends its messages.
+        gaps: Counts the messages of other servers.
+        restored: Whether the slices come from a snapshot.
+        dropped: Counts messages that were of no use, by reason.
+        deaf: Tells the servers of which nothing has come for too long.
+
+    Attributes:
+        lost_updates: Updates that were made after that snapshot, as far as workers told.
+    """
+
+    def __init__(
+        self,
+        specification: Specification,
+        server: int,
+        shard: Shard,
+        mode: Mode,
+        outbox: Outbox,
+        gaps: Gaps,
+        restored: bool,
+        dropped: Counter[str],
+        deaf: Callable[[], list[int]],
+    ) -> None:
+        self.lost_updates = 0
+        self._lost: Counter[int] = Counter()  # by slice: workers tell of different ones
+        self._dropped = dropped
+        self._groups = specification.groups
+        self._server = server
+        self._shard = shard
+        self._mode = mode
+        self._outbox = outbox
+        self._gaps = gaps
+        self._restored = restored
+        self._deaf = deaf
+        self._view = -1
+        self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
+            Kind.HELLO: self._hello,
+            Kind.LEAVE: lambda worker, header, payload: self._mode.leave(worker),
+            Kind.VALUE: self._initialise,
+            Kind.STATE: self._initialise,
+            Kind.BEGIN: self._begin,
+            Kind.PUSH: self._push,
+            Kind.PULL: self._pull,
+            Kind.GET_STATE: lambda worker, header, payload: self._shard.send_state(worker, header.step),
+            Kind.RELAY_BEGIN: self._relay_begins,
+            Kind.RELAY: self._shard.relayed,
+            Kind.ACKNOWLEDGE: lambda server, header, payload: self._shard.acknowledged(server, header.key, header.base),
+            Kind.COPY: self._copied,
+            Kind.COPY_STATE: self._copied,
+            Kind.PING: self._asked,
+        }
+
+    def follow(self, view: View) -> None:
+        """Go on with another view."""
+        self._view = view.number
+        before = self._shard.owned
+        self._shard.place(view)
+        self._mode.follow(view)
+        if self._shard.owned - before:
+            for worker in list(self._outbox.routes):
+                self._outbox.ask_again(worker)  # What it has sent here before this view was dropped.
+
+    def handle(self, peer: int, header: Header, payload: memoryview) -> None:
+        """Act on one message.
+
+        Args:
+            peer: Number of the worker or server that has sent it.
+            header: Its header.
+            payload: What follows.
+
+        Raises:
+            InvalidMessageError: Its contents do not fit.
+        """
+        handler = self._handlers.get(header.kind)
+        if handler is not None:
+            handler(peer, header, payload)
+        elif isinstance(self._mode, Synchronous):
+            self._mode.from_server(peer, header, unpack_json(payload, header))
+
+    # Of workers
+
+    def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.base > self._view:
+            return  # It knows a newer view, and asks again until this server does too.
+        step = None if header.step == NO_STEP else header.step
+        said = unpack_json(payload, header)
+        behind: dict[int, int] = {}
+        if step is not None:
+            answered, who = frozenset(unpack_keys(payload[header.meta :])), (worker, header.incarnation)
+            first = int(said["first"])
+            behind = self._behind(who, step, answered, first)
+            if behind and self._restored:
+                self._catch_up(who, behind, first)
+                behind = {}
+        # Only a question, at first: a newcomer becomes a member when it says from which step on.
+        joins, request = said.get("joins") is True, said.get("request")
+        begins = self._mode.join(worker, step) if joins else 0
+        self._mode.here(worker)
+        answer = {
+            "ready": self._shard.ready and not behind,
+            "leader": self._leads(),
+            "asked": header.sequence,
+            "counted": self._mode.clock.counts(worker),
+            "deaf": self._deaf(),
+            "held": type(request) is int,
+        }
+        held = self._held((worker, header.incarnation), request) if type(request) is int else []
+        self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=begins, json=answer, encoding=Encoding.KEYS)
+
+    def _held(self, who: Who, request: int) -> list[int]:
+        """The slices that a worker will get without asking again: its pull and the push before it are here."""
+        return [key for key in self._shard.own if self._mode.holds(key, who, request)]
+
+    def _leads(self) -> bool:
+        return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
+
+    def _behind(self, who: Who, step: int, answered: frozenset[int], first: int) -> dict[int, int]:
+        """The own slices that lack updates that a worker knows of, and how many.
+
+        Args:
+            who: The worker.
+            step: The step that it works on, or whose answers it waits for.
+            answered: Slices that it has had that step's answer for: it pushes and pulls them no more.
+            first: The step that it has begun with.
+        """
+        store, missing = self._shard.store, {}
+        for key in self._shard.own:
+            last = step if key in answered else step - 1
+            if isinstance(self._mode, Synchronous):
+                missing[key] = last + 1 - max(0, store.versions[key])
+            else:
+                missing[key] = last - max(store.seen[key].get(who, -1), first - 1)
+        return {key: count for key, count in missing.items() if count > 0}
+
+    def _catch_up(self, who: Who, behind: dict[int, int], first: int) -> None:
+        """Go on from a snapshot where a worker is, and say what is missing.
+
+        Args:
+            who: The worker.
+            behind: The slices that lack updates, and how many.
+            first: The step that the worker has begun with.
+        """
+        store = self._shard.store
+        self._lost.update(behind)
+        for key, count in behind.items():
+            if isinstance(self._mode, Synchronous):
+                store.versions[key] += count
+            else:
+                store.seen[key][who] = max(store.seen[key].get(who, -1), first - 1) + count
+        if isinstance(self._mode, Synchronous):
+            self._mode.caught_up(min(store.versions[key] for key in self._shard.own))
+            self._shard.copy_to_backups()
+        lost = max(self._lost.values())
+        if lost > self.lost_updates:
+            self.lost_updates = lost
+            text = f"server {self._server} goes on from its last snapshot: {lost} updates since then are lost"
+            self._outbox.effects.append(Say(text, True))
+
+    def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
+        before = self._shard.ready
+        self._shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
+        if self._shard.ready and not before:
+            for known in list(self._outbox.routes):
+                self._outbox.ask_again(known)  # What came too early was dropped.
+
+    def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
+        options = check_options(unpack_json(payload, header)["options"], self._groups)
+        self._mode.begin(worker, header.step, Begin(options, header.weight))
+
+    def _push(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.key not in self._shard.owned:
+            raise InvalidMessageError("a push of a slice that another server is the primary of")
+        if not self._mode.push((worker, header.incarnation), header, payload):
+            self._dropped["a push that is here already"] += 1
+
+    def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
+        if header.encoding != Encoding.KEYS or len(payload) % 4:
+            raise InvalidMessageError("a pull without keys")
+        keys = unpack_keys(payload)
+        if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
+            raise InvalidMessageError("a pull of slices that another server is the primary of")
+        if header.base:
+            self._shard.pull(worker, keys, Pull(header.step, whole=True))
+        elif isinstance(self._mode, Synchronous):
+            self._shard.pull(worker, keys, Pull(header.step, version=header.step))
+        else:
+            self._mode.pull((worker, header.incarnation), keys, header.step)
+
+    # Of other servers
+
+    def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
+        self._shard.relay_begins(server, check_options(unpack_json(payload, header)["options"], self._groups))
+
+    def _copied(self, server: int, header: Header, payload: memoryview) -> None:
+        self._shard.copied(server, header, unpack_json(payload, header), payload)
+
+    def _asked(self, server: int, header: Header, payload: memoryview) -> None:
+        if self._gaps.asked(server, header.base):
+            self._shard.tell_again(server)
+            if isinstance(self._mode, Synchronous):
+                self._mode.tell_again(server)

@@ -1,0 +1,104 @@
+"""What workers have pushed of the steps that are not applied yet, and its mean over all samples."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.messages import Encoding
+from cnnstrategies.paramserver.server.store import Options
+from cnnstrategies.paramserver.slicing import Slice
+
+
+@dataclass(frozen=True)
+class Begin:
+    """What comes before a worker's pushes of a step: hyper-parameters, and the weight of its gradient."""
+
+    options: Options
+    weight: float
+
+
+class Pushes:
+    """The pushes of one step, a message of each worker for each slice.
+
+    Attributes:
+        begun: The workers whose pushes may come.
+    """
+
+    def __init__(self) -> None:
+        self.begun: dict[int, Begin] = {}
+        self._pieces: dict[int, dict[int, tuple[memoryview, Encoding]]] = {}
+        self._counts: dict[int, int] = {}
+        self._means: dict[int, tuple[frozenset[int], Tensor | None]] = {}
+
+    def add(self, worker: int, slice_: Slice, payload: memoryview, encoding: Encoding) -> bool:
+        """Keep a push; whether it is the first of its worker for its slice.
+
+        Raises:
+            InvalidMessageError: The payload does not fit the slice.
+        """
+        check_length(len(payload), encoding, slice_.numel, slice_.dtype)
+        pieces = self._pieces.setdefault(slice_.key, {})
+        if worker in pieces:
+            return False
+        if encoding == Encoding.TOPK:
+            decode(payload, encoding, slice_.numel, slice_.dtype)  # checks the indices
+        pieces[worker] = payload, encoding
+        self._counts[worker] = self._counts.get(worker, 0) + 1
+        return True
+
+    def count(self, worker: int) -> int:
+        """Slices that a worker has pushed; -1 before it began."""
+        return self._counts.get(worker, 0) if worker in self.begun else -1
+
+    def has(self, key: int, workers: Collection[int]) -> bool:
+        """Whether all these workers have pushed a slice."""
+        return self._pieces.get(key, {}).keys() >= set(workers)
+
+    def mean(self, slice_: Slice, workers: Iterable[int], buffer: Tensor) -> Tensor | None:
+        """The mean over all samples of the workers' gradients; None if none of them has one.
+
+        A worker without a gradient counts as zeros if another has one, as under DDP.
+
+        Args:
+            slice_: The slice.
+            workers: Who makes up the step; only those who pushed the slice count.
+            buffer: Flat; the mean is written to it, unless it is one worker's gradient, which stays where it is.
+        """
+        pieces = self._pieces.get(slice_.key, {})
+        members = frozenset(workers) & pieces.keys()
+        known = self._means.get(slice_.key)
+        if known is not None and known[0] == members:
+            return known[1]
+        mean: Tensor | None = None
+        total = 0.0
+        for worker in sorted(members):
+            payload, encoding = pieces[worker]
+            weight = self.begun[worker].weight
+            total += weight
+            if encoding == Encoding.NOTHING:
+                if mean is not None and total:
+                    mean = torch.mul(mean, (total - weight) / total, out=buffer)
+                continue
+            gradient = decode(payload, encoding, slice_.numel, slice_.dtype)
+            share = weight / total if total else 1.0
+            if mean is not None:
+                mean = torch.lerp(mean, gradient, share, out=buffer)  # one pass over the memory for each worker
+            else:
+                mean = gradient if share == 1.0 else torch.mul(gradient, share, out=buffer)
+        self._means[slice_.key] = members, mean
+        return mean
+
+    def forget(self, worker: int) -> None:
+        """Take out all of a worker's pushes."""
+        self.begun.pop(worker, None)
+        self._counts.pop(worker, None)
+        for pieces in self._pieces.values():
+            pieces.pop(worker, None)
+
+    def drop(self, key: int) -> None:
+        """Forget a slice that has been applied."""
+        self._pieces.pop(key, None)
+        self._means.pop(key, None)

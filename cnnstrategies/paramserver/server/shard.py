@@ -1,0 +1,290 @@
+"""The slices of one server towards the outside: answers pulls, sends updates to backups, takes those of primaries."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from cnnstrategies.paramserver.compression import as_bytes, check_length, encode_values, from_bytes
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.replication import Replicas
+from cnnstrategies.paramserver.server.store import Options, Store
+from cnnstrategies.paramserver.specification import PullCompression, Specification
+from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
+
+Who = tuple[int, int]
+"""Id and incarnation of a worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What a worker waits for.
+
+    Attributes:
+        request: Comes back with the answer.
+        version: The version that it needs at least.
+        who: The worker whose own push must be in it, where versions do not say that.
+        step: The step of that push.
+        whole: Send the values as they are here, without compression.
+    """
+
+    request: int
+    version: int = 0
+    who: Who | None = None
+    step: int = -1
+    whole: bool = False
+
+
+class Shard:
+    """A server's slices with their copies elsewhere and the pulls that wait for them.
+
+    Args:
+        specification: What all processes of the run agree on.
+        server: Id of this server.
+        outbox: Sends its messages.
+        store: Their values.
+
+    Attributes:
+        store: The values.
+        own: Keys of the slices that this server is the primary of, in the order of use.
+        owned: The same as a set.
+    """
+
+    def __init__(self, specification: Specification, server: int, outbox: Outbox, store: Store) -> None:
+        self.store = store
+        self.own: list[int] = []
+        self.owned: frozenset[int] = frozenset()
+        self._replicas = Replicas(server, self.store.slices)
+        self._outbox = outbox
+        self._pull_compression = specification.pull_compression
+        self._order = {key: place for place, key in enumerate(self.store.slices)}
+        self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
+        self._relayed_options: dict[int, Options] = {}
+        self._options_sent: tuple[object, ...] = ()
+
+    @property
+    def ready(self) -> bool:
+        """Whether all slices that this server is the primary of have values."""
+        return all(self.store.versions[key] >= 0 for key in self.own)
+
+    def place(self, view: View) -> None:
+        """Follow a change of the view; new backups get copies."""
+        needed = self._replicas.place(view)
+        self._sort()
+        self._options_sent = ()
+        alive = {worker.id for worker in view.workers}
+        for waiting in self._pulls.values():
+            for worker in waiting.keys() - alive:
+                del waiting[worker]
+        for key, backup in needed:
+            self._copy(key, backup)
+        for key in self.own:
+            self.answer(key)
+
+    def copy_to_backups(self) -> None:
+        """Bring the backups to the own slices' values and versions, which have jumped."""
+        for key in self.own:
+            for backup in self._replicas.backups(key):
+                self._copy(key, backup)
+            self.answer(key)
+
+    def _sort(self) -> None:
+        owned = [key for key in self.store.slices if self._replicas.owns(key)]
+        self.own = sorted(owned, key=lambda key: self._order[key])
+        self.owned = frozenset(owned)
+
+    # Pulls
+
+    def pull(self, worker: int, keys: list[int], pull: Pull) -> None:
+        """A worker wants slices; `keys` are in the order in which it needs them."""
+        if len(keys) == len(self.own) and keys != self.own:
+            self._order.update((key, place) for place, key in enumerate(keys))
+            self._sort()
+        for key in keys:
+            self._pulls[key][worker] = pull
+            self.answer(key)
+
+    def pulled_by(self, key: int, worker: int, request: int) -> Pull | None:
+        """What a worker waits for of a slice, if it is what it has asked for with a request."""
+        pull = self._pulls[key].get(worker)
+        return pull if pull is not None and pull.request == request else None
+
+    def answer(self, key: int) -> None:
+        """Send a slice to those who wait for it, if it is new enough and safe."""
+        waiting = self._pulls[key]
+        if not waiting or key not in self.owned:
+            return
+        version = self.store.versions[key]
+        for worker, pull in list(waiting.items()):
+            if pull.who is not None and self.store.seen[key].get(pull.who, -1) >= pull.step:
+                waiting[worker] = replace(pull, version=version, who=None)
+        ready = [
+            worker
+            for worker, pull in waiting.items()
+            if pull.who is None and version >= pull.version and self._replicas.safe(key, pull.version)
+        ]
+        encoded: dict[PullCompression, tuple[Any, Encoding]] = {}
+        for worker in ready:
+            pull = waiting.pop(worker)
+            how = "none" if pull.whole else self._pull_compression
+            if how not in encoded:
+                encoded[how] = encode_values(self.store.values[key], how)
+            payload, encoding = encoded[how]
+            self._outbox.to_worker(
+                worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding
+            )
+
+    # Updates and their copies
+
+    def update(self, changes: Mapping[int, Tensor | None], options: Options, who: Who, step: int) -> None:
+        """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible."""
+        self.store.apply(changes, options)
+        for key, change in changes.items():
+            self.store.seen[key][who] = step
+            self._relay(key, change, options, who, step)
+            self.answer(key)
+
+    def _relay(self, key: int, change: Tensor | None, options: Options, who: Who, step: int) -> None:
+        for backup in self._replicas.backups(key):
+            if self._options_sent[:2] != (who, step):
+                for server in {backup for key in self.own for backup in self._replicas.backups(key)}:
+                    self._outbox.to_server(server, Kind.RELAY_BEGIN, json={"options": options})
+                self._options_sent = who, step
+            self._outbox.to_server(
+                backup,
+                Kind.RELAY,
+                b"" if change is None else as_bytes(change),
+                key=key,
+                step=step,
+                base=who[1] << 32 | who[0],
+                weight=self.store.versions[key],
+                encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
+            )
+
+    def relay_begins(self, primary: int, options: Options) -> None:
+        """The hyper-parameters of the updates that a primary sends next."""
+        self._relayed_options[primary] = options
+
+    def relays_lost(self, primary: int) -> None:
+        """Messages of a primary were lost: maybe those with the hyper-parameters of what it sends next."""
+        self._relayed_options.pop(primary, None)
+
+    def relayed(self, primary: int, header: Header, payload: memoryview) -> None:
+        """Apply an update that the slice's primary has applied.
+
+        Raises:
+            InvalidMessageError: It is not the primary, or the payload does not fit.
+        """
+        self._from_primary(primary, header.key)
+        slice_ = self.store.slices[header.key]
+        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        if primary not in self._relayed_options:
+            raise InvalidMessageError("an update without hyper-parameters")
+        # After lost messages a whole copy comes before updates go on.
+        if self.store.versions[header.key] == header.weight - 1:
+            change = from_bytes(payload, slice_.dtype) if header.encoding == Encoding.DENSE else None
+            self.store.apply({header.key: change}, self._relayed_options[primary])
+            self.store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
+            self._acknowledge(header.key)
+
+    def acknowledged(self, backup: int, key: int, version: int) -> None:
+        """A backup has a slice up to a version."""
+        self._replicas.acknowledged(key, backup, version)
+        self.answer(key)
+
+    def _acknowledge(self, key: int) -> None:
+        self._outbox.to_server(self._replicas.primary(key), Kind.ACKNOWLEDGE, key=key, base=self.store.versions[key])
+
+    def _from_primary(self, server: int, key: int) -> None:
+        if key not in self.store.slices or self._replicas.primary(key) != server:
+            raise InvalidMessageError("an update from a server that is not the slice's primary")
+
+    def _copy(self, key: int, backup: int) -> None:
+        if self.store.versions[key] < 0:
+            return
+        for name, value in self.store.state(key).items():
+            described, raw = pack_state(name, value)
+            self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, json=described)
+        seen = [[*who, step] for who, step in self.store.seen[key].items()]
+        # A copy of the values: they change here while the message waits to be sent.
+        self._outbox.to_server(
+            backup,
+            Kind.COPY,
+            bytes(as_bytes(self.store.values[key])),
+            key=key,
+            base=self.store.versions[key],
+            json={"seen": seen},
+        )
+
+    def copied(self, primary: int, header: Header, described: dict[str, object], payload: memoryview) -> None:
+        """Take over a primary's copy of a slice, or a part of its optimizer state.
+
+        Raises:
+            InvalidMessageError: It is not the primary, or the payload does not fit.
+        """
+        self._from_primary(primary, header.key)
+        raw = payload[header.meta :]
+        if header.kind == Kind.COPY_STATE:
+            self._set_state(header.key, described, raw)
+            return
+        slice_ = self.store.slices[header.key]
+        check_length(len(raw), Encoding.DENSE, slice_.numel, slice_.dtype)
+        seen = described["seen"]
+        assert isinstance(seen, list)
+        self.store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
+        self.store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
+        self._acknowledge(header.key)
+
+    # Lost messages
+
+    def tell_again(self, server: int) -> None:
+        """Repeat what a server has missed some messages about."""
+        self._options_sent = ()
+        for key in self.store.slices:
+            if server in self._replicas.backups(key):
+                self._copy(key, server)
+            elif self._replicas.primary(key) == server and self.store.versions[key] >= 0:
+                self._acknowledge(key)
+
+    # First values, optimizer state
+
+    def initialise(self, header: Header, described: dict[str, object], payload: memoryview) -> None:
+        """Take a slice's first value, or a part of its optimizer state before that; later ones change nothing.
+
+        Raises:
+            InvalidMessageError: The slice is not held here, or the payload does not fit.
+        """
+        if header.key not in self.store.slices:
+            raise InvalidMessageError("a slice of another server")
+        if header.kind == Kind.STATE:
+            if self.store.versions[header.key] < 0:
+                self._set_state(header.key, described, payload[header.meta :])
+            return
+        slice_ = self.store.slices[header.key]
+        check_length(len(payload), Encoding.DENSE, slice_.numel, slice_.dtype)
+        if self.store.versions[header.key] < 0:
+            self.store.put(header.key, from_bytes(payload, slice_.dtype), 0)
+        if header.key in self.owned:
+            self.answer(header.key)
+        else:
+            self._acknowledge(header.key)
+
+    def _set_state(self, key: int, described: dict[str, object], raw: memoryview) -> None:
+        name, value = unpack_state(described, raw)
+        state = self.store.state(key)
+        if name not in state and len(state) >= MOST_PARTS:
+            raise InvalidMessageError("too many parts of a state")
+        self.store.set_state(key, name, value)
+
+    def send_state(self, worker: int, request: int) -> None:
+        """Send the optimizer state of all own slices, and then how many parts that were."""
+        count = 0
+        for key in self.own:
+            for name, value in self.store.state(key).items():
+                described, raw = pack_state(name, value)
+                self._outbox.to_worker(worker, Kind.STATE_IS, raw, key=key, step=request, json=described)
+                count += 1
+        self._outbox.to_worker(worker, Kind.STATE_IS, step=request, base=count)

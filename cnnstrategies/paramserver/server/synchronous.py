@@ -1,0 +1,326 @@
+"""Steps that all workers make together: sync, local, and ssp without staleness.
+
+A step's members must be the same on every server, also when a worker dies after it has pushed to some of them only.
+So one server, the leader, decides: each server tells it whose pushes it has in full, and the leader names the members
+once all servers have those of all live workers. With clipping by the global norm the leader then adds up the servers'
+squared norms and sends the factor. After a change of the view every server tells the leader again what it has.
+"""
+
+from typing import Any
+
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.server.backlog import Backlog
+from cnnstrategies.paramserver.server.clipping import GlobalNorm
+from cnnstrategies.paramserver.server.clocks import SyncClock
+from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.reports import Reports
+from cnnstrategies.paramserver.server.roll_call import RollCall
+from cnnstrategies.paramserver.server.shard import Shard
+from cnnstrategies.paramserver.server.updater import Updater
+from cnnstrategies.paramserver.specification import Specification
+
+
+class Synchronous:
+    """One server's part in common steps.
+
+    Args:
+        specification: What all processes of the run agree on.
+        shard: Its slices.
+        server: Its id.
+        outbox: Sends its messages.
+
+    Attributes:
+        clock: Counts the steps and members.
+        roll: The workers that have not said yet where they are, after this server has come back.
+    """
+
+    def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
+        self.clock = SyncClock(specification.workers)
+        self.roll = RollCall()
+        self._clips = specification.clip_norm is not None
+        self._server = server
+        self._shard = shard
+        self._outbox = outbox
+        self._view = View(-1, (), ())
+        self._backlog = Backlog(shard)
+        self._updater = Updater(specification, shard, self._backlog)
+        self._norm = GlobalNorm(specification.clip_norm)
+        self._reports = Reports()
+        self._decision: Decision | None = None
+        self._voted: set[tuple[int, int]] = set()
+        self._votes: list[tuple[int, int]] = []
+        self._lives: dict[int, int] = {}
+        self._expected = specification.workers
+        self._begun_with = False  # A view has named workers.
+        self._early: set[int] = set()
+
+    @property
+    def finished(self) -> int:
+        """Steps that are applied to all own slices."""
+        return self._updater.finished
+
+    @property
+    def entries(self) -> int:
+        """Steps of which pushes are kept."""
+        return self._backlog.steps
+
+    @property
+    def leader(self) -> int:
+        """The server that decides: the one that has been there longest."""
+        return min(((server.since, server.id) for server in self._view.servers), default=(0, self._server))[1]
+
+    @property
+    def _servers(self) -> set[int]:
+        return {server.id for server in self._view.servers}
+
+    # Membership
+
+    def follow(self, view: View) -> None:
+        """Go on with another view: without the dead workers, and with what this server now is the primary of."""
+        self._view = view
+        lives = {worker.id: worker.incarnation for worker in view.workers}
+        if lives and not self._begun_with:
+            self._begun_with = True
+            for missing in set(range(self._expected)) - lives.keys():
+                self.clock.leave(missing)  # It has died before this server has heard of it.
+        for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
+            self.clock.leave(worker)
+            self._backlog.forget_worker(worker, self.clock.step)
+        self._lives = lives
+        self.roll.follow(lives)
+        self._backlog.compare()
+        self._updater.follow(view)
+        self._reports.follow(view.number, self._servers)
+        self._norm.clear()
+        self._voted = set(self._backlog.all_complete())
+        self._votes.clear()
+        if self.leader == self._server:
+            self._reports.add(self._server, view.number, self._voted)
+            if self._decision is not None:
+                self._tell_all(Kind.DECIDE, self._decision.as_dict())
+        else:
+            self._send_status()
+        self._plan()
+        self._consider()
+
+    def tell_again(self, server: int) -> None:
+        """Repeat what a server has missed some messages about."""
+        if self.leader == self._server:
+            if self._decision is not None:
+                self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
+        elif self.leader == server:
+            self._send_status()
+            self._norm.sent = False
+            self._plan()
+
+    def _send_status(self) -> None:
+        decision = None if self._decision is None else self._decision.as_dict()
+        report = {"decision": decision, "complete": sorted(self._voted)}
+        self._outbox.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
+
+    def join(self, worker: int, step: int | None) -> int:
+        """Count a worker from now on, or from the step at which it is; :meth:`here` comes next."""
+        return self.clock.join(worker, step)
+
+    def here(self, worker: int) -> None:
+        """A worker has said where it is, or that it is no member."""
+        self.roll.here(worker)
+        self._consider()
+
+    def proceed(self) -> None:
+        """Nobody is waited for any more before steps go on."""
+        self._consider()
+
+    def leave(self, worker: int) -> None:
+        """Count a worker no longer."""
+        self.clock.leave(worker)
+        self._consider()
+
+    def caught_up(self, step: int) -> None:
+        """The own slices come from a snapshot, and now count as those of a step."""
+        if step > self.clock.step:
+            self.clock.decide(step - 1, ())
+        self._ask_the_early()
+        self._backlog.forget_before(step)
+        self._backlog.compare()
+        self._plan()
+        self._consider()
+
+    # Pushes
+
+    def begin(self, worker: int, step: int, begin: Begin) -> None:
+        """A worker's pushes of a step follow."""
+        lowest = self._backlog.lowest(self.clock.step if self._decision is None else self._decision.step)
+        if step > lowest + 1:
+            self._early.add(worker)  # This server is new and does not know yet how far the others are.
+        if step < lowest or step > lowest + 1:
+            return
+        self._backlog.begin(worker, step, begin)
+        self._vote(step, worker)
+
+    def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
+        """Keep a worker's push; whether it is new.
+
+        Raises:
+            InvalidMessageError: No step was begun for it, or the payload does not fit.
+        """
+        if not self._backlog.add(who[0], header, payload):
+            return False
+        self._vote(header.step, who[0])
+        if self._decision is not None and self._decision.step == header.step:
+            self._updater.came(header.key)
+        return True
+
+    def holds(self, key: int, who: tuple[int, int], request: int) -> bool:
+        """Whether a worker will get what it has asked for of an own slice without sending anything again."""
+        pull = self._shard.pulled_by(key, who[0], request)
+        if pull is None:
+            return False
+        there = self._shard.store.versions[key] >= pull.version
+        return there or self._backlog.has(who[0], pull.version - 1, key)
+
+    # Decisions
+
+    def _vote(self, step: int, worker: int) -> None:
+        if (step, worker) in self._voted or not self._backlog.complete(step, worker):
+            return
+        self._voted.add((step, worker))
+        if self.leader == self._server:
+            self._reports.add(self._server, self._view.number, {(step, worker)})
+            self._consider()
+        else:
+            self._votes.append((step, worker))
+
+    def flush(self) -> None:
+        """Tell the leader whose pushes have come in full since the last time: the votes of one look at the messages."""
+        if self._votes:
+            self._outbox.to_server(self.leader, Kind.VOTE, base=self._view.number, json={"complete": self._votes})
+            self._votes = []
+
+    def _consider(self) -> None:
+        """As leader: decide the present step if all servers have what it needs."""
+        if self.leader != self._server or not self.roll.complete:
+            return
+        step = self.clock.step
+        complete = self._reports.complete(step)
+        members = None if complete is None else self.clock.ready(complete)
+        if members is None:
+            return
+        options = self._backlog.of(step).begun[min(members)].options
+        scale = None if self._clips else 1.0
+        decision = Decision(step, tuple(sorted(members)), options, scale)
+        self._tell_all(Kind.DECIDE, decision.as_dict())
+        self._decide(decision)
+
+    def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
+        for server in self._view.servers:
+            if server.id != self._server:
+                self._outbox.to_server(server.id, kind, json=values, **fields)
+
+    def _decide(self, decision: Decision) -> None:
+        known = self._decision
+        if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
+            return
+        if known is None or decision.step > known.step:
+            self._norm.clear()
+            self._backlog.forget_before(decision.step)
+            self._reports.forget_before(decision.step)
+            self._voted = {entry for entry in self._voted if entry[0] >= decision.step}
+        self._decision = decision
+        self.clock.decide(decision.step, decision.members)
+        self._ask_the_early()
+        self._plan()
+
+    def _ask_the_early(self) -> None:
+        """Have the workers whose step was unknown here send it again."""
+        for worker in self._early:
+            self._outbox.ask_again(worker)
+        self._early.clear()
+
+    def from_server(self, server: int, header: Header, values: dict[str, Any]) -> None:
+        """Another server's message.
+
+        Raises:
+            InvalidMessageError: It is not for this server.
+        """
+        if header.kind in (Kind.DECIDE, Kind.SCALE) and server != self.leader:
+            raise InvalidMessageError("a decision of a server that is not the leader")
+        if header.kind == Kind.VOTE:
+            self._reports.add(server, header.base, _entries(values))
+            self._consider()
+        elif header.kind == Kind.STATUS:
+            complete = _entries(values)
+            if values["decision"] is not None:
+                self._adopt(Decision.from_dict(values["decision"]))
+            self._reports.add(server, header.base, complete)
+            if self._decision is not None and self.leader == self._server:
+                self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
+            self._consider()
+        elif header.kind == Kind.DECIDE:
+            self._decide(Decision.from_dict(values))
+        elif header.kind == Kind.NORM and header.base == self._view.number:
+            self._add_norm(server, header.step, float(values["square"]))
+        elif header.kind == Kind.SCALE:
+            self._scale(header.step, float(values["factor"]))
+
+    def _adopt(self, decision: Decision) -> None:
+        """As new leader: take over what the last one decided, and tell the others."""
+        before = self._decision
+        self._decide(decision)
+        if self._decision is not before and self.leader == self._server:
+            self._tell_all(Kind.DECIDE, decision.as_dict())
+
+    # Application
+
+    def _plan(self) -> None:
+        self._updater.plan(self._decision)
+        self._send_norm()
+
+    def busy(self) -> bool:
+        """Whether :meth:`work` has something to do."""
+        return self._updater.busy
+
+    def work(self) -> None:
+        """Form the mean of one slice, or apply it."""
+        assert self._decision is not None
+        if self._updater.work(self._decision):
+            self._send_norm()
+
+    # Clipping by the global norm
+
+    def _send_norm(self) -> None:
+        """Tell the leader this server's part once it has all means, if the decided step waits for the factor."""
+        decision = self._decision
+        if decision is None or decision.scale is not None or self._updater.busy or self._norm.sent:
+            return
+        square = self._updater.squared_norm(decision)
+        if square is None:
+            return
+        self._norm.sent = True
+        if self.leader == self._server:
+            self._add_norm(self._server, decision.step, square)
+        else:
+            self._outbox.to_server(
+                self.leader, Kind.NORM, base=self._view.number, step=decision.step, json={"square": square}
+            )
+
+    def _add_norm(self, server: int, step: int, square: float) -> None:
+        decision = self._decision
+        if decision is None or decision.step != step or decision.scale is not None:
+            return
+        factor = self._norm.add(server, square, self._servers)
+        if factor is not None:
+            self._tell_all(Kind.SCALE, {"factor": factor}, step=step)
+            self._scale(step, factor)
+
+    def _scale(self, step: int, factor: float) -> None:
+        decision = self._decision
+        if decision is not None and decision.step == step and decision.scale is None:
+            self._decide(Decision(step, decision.members, decision.options, factor))
+
+
+def _entries(values: dict[str, Any]) -> set[tuple[int, int]]:
+    return {(int(step), int(worker)) for step, worker in values["complete"]}

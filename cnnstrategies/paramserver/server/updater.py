@@ -1,0 +1,133 @@
+"""Applies decided steps to a server's slices."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.server.backlog import Backlog
+from cnnstrategies.paramserver.server.clipping import squared_norm
+from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.pushes import Pushes
+from cnnstrategies.paramserver.server.shard import Shard
+from cnnstrategies.paramserver.specification import Specification
+
+TOGETHER_BYTES = 1 << 18  # of small slices that are updated together
+EVERYBODY = (0xFFFFFFFF, 0)  # whose update the mean of a step is
+
+
+class Updater:
+    """Forms the means of a step and applies them, slice by slice, in the order of the slices' use.
+
+    Args:
+        specification: What all processes of the run agree on.
+        shard: The server's slices.
+        backlog: The workers' pushes.
+
+    Attributes:
+        finished: Steps that are applied to all own slices.
+    """
+
+    def __init__(self, specification: Specification, shard: Shard, backlog: Backlog) -> None:
+        self.finished = 0
+        self._clip_value = specification.clip_value
+        self._shard = shard
+        self._backlog = backlog
+        self._keeps_means = specification.clip_norm is not None or specification.replication > 1
+        self._buffers: dict[int | torch.dtype, Tensor] = {}
+        self._todo: deque[int] = deque()
+        self._alive: set[int] = set()
+
+    def follow(self, view: View) -> None:
+        """Wait only for pushes of the workers of a view."""
+        self._alive = {worker.id for worker in view.workers}
+
+    def plan(self, decision: Decision | None) -> None:
+        """List the slices that the decided step is still to be applied to."""
+        versions = self._shard.store.versions
+        self._todo = deque(key for key in self._shard.own if decision is not None and versions[key] == decision.step)
+
+    def came(self, key: int) -> None:
+        """A push of the decided step has come for a slice."""
+        if key not in self._todo:
+            self._todo.append(key)
+
+    @property
+    def busy(self) -> bool:
+        """Whether slices are left to be worked on."""
+        return bool(self._todo)
+
+    def work(self, decision: Decision) -> bool:
+        """Form the means of one large slice or of some small ones, and apply them if the step's factor is known.
+
+        Returns:
+            Whether there was a slice to be worked on.
+        """
+        pushes = self._backlog.of(decision.step)
+        keys = self._next(decision, pushes)
+        if not keys:
+            return False
+        means: dict[int, Tensor | None] = {}
+        start = 0
+        for key in keys:
+            means[key] = self._mean(pushes, key, decision.members, start)
+            start += self._shard.store.slices[key].numel
+        if decision.scale is None:
+            return True
+        for mean in means.values():
+            if mean is not None and self._clip_value is not None:
+                mean.clamp_(-self._clip_value, self._clip_value)
+            if mean is not None and decision.scale != 1.0:
+                mean.mul_(decision.scale)
+        self._shard.update(means, decision.options, EVERYBODY, decision.step)
+        for key in keys:
+            pushes.drop(key)
+        if not self._todo:
+            self.finished = self._backlog.lowest(decision.step)
+            self._backlog.compare()
+        return True
+
+    def _next(self, decision: Decision, pushes: Pushes) -> list[int]:
+        """The next slices that are there to be worked on."""
+        store, present = self._shard.store, self._present(decision)
+        keys: list[int] = []
+        size = 0
+        while self._todo and (not keys or size + store.slices[self._todo[0]].nbytes <= TOGETHER_BYTES):
+            key = self._todo.popleft()
+            # Pushes lack of a slice that was taken over from a dead server: the last one brings it back here.
+            if store.versions[key] == decision.step and pushes.has(key, present):
+                keys.append(key)
+                size += store.slices[key].nbytes
+        return keys
+
+    def squared_norm(self, decision: Decision) -> float | None:
+        """The squared norm of this server's part of the mean gradient; None while a push is missing."""
+        pushes = self._backlog.of(decision.step)
+        present = self._present(decision)
+        keys = [key for key in self._shard.own if self._shard.store.versions[key] == decision.step]
+        if not all(pushes.has(key, present) for key in keys):
+            return None
+        return squared_norm([self._mean(pushes, key, decision.members, 0) for key in keys])
+
+    def _present(self, decision: Decision) -> list[int]:
+        return [worker for worker in decision.members if worker in self._alive]
+
+    def _mean(self, pushes: Pushes, key: int, members: tuple[int, ...], start: int) -> Tensor | None:
+        """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.
+
+        Slices share one buffer, unless the means are needed again: to be clipped, or by libzmq to be sent to backups.
+
+        Args:
+            pushes: The step's.
+            key: The slice.
+            members: Who makes up the step.
+            start: Where in the shared buffer the mean goes.
+        """
+        slice_ = self._shard.store.slices[key]
+        place = key if self._keeps_means else slice_.dtype
+        start = 0 if self._keeps_means else start
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.numel() < start + slice_.numel:
+            buffer = self._buffers[place] = torch.empty(start + slice_.numel, dtype=slice_.dtype)
+        return pushes.mean(slice_, members, buffer[start : start + slice_.numel])

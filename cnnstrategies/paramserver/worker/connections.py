@@ -1,0 +1,210 @@
+"""A worker's connections to the servers: what it sends over them, and what it knows of who is alive."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cnnstrategies.paramserver.core.view import ServerInfo, View
+from cnnstrategies.paramserver.effects import Parcel
+from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Header, InvalidMessageError, Kind, pack_json
+from cnnstrategies.paramserver.specification import Specification
+
+_ANSWERS = (Kind.PULLED, Kind.STATE_IS)
+
+
+class Connections:
+    """Numbers what is sent to servers, and notes when each was heard.
+
+    Args:
+        specification: What all processes of the run agree on.
+        id: This worker's number.
+        incarnation: Its incarnation.
+
+    Attributes:
+        view: The view that is followed.
+        sequence: Number of the last message sent.
+        parcels: What is to be sent.
+    """
+
+    def __init__(self, specification: Specification, id: int, incarnation: int) -> None:
+        self.view = View(-1, (), ())
+        self.sequence = 0
+        self.parcels: list[Parcel] = []
+        self._specification = specification
+        self._id = id
+        self._incarnation = incarnation
+        self._servers: dict[int, ServerInfo] = {}
+        self._last: dict[int, int] = {}
+        self._heard: dict[int, float] = {}
+        self._probed: dict[int, float] = {}
+        self._orphaned_since: float | None = None
+        self._meets_until = 0.0
+        self._was_member = False
+
+    # Membership
+
+    def begin_meeting(self, now: float) -> None:
+        """From now on :meth:`met` waits, not for ever."""
+        self._meets_until = now + self._specification.timeout
+
+    def met(self, now: float) -> bool:
+        """Whether this worker and all servers are in the view, but those that have died already.
+
+        Raises:
+            ServersUnreachableError: They did not come in time.
+        """
+        missing = set(range(self._specification.servers)) - {server.id for server in self.view.servers}
+        missing -= {*self.view.lost}
+        if not missing and self._is_member():
+            self._was_member = True
+            return True
+        if now > self._meets_until:
+            who = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
+            raise ServersUnreachableError(
+                f"worker {self._id}: {who} did not join within {self._specification.timeout} s: look at their "
+                "logs, or raise timeout"
+            )
+        return False
+
+    def _is_member(self) -> bool:
+        return any((worker.id, worker.incarnation) == (self._id, self._incarnation) for worker in self.view.workers)
+
+    def follow(self, now: float, view: View) -> bool:
+        """Take over a newer view; whether its servers are others.
+
+        Raises:
+            RemovedError: This worker is not in it.
+        """
+        if view.number <= self.view.number:
+            return False
+        self.view = view
+        if self._was_member and not self._is_member():
+            raise RemovedError(
+                f"worker {self._id} (incarnation {self._incarnation}) is no longer in the view (number {view.number}): "
+                "it was taken for dead; start it again as a new incarnation"
+            )
+        before, self._servers = self._servers, {server.id: server for server in view.servers}
+        for server, info in self._servers.items():
+            if before.get(server) != info:
+                self._heard[server] = now
+        gone = {server for server, info in before.items() if self._servers.get(server) != info}
+        for server in gone:
+            self._last.pop(server, None)
+        self.parcels = [parcel for parcel in self.parcels if parcel.to not in gone]
+        return before != self._servers
+
+    # Messages
+
+    def send(
+        self, server: int, kind: Kind, payload: Any = b"", json: dict[str, Any] | None = None, **fields: Any
+    ) -> int:
+        """Send a message; nothing if the server is not in the view.
+
+        Small pushes may wait for each other.
+
+        Returns:
+            Bytes sent.
+        """
+        if server not in self._servers:
+            return 0
+        meta = 0
+        if json is not None:
+            text = pack_json(json)
+            meta = len(text)
+            payload = text + bytes(payload)
+        self.sequence += 1
+        header = Header(
+            kind, self._id, self._specification.session, self.sequence, incarnation=self._incarnation,
+            length=len(payload), meta=meta, **fields,
+        )  # fmt: skip
+        self.parcels.append(Parcel(server, header, payload, kind == Kind.PUSH))
+        return HEADER_BYTES + len(payload)
+
+    def take(self) -> list[Parcel]:
+        """What is to be sent; it is not kept."""
+        parcels, self.parcels = self.parcels, []
+        return parcels
+
+    def heard(self, now: float, server: int, header: Header) -> None:
+        """Note that a message has come.
+
+        Raises:
+            InvalidMessageError: It is not to be acted on.
+        """
+        if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
+            raise InvalidMessageError("a replay")
+        self._last[server] = header.sequence
+        self._heard[server] = now
+        if header.kind in _ANSWERS:
+            self._probed[server] = now
+
+    # Who is alive
+
+    def begin_waiting(self, now: float) -> None:
+        """From now on silence counts."""
+        self._heard = dict.fromkeys(self._servers, now)
+        self._probed = dict.fromkeys(self._servers, now)
+
+    def stopped(self, now: float, seconds: float) -> None:
+        """This process was stopped for some seconds, up to now: nobody was silent meanwhile."""
+        for times in (self._heard, self._probed):
+            times.update({server: min(time + seconds, now) for server, time in times.items()})
+        self._meets_until += seconds
+        if self._orphaned_since is not None:
+            self._orphaned_since = min(self._orphaned_since + seconds, now)
+
+    def unanswering(self, now: float, seconds: float) -> list[int]:
+        """The servers that have answered no request, and not been asked, for some seconds; they count as asked now."""
+        asked = [server for server in self._servers if now - self._probed.setdefault(server, now) >= seconds]
+        self._probed.update(dict.fromkeys(asked, now))
+        return asked
+
+    def check_deaf(self, server: int, deaf: Sequence[int]) -> None:
+        """Give up if a server hears nothing from others although they are there.
+
+        Raises:
+            ServersUnreachableError: It does.
+        """
+        there = sorted({int(other) for other in deaf} & self._servers.keys())
+        if there:
+            raise ServersUnreachableError(
+                f"server {server} has heard nothing from server {', '.join(map(str, there))} for "
+                f"{self._specification.deaf_after:g} s, and worker {self._id} hears both: look at the "
+                "connection between their machines"
+            )
+
+    def check(self, now: float, slices_without_server: int) -> None:
+        """Give up if a server has not answered for the time-out, or slices have had no server for so long.
+
+        Raises:
+            ServersUnreachableError: One of them is the case.
+        """
+        limit = self._specification.patience
+        dead = [server for server in self._servers if now - self._heard.setdefault(server, now) > limit]
+        if dead:
+            names = ", ".join(f"{server} ({self._servers[server].endpoint})" for server in dead)
+            raise ServersUnreachableError(
+                f"worker {self._id} had no answer from server {names} for {limit} s: look at its log, or raise timeout"
+            )
+        if not slices_without_server:
+            self._orphaned_since = None
+        elif self._orphaned_since is None:
+            self._orphaned_since = now
+        elif now - self._orphaned_since > limit:
+            missing = sorted(set(range(self._specification.servers)) - {server.id for server in self.view.servers})
+            raise ServersUnreachableError(
+                f"server {', '.join(map(str, missing))} died, and {slices_without_server} slices of the parameters "
+                f"with it; no other took its place within {limit} s: use replication=2, or snapshot_every with "
+                "servers that are restarted"
+            )
+
+    def lost(self, server: int) -> None:
+        """A server was replaced by one that has no values.
+
+        Raises:
+            ServersUnreachableError: Always.
+        """
+        raise ServersUnreachableError(
+            f"server {server} was started again, but its slices of the parameters are lost: use replication=2 or "
+            "snapshot_every to go on after a server's death"
+        )

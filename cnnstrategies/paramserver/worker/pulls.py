@@ -1,0 +1,143 @@
+"""The pulls of a worker: what it waits for, and where it is written."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.paramserver.compression import check_length, decode
+from cnnstrategies.paramserver.messages import Encoding, Header, Kind, pack_keys
+from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
+from cnnstrategies.paramserver.worker.connections import Connections
+from cnnstrategies.paramserver.worker.placement import Placement
+
+
+class Pulls:
+    """Asks for the parameters, in the order in which they were used last time, and writes what comes into them.
+
+    Args:
+        slices: All slices.
+        parameters: The parameters in the specification's order.
+        connections: The connections to the servers.
+        placement: The slices' primaries.
+
+    Attributes:
+        refreshing: Whether what was last asked for are the present values, not those after an own push.
+    """
+
+    def __init__(
+        self, slices: Sequence[Slice], parameters: Sequence[Tensor], connections: Connections, placement: Placement
+    ) -> None:
+        self.refreshing = False
+        self._slices = slices
+        self._by_parameter = keys_by_parameter(slices, len(parameters))
+        self._targets = [Target(parameter) for parameter in parameters]
+        self._connections = connections
+        self._placement = placement
+        self._step = 0
+        self._pending: dict[int, None] = {}
+        self._left = [0] * len(parameters)
+        self._order: list[int] = list(range(len(parameters)))
+        self._used: dict[int, None] = {}
+
+    @property
+    def step(self) -> int:
+        """The step that was last asked for."""
+        return self._step
+
+    def open_among(self, keys: Collection[int]) -> bool:
+        """Whether some of these slices have not come."""
+        return any(key in self._pending for key in keys)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether some parameter is not up to date."""
+        return bool(self._pending)
+
+    def waits_for(self, index: int) -> bool:
+        """Whether a parameter is not up to date."""
+        return self._left[index] > 0
+
+    def use(self, index: int) -> None:
+        """Note that a parameter is the next that is needed."""
+        self._used.setdefault(index)
+
+    def reorder(self) -> None:
+        """A step is over: from now on ask in the order of its uses, if it has used all parameters."""
+        if len(self._used) == len(self._by_parameter):
+            self._order = list(self._used)
+        self._used = {}
+
+    def request(self, step: int, refresh: bool) -> None:
+        """Ask for all parameters.
+
+        Args:
+            step: The step that will be worked on next.
+            refresh: Ask for the present values, whatever has been pushed.
+        """
+        keys = [key for index in self._order for key in self._by_parameter[index]]
+        self.refreshing = refresh
+        self._step = step
+        self._pending = dict.fromkeys(keys)
+        self._left = [len(own) for own in self._by_parameter]
+        self._send(keys)
+
+    def send_again(self, keys: Collection[int]) -> None:
+        """Ask again for those of some slices that have not come."""
+        wanted = set(keys)
+        pulls = [key for key in self._pending if key in wanted]
+        if pulls:
+            self._send(pulls)
+
+    def take(self, header: Header, payload: memoryview) -> bool:
+        """Write a slice that has come; whether it was waited for.
+
+        Raises:
+            InvalidMessageError: The payload does not fit the slice.
+        """
+        if header.key not in self._pending or header.step != self._step:
+            return False
+        slice_ = self._slices[header.key]
+        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
+        target = self._targets[slice_.parameter]
+        target.write(slice_.start, values)
+        del self._pending[header.key]
+        self._left[slice_.parameter] -= 1
+        if not self._left[slice_.parameter]:
+            target.finish()
+        return True
+
+    def _send(self, keys: Sequence[int]) -> None:
+        by_server: dict[int, list[int]] = {server.id: [] for server in self._connections.view.servers}
+        for key in keys:
+            by_server.setdefault(self._placement.primary(key), []).append(key)
+        for server, wanted in by_server.items():
+            payload = pack_keys(wanted)
+            self._connections.send(
+                server, Kind.PULL, payload, step=self._step, base=int(self.refreshing), encoding=Encoding.KEYS
+            )
+
+
+class Target:
+    """Where a parameter's pulled values are written: its own memory, or a buffer if that is not flat CPU memory.
+
+    Args:
+        parameter: The parameter.
+    """
+
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter = parameter.detach()
+        self._direct = parameter.device.type == "cpu" and parameter.is_contiguous()
+        self._flat = self._parameter.view(-1) if self._direct else torch.empty(0)
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write a slice."""
+        if not self._direct and not self._flat.numel():
+            self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
+        self._flat[start : start + values.numel()].copy_(values)
+
+    def finish(self) -> None:
+        """All slices are written."""
+        if not self._direct:
+            self._parameter.copy_(self._flat.view(self._parameter.shape))

@@ -1,0 +1,377 @@
+"""A worker's part: gives gradients to the servers and takes the parameters, whatever messages are lost on the way."""
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.effects import Parcel
+from cnnstrategies.paramserver.messages import (
+    NO_STEP,
+    Encoding,
+    Header,
+    InvalidMessageError,
+    Kind,
+    pack_keys,
+    unpack_json,
+    unpack_keys,
+)
+from cnnstrategies.paramserver.optimizer_state import join_state
+from cnnstrategies.paramserver.slicing import Slice
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.worker.connections import Connections
+from cnnstrategies.paramserver.worker.outgoing import Outgoing
+from cnnstrategies.paramserver.worker.placement import Placement
+from cnnstrategies.paramserver.worker.pulls import Pulls
+from cnnstrategies.paramserver.worker.state_transfer import InitialValues, StateReceipt
+
+PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is there
+REPEAT_SECONDS = 0.05
+STOPPED_SECONDS = 1.0  # between two looks at the time: then this process was stopped
+
+
+class Wait(NamedTuple):
+    """A procedure waits.
+
+    Attributes:
+        waiting: Whether it still does.
+        repeat: Called at once, and again several times a second.
+    """
+
+    waiting: Callable[[], bool]
+    repeat: Callable[[], object] | None = None
+
+
+class WorkerRole:
+    """One worker of a run, without sockets, threads and clocks.
+
+    What takes more than one message is a procedure: a generator that yields what it waits for, and goes on when that
+    is over. While it waits, its driver hands over messages and views, calls :meth:`on_time`, and sends what
+    :meth:`take` gives.
+
+    Args:
+        specification: What all processes of the run agree on.
+        slices: All slices.
+        parameters: The parameters in the specification's order.
+        id: This worker's number in the views.
+        incarnation: Its incarnation in the views.
+        arrived: Called with the index of each parameter that has come.
+
+    Attributes:
+        step: Number of the step that is or will be worked on next.
+        counters: What was sent and received.
+        view: The view that it follows.
+    """
+
+    def __init__(
+        self,
+        specification: Specification,
+        slices: Sequence[Slice],
+        parameters: Sequence[Tensor],
+        id: int,
+        incarnation: int,
+        arrived: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        self.step = 0
+        self.counters = Counters()
+        self._specification = specification
+        self._parameters = parameters
+        self._slices = slices
+        self._arrived = arrived
+        self._connections = Connections(specification, id, incarnation)
+        self._placement = Placement(slices)
+        self._outgoing = Outgoing(specification, slices, self._connections, self._placement, self.counters)
+        self._pulls = Pulls(slices, parameters, self._connections, self._placement)
+        self._now = 0.0
+        self._repeat: Callable[[], object] | None = None
+        self._next_repeat = 0.0
+        self._probe_seconds = min(PROBE_SECONDS, specification.timeout / 8)
+        self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
+        self._joined = False
+        self._first = 0  # step
+        self._replaces = incarnation > 0
+        self._unready: dict[int, float] = {}  # servers without values, and since when
+        self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
+        self._initial: InitialValues | None = None
+        self._moved = False  # The parameters are no longer those of the run's start.
+        self._asked = 0  # Number of the last message that asks for what is under way.
+        self._state: StateReceipt | None = None
+
+    @property
+    def view(self) -> View:
+        """The view that it follows."""
+        return self._connections.view
+
+    def take(self) -> list[Parcel]:
+        """What is to be sent; it is not kept."""
+        return self._connections.take()
+
+    # Procedures
+
+    def initialise(self, now: float, optimizer_state: Mapping[str, Any] | None) -> Generator[Wait]:
+        """Give the servers the parameters' values, and the optimizer's state if there is some."""
+        yield from self._meet(now)
+        self._initial = InitialValues(
+            self._connections, self._specification, self._slices, self._parameters, optimizer_state
+        )
+        for server in self.view.servers:
+            self._initial.send(server.id)
+
+    def join(self, now: float) -> Generator[Wait, None, int]:
+        """Become a member at a step boundary, and take the parameters; the step to begin with."""
+        yield from self._meet(now)
+        aggregates = self._specification.aggregates
+        while True:
+            # In common steps one server counts. One that dies before it has answered is no longer there to be asked.
+            answers = yield from self._ask(self._leaders() if aggregates else self._everyone(), joins=True)
+            if answers:
+                break
+            yield from self._meet(self._now)
+        steps = [step for step, _, _ in answers.values()]
+        # Never back where servers take a push with the number of an older one for the same push again.
+        self.step = max(steps) if aggregates else max(self.step, *steps)
+        self._moved = self._moved or self.step > 0
+        self._joined, self._first = True, self.step
+        for server in self.view.servers:
+            self._hello(server.id)
+        self._request(refresh=True)
+        yield self.all_here()
+        return self.step
+
+    def leave(self) -> Generator[Wait]:
+        """Wait for the pulls that are under way, and no longer be waited for."""
+        yield self.all_here()
+        self._joined = False
+        while True:
+            answers = yield from self._ask(self._everyone(), joins=False, leaves=True)
+            if not any(values["counted"] for _, _, values in answers.values()):
+                return  # Else one has not heard of it: the connection was cut just then.
+
+    def refresh(self) -> Generator[Wait]:
+        """Take the servers' present values."""
+        yield self.all_here()
+        self._request(refresh=True)
+        yield self.all_here()
+
+    def optimizer_state(self) -> Generator[Wait, None, dict[str, Any]]:
+        """The servers' optimizer state as a plain ``Optimizer.state_dict()`` over whole parameters."""
+        yield self.all_here()
+        while True:
+            state = yield from self._ask_for_state()
+            if state is not None:  # Else a server has died or was replaced meanwhile.
+                return join_state(self._specification, self._slices, state.states, self._outgoing.options)
+
+    def all_here(self) -> Wait:
+        """All parameters are up to date."""
+        return Wait(lambda: self._pulls.under_way)
+
+    def here(self, index: int) -> Wait:
+        """A parameter, which is the next that is needed, is up to date."""
+        self._pulls.use(index)
+        return Wait(lambda: self._pulls.waits_for(index))
+
+    # Steps
+
+    def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
+        """Start a step's pushes; all parameters are up to date."""
+        self._outgoing.begin(self.step, groups, samples)
+
+    def push(self, index: int, gradient: Tensor) -> None:
+        """Send a parameter's gradient."""
+        self._outgoing.push(index, gradient)
+
+    def end_step(self) -> None:
+        """Finish a step's pushes, and ask for the new parameters."""
+        self._outgoing.finish()
+        self.step += 1
+        self.counters.steps += 1
+        self._pulls.reorder()
+        self._request(refresh=False)
+
+    # What happens
+
+    def begin_waiting(self, now: float, wait: Wait) -> None:
+        """From now on silence counts."""
+        self._now = self._next_repeat = now
+        self._repeat = wait.repeat
+        self._connections.begin_waiting(now)
+
+    def on_time(self, now: float) -> None:
+        """Ask again, and look who is silent; to be called several times a second, after views were handed over.
+
+        Raises:
+            ServersUnreachableError: A server was silent for too long.
+        """
+        if now - self._now > self._stopped_seconds:
+            self._connections.stopped(now, now - self._now)
+        self._now = now
+        if self._repeat is not None and now >= self._next_repeat:
+            self._repeat()
+            self._next_repeat = now + REPEAT_SECONDS
+        for server in self._connections.unanswering(now, self._probe_seconds):
+            self._hello(server)
+        self._connections.check(now, self._placement.orphans if self._joined else 0)
+
+    def follow(self, now: float, view: View) -> None:
+        """Go on with a view, if it is newer.
+
+        Raises:
+            RemovedError: This worker is not in it.
+        """
+        if self._connections.follow(now, view):
+            self._place()
+
+    def heard(self, now: float, server: int, header: Header) -> bool:
+        """Whether a message that has come is to be handed over, when its turn comes."""
+        try:
+            self._connections.heard(now, server, header)
+        except InvalidMessageError:
+            return False
+        return True
+
+    def on_message(self, server: int, header: Header, payload: memoryview) -> None:
+        """Act on a message.
+
+        Raises:
+            ServersUnreachableError: It says that the run cannot go on.
+        """
+        if header.kind == Kind.PULLED:
+            self._pulled(header, payload)
+        elif header.kind == Kind.WELCOME:
+            self._welcomed(server, header, payload)
+        elif header.kind == Kind.STATE_IS and self._state is not None:
+            self._state.take(server, header, payload)
+
+    def _pulled(self, header: Header, payload: memoryview) -> None:
+        if not self._pulls.take(header, payload):
+            return
+        if not self._pulls.refreshing:
+            self._moved, self._initial = True, None
+        self.counters.bytes_received += len(payload)
+        self._outgoing.answered(header.key)
+        index = self._slices[header.key].parameter
+        if not self._pulls.waits_for(index):
+            self._arrived(index)
+
+    def _welcomed(self, server: int, header: Header, payload: memoryview) -> None:
+        values = unpack_json(payload, header)
+        if values.get("again") is True:
+            self._send_again(self._placement.of(server))
+            return
+        asked = int(values["asked"])
+        self._welcomes[server] = header.step, asked, values
+        self._connections.check_deaf(server, values["deaf"])
+        # It has answered what came before the question: what is still open then has been lost, or it holds it.
+        if values["held"] and asked > self._asked:
+            held = set(unpack_keys(payload[header.meta :]))
+            own = self._placement.of(server)
+            lost = [key for key in own if key not in held]
+            # One without slices of its own votes too, and must hear that the step has begun.
+            if not own or self._outgoing.open_among(lost) or self._pulls.open_among(lost):
+                self._send_again(lost)
+        if self._state is not None and asked > self._state.asked(server):
+            self._ask_for_part(server)
+        if values["ready"] is not False:
+            self._unready.pop(server, None)
+        elif self._moved or self._waits_in_vain(server):
+            self._connections.lost(server)
+        elif self._initial is not None:
+            self._initial.send(server)  # It was started again before it had made a step.
+
+    def _waits_in_vain(self, server: int) -> bool:
+        """Whether a worker that takes another's place has waited for values for long: those who had some are gone."""
+        since = self._unready.setdefault(server, self._now)
+        return self._replaces and self._initial is None and self._now - since > self._specification.timeout
+
+    # Questions
+
+    def _meet(self, now: float) -> Generator[Wait]:
+        """Wait until the run's servers are there and know this worker."""
+        self._connections.begin_meeting(now)
+        yield Wait(lambda: not self._connections.met(self._now))
+        self._place()
+        yield from self._ask(self._everyone(), joins=False)
+
+    def _everyone(self) -> set[int]:
+        return {server.id for server in self.view.servers}
+
+    def _ask(
+        self, servers: set[int], joins: bool, leaves: bool = False
+    ) -> Generator[Wait, None, dict[int, tuple[int, int, dict[str, Any]]]]:
+        """Say hello, or goodbye, until those of some servers that live have answered; their answers."""
+        asked = self._connections.sequence
+        self._welcomes = {}
+
+        def ask() -> None:
+            for server in servers:
+                if leaves:
+                    self._connections.send(server, Kind.LEAVE, step=self.step)
+                self._say_hello(server, NO_STEP, joins)
+
+        def waiting() -> bool:
+            alive = servers & self._everyone()
+            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in alive)
+
+        yield Wait(waiting, ask)
+        return self._welcomes
+
+    def _ask_for_state(self) -> Generator[Wait, None, StateReceipt | None]:
+        """Ask for the optimizer state of all slices; None if it did not come from the same servers to the end."""
+        owners = self._placement.owners
+        servers = self._placement.servers()
+        # Until they know as well as this worker which slices they answer for.
+        yield from self._ask(servers, joins=False)
+        state = self._state = StateReceipt(self._slices)
+        for server in servers:
+            self._ask_for_part(server)
+        yield Wait(lambda: self._placement.owners == owners and not state.complete)
+        self._state = None
+        return state if self._placement.owners == owners else None
+
+    def _ask_for_part(self, server: int) -> None:
+        """Ask a server for its part of the state, from the beginning."""
+        assert self._state is not None
+        if not self._state.has(server):
+            self._state.begin(server, self._connections.sequence + 1)
+            self._connections.send(server, Kind.GET_STATE, step=self._connections.sequence + 1)
+
+    def _leaders(self) -> set[int]:
+        """The server that says it leads, if one does."""
+        return {server for server, (_, _, told) in self._welcomes.items() if told.get("leader") is True}
+
+    def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
+        view, keys = self.view.number, pack_keys(answered)
+        said = {"joins": joins, "first": self._first, "request": self._pulls.step if self._pulls.under_way else None}
+        self._connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
+
+    def _hello(self, server: int) -> None:
+        """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
+        if not self._joined:
+            self._say_hello(server, NO_STEP, False)
+        elif self._outgoing.unanswered and self._pulls.under_way and not self._pulls.refreshing:
+            answered = [key for key in self._placement.of(server) if not self._outgoing.waits(key)]
+            self._say_hello(server, self.step - 1, True, answered)
+        else:
+            self._say_hello(server, self.step, True)
+
+    # Sending again
+
+    def _place(self) -> None:
+        """Find each slice's primary in the present view; send it what the last one has not answered."""
+        moved = self._placement.follow(self.view)
+        if self._joined:
+            for server in self.view.servers:
+                self._hello(server.id)
+        self._send_again(moved)
+
+    def _request(self, refresh: bool) -> None:
+        """Ask for all parameters."""
+        self._pulls.request(self.step, refresh)
+        self._asked = self._connections.sequence
+
+    def _send_again(self, keys: list[int]) -> None:
+        self._outgoing.send_again(keys, self.step)
+        self._pulls.send_again(keys)
+        self._asked = self._connections.sequence
