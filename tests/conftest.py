@@ -53,10 +53,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Shifts the seeds of torch's own generator, from which networks draw their first weights."""
+    """Shifts the seeds of torch's own generator, from which networks draw their first weights.
+
+    Also has the processes that run the tests start as forks of this one, which has imported everything.
+    """
     if offset := config.getoption("--seed-offset"):
         seed = torch.manual_seed
         torch.manual_seed = lambda number: seed(number + offset)
+    if config.getoption("numprocesses", None):
+        everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        prepared.read(many=everything)
+        if everything:
+            prepared.import_tests(Path(__file__).parent)
+        warm.install(inherited=False)
 
 
 # They take longest, so they start first, and at the end all workers are busy.
@@ -70,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Does once what every forked test would do for itself."""
-    prepared.prepare(len(session.items))
+    prepared.prepare(many=len(session.items) > 50)
 
 
 def pytest_unconfigure() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import io
 import sys
 from pathlib import Path
@@ -23,23 +24,42 @@ COMMON = [
 ]
 
 
-def prepare(tests: int) -> None:
-    """Read configurations, and arrange the memory.
+_read = 0  # of them, in this process or in the one that it was forked from
 
-    What is read stays: jsonargparse keeps the parsers of classes, and `early` the sources that it has parsed.
+
+def read(many: bool) -> None:
+    """Read configurations: jsonargparse keeps the parsers of classes, and `early` the sources that it has parsed.
 
     Args:
-        tests: How many there are to run; for a few, not all of it is worth its seconds.
+        many: Whether there are tests enough that all of it is worth its seconds.
     """
-    many = tests > 50
+    global _read
     own = sys.argv
-    for args in COMMON if many else COMMON[:1]:
+    for args in COMMON[_read : len(COMMON) if many else 1]:
         words = ["fit", CONFIG, *args]
         early.check(words)
         sys.argv = ["", *words, "--print_config"]
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
             lightning_cli.CLI()
+        _read += 1
     sys.argv = own
+
+
+def import_tests(folder: Path) -> None:
+    """Import the tests' modules, as pytest finds them later."""
+    for file in sorted(folder.rglob("test_*.py")):
+        if str(file.parent) not in sys.path:
+            sys.path.insert(0, str(file.parent))
+        importlib.import_module(file.stem)
+
+
+def prepare(many: bool) -> None:
+    """Read configurations, and arrange the memory.
+
+    Args:
+        many: Whether there are tests enough that all of it is worth its seconds.
+    """
+    read(many)
     gc.collect()
     gc.freeze()  # Forks need neither copy nor search what is imported.
     # A tenth of what a run of the command line takes went into looking for the little garbage that it makes.

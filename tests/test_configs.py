@@ -9,6 +9,10 @@ from conftest import ROOT
 from PIL import Image
 from torchvision import datasets
 
+from cnnstrategies.data.shards.contents import contents_of
+from cnnstrategies.data.shards.packing import pack
+from cnnstrategies.data.shards.shard_file import Options
+
 CONFIGS = ROOT / "configs"
 FILES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 # What this machine lacks, GPUs, and what takes long; everything else in the file stays as it is.
@@ -42,6 +46,14 @@ ARGS = {
     "data/cifar100.yaml": [*FEW, *COLOUR, "--model.init_args.num_classes=100"],
     "data/fashion_mnist.yaml": [*FEW, *NO_WORKERS],
     "data/image_folder.yaml": [*FEW, *NO_WORKERS, *FOLDER, *COLOUR],
+    "data/shards.yaml": [
+        *FEW,
+        *NO_WORKERS,
+        "--data.init_args.root=shards",
+        "--data.init_args.image_size=32",
+        "--model.init_args.num_classes=2",
+        *COLOUR,
+    ],
     "data/mnist.yaml": [*FEW, *NO_WORKERS],
     "data/synthetic.yaml": [*FEW, *COLOUR, "--data.init_args.image_size=64", "--model.init_args.num_classes=1000"],
     "experiments/cifar10_resnet20_ddp_2gpu.yaml": [*FEW, *NO_WORKERS, *TWO],
@@ -102,7 +114,7 @@ def test_config_trains(run_cli, downloads, file):
 
 
 @pytest.fixture
-def downloads(monkeypatch):
+def downloads(monkeypatch, request):
     """The files of the downloaded data sets, and a folder of images, small but in their real formats."""
     random = np.random.default_rng(0)
     for name in ("MNIST", "FashionMNIST"):
@@ -133,3 +145,5 @@ def downloads(monkeypatch):
             folder.mkdir(parents=True)
             for index in range(4):
                 Image.fromarray(random.integers(256, size=(50, 40, 3), dtype=np.uint8)).save(folder / f"{index}.jpg")
+    if request.node.callspec.params["file"] == "data/shards.yaml":
+        pack(contents_of("./images", {}), Path("shards"), Options(None, None, 10**6), workers=1)

@@ -81,3 +81,30 @@ def test_what_runs_asks_the_planner_in_one_place():
         if name.startswith(running) and any(one.startswith("cnnstrategies.planning") for one in used)
     ]
     assert asking == ["cnnstrategies.strategies.hybrid_pipeline.layout"]
+
+
+def test_what_benchmarks_and_examples_import_is_there():
+    every = modules()
+    missing = []
+    for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cnnstrategies."):
+                defined = names(every[node.module]) if node.module in every else set()
+                for alias in node.names:
+                    if alias.name not in defined and f"{node.module}.{alias.name}" not in every:
+                        missing.append(f"{path.relative_to(ROOT)}: {node.module}.{alias.name}")
+    assert missing == []
+
+
+@functools.cache
+def names(path: Path) -> set[str]:
+    """What a module defines or imports, wherever it does so."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found

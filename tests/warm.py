@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class Helper:
         """Start a program.
 
         Args:
-            program: ``words`` after the interpreter, ``cwd``, ``env``, and whether it has a ``session`` of its own.
+            program: ``words`` after the interpreter, ``cwd``, ``env``, whether it has a ``session`` of its own, and
+                whether what it starts is ``warm``, too.
             files: The descriptors it begins with: those here by what they are there.
 
         Returns:
@@ -75,12 +77,18 @@ class Helper:
 
 
 _helper: Helper | None = None
+_inherited = True
 
 
-def install() -> None:
-    """Start programs warm from now on; to be called in a process that has done nothing yet but import."""
-    global _helper
+def install(inherited: bool = True) -> None:
+    """Start programs warm from now on; to be called in a process that has done nothing yet but import.
+
+    Args:
+        inherited: Whether programs that these start are warm, too.
+    """
+    global _helper, _inherited
     _helper = Helper()
+    _inherited = inherited
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = _spawn_warm  # type: ignore[attr-defined]
 
@@ -116,7 +124,8 @@ def _spawn_warm(path: Any, args: list[Any], passfds: Any) -> int:
 
 
 def _program(words: list[str], cwd: Any, env: Any, session: bool) -> dict[str, Any]:
-    return {"words": words, "cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ), "session": session}
+    where = {"cwd": str(cwd or os.getcwd()), "env": dict(env or os.environ)}
+    return {"words": words, **where, "session": session, "warm": _inherited}
 
 
 def _adopt(orphans: bool) -> None:
@@ -158,7 +167,14 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
         os.setsid()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, most // 2) for file in files]
-    os.closerange(3, most // 2)
+    # Objects of the tests' process close the descriptors that they had when they are collected: by then, a file of the
+    # program would have the number. So the numbers stay taken.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if 3 <= file < most // 2:
+            with contextlib.suppress(OSError):  # That of the listing itself.
+                os.fstat(file)
+                os.dup2(nothing, file, inheritable=False)
     for number, file in zip(program["files"], above, strict=True):
         os.dup2(file, number)
         os.close(file)
@@ -169,7 +185,8 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
     os.environ.update(program["env"])
     os.chdir(program["cwd"])
     _forget_the_tests()
-    install()
+    if program["warm"]:
+        install()
     code = 1
     try:
         _run(program["words"], program["env"].get("PYTHONPATH", ""))
@@ -226,7 +243,9 @@ def _run(words: list[str], path: str) -> None:
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
         sys.path.insert(0, "")
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        # Of its own: Lightning starts the program again that `__main__` was made from.
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(module))
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(first).resolve().parent))

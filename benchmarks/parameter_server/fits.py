@@ -105,11 +105,12 @@ def fit(
     epochs: int = 1,
     slow_rank: int | None = None,
     callbacks: Sequence[Callback] = (),
+    precision: Any = "32-true",
 ) -> Fit:
     """Train in a forked process, whose ranks are forked too."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        arguments = (folder, strategy, make, classes, loader, workers, epochs, slow_rank, callbacks)
+        arguments = (folder, strategy, make, classes, loader, workers, epochs, slow_rank, callbacks, precision)
         process = multiprocessing.get_context("fork").Process(target=_fit, args=arguments)
         process.start()
         process.join(TIME_LIMIT)
@@ -129,6 +130,7 @@ def _fit(
     epochs: int,
     slow_rank: int | None,
     callbacks: Sequence[Callback],
+    precision: Any,
 ) -> None:
     with (folder / "output").open("w") as output:
         for stream in (sys.stdout, sys.stderr):
@@ -140,6 +142,7 @@ def _fit(
         accelerator="cpu",
         devices=workers,
         strategy=strategy(),
+        precision=precision,
         max_epochs=epochs,
         callbacks=[Clock(folder, slow_rank), *callbacks],
         logger=False,

@@ -2,7 +2,8 @@
 
 TensorFlow is not a dependency of the project: `--tensorflow_python` names an interpreter that has it. Runs of all
 alternate. `2 processes alone` train without any strategy, each for itself, at the same time: what the two frameworks'
-convolutions alone would give.
+convolutions alone would give. Ours with what `tune` finds (channels_last, and bf16 where that is allowed), theirs with
+and without XLA and bf16.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,13 @@ import torch.nn.functional as F
 from fits import TIME_LIMIT, Fit, fit, sgd  # First: it makes the pipeline's benchmarks importable.
 from lightning.pytorch import Callback, LightningModule, Trainer
 from networks import resnet_like, vgg_like
+from pieces import Pieces
+from pieces import parser as options_of_pieces
 from ranks import report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from cnnstrategies.callbacks import ComputeSettings
 from cnnstrategies.networks import BasicBlock
 from cnnstrategies.strategies import ParameterServerStrategy
 
@@ -79,6 +83,7 @@ class Task:
 
     def __init__(self, folder: Path, make: Callable[[], nn.Module], classes: int, options: argparse.Namespace) -> None:
         self.folder, self.make, self.classes, self.options = folder, make, classes, options
+        self.settings: dict[str, int] = {}
         self.samples = 2 * options.steps * options.batch_size
         torch.manual_seed(1)
         self.network = make()
@@ -96,7 +101,7 @@ class Task:
         """Batches of the data."""
         return DataLoader(self.data, self.options.batch_size, shuffle=True, drop_last=True)
 
-    def ours(self, mode: str) -> Run:
+    def ours(self, mode: str, tuned: bool = False, bf16: bool = False) -> Run:
         """Train with our strategy."""
         arguments: dict[str, Any] = {"data_dispatch": "dynamic"} if mode == "async" else {}
         with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +110,8 @@ class Task:
                 self.make,
                 self.classes,
                 self.loader,
-                callbacks=[Losses(Path(folder))],
+                callbacks=[Losses(Path(folder)), *([ComputeSettings(channels_last=True)] if tuned else [])],
+                precision="bf16-mixed" if bf16 else "32-true",
             )
             return Run(found.samples_per_second(), read_losses(Path(folder)))
 
@@ -128,8 +134,9 @@ class Task:
         found = fit(lambda: "auto", self.make, self.classes, self.loader, workers=1, callbacks=[Losses(folder)])
         (folder / f"alone{os.getpid()}").write_text(json.dumps([found.ends[0], found.samples[0]]))
 
-    def theirs(self, statistics: bool) -> Run:
+    def theirs(self, statistics: bool = True, xla: bool = False, bf16: bool = False) -> Run:
         """Train with TensorFlow's strategy."""
+        self.settings = {"statistics": int(statistics), "xla": int(xla), "bf16": int(bf16)}
         names = ["worker", "worker", "ps", "chief"]
         places = dict(zip(range(4), free_ports(4), strict=True))
         cluster = {
@@ -137,24 +144,26 @@ class Task:
         }
         with ExitStack() as stack:
             for name, index in (("worker", 0), ("worker", 1), ("ps", 0)):
-                stack.enter_context(self._process(name, None, statistics, cluster, {"type": name, "index": index}))
+                stack.enter_context(self._process(name, None, cluster, {"type": name, "index": index}))
             result = self.folder / "result.json"
-            with self._process("coordinator", result, statistics, cluster, {"type": "chief", "index": 0}) as process:
+            with self._process("coordinator", result, cluster, {"type": "chief", "index": 0}) as process:
                 notes = self._result(process, result)
         return self._run([notes])
 
-    def theirs_alone(self) -> Run:
+    def theirs_alone(self, xla: bool = False, bf16: bool = False) -> Run:
         """Train in two processes that know nothing of each other, with TensorFlow."""
+        self.settings = {"statistics": 1, "xla": int(xla), "bf16": int(bf16)}
         files = [self.folder / f"alone{index}.json" for index in range(2)]
         with ExitStack() as stack:
-            processes = [stack.enter_context(self._process("alone", file, True)) for file in files]
+            processes = [stack.enter_context(self._process("alone", file)) for file in files]
             found = [self._result(process, file) for process, file in zip(processes, files, strict=True)]
         return self._run(found)
 
     def check(self) -> float:
         """The largest relative difference of the losses of both sides, in steps on the same batch."""
         result = self.folder / "check.json"
-        with self._process("check", result, True, steps=CHECKED) as process:
+        self.settings = {"statistics": 1, "xla": 0, "bf16": 0}
+        with self._process("check", result, steps=CHECKED) as process:
             theirs = [loss for _, loss in self._result(process, result)]
         torch.manual_seed(1)
         network = self.make()
@@ -183,7 +192,6 @@ class Task:
         self,
         role: str,
         result: Path | None,
-        statistics: bool,
         cluster: dict[str, list[str]] | None = None,
         task: dict[str, Any] | None = None,
         steps: int = 0,
@@ -199,8 +207,8 @@ class Task:
             "size": SIZE,
             "learning_rate": defaults["lr"],
             "momentum": defaults["momentum"],
-            "statistics": int(statistics),
             "inter_op_threads": options.inter_op_threads,
+            **self.settings,
         }
         command = [options.tensorflow_python, str(Path(__file__).with_name("tensorflow_side.py")), role]
         command += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
@@ -287,7 +295,7 @@ def version(python: str | None) -> str:
 
 def main() -> None:
     """Race for each network."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options_of_pieces(__doc__)
     parser.add_argument("--tensorflow_python", help="an interpreter that has TensorFlow")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="of each worker")
@@ -297,57 +305,87 @@ def main() -> None:
     options = parser.parse_args()
     tensorflow = version(options.tensorflow_python)
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    rows = [("network", "what", "samples/s", "of ParameterServerStrategy's", "of its framework alone", "loss")]
-    checks = []
+    pieces = Pieces(options)
+    tasks: dict[str, Task] = {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def task(title: str) -> Task:
+            if title not in tasks:
+                (own := Path(folder) / title).mkdir()
+                tasks[title] = Task(own, *NETWORKS[title], options)
+            return tasks[title]
+
+        def measure(name: str) -> Any:
+            title, variant, *_ = name.split("/")
+            if variant == "check":
+                return task(title).check()
+            run = VARIANTS[variant](task(title))
+            print(name, f"{run.samples_per_second:.0f} samples/s", flush=True)
+            return [run.samples_per_second, run.losses]
+
+        names = [
+            f"{title}/{variant}/{index}"
+            for title in options.networks
+            for index in range(options.rounds)
+            for variant in list(VARIANTS)[:: -1 if index % 2 else 1]
+        ]
+        checks = [f"{title}/check" for title in options.networks]
+        if pieces.measure([*checks, *names], measure):
+            page(pieces, options, tensorflow)
+
+
+VARIANTS: dict[str, Callable[[Task], Run]] = {
+    "ParameterServerStrategy": lambda task: task.theirs(),
+    "ParameterServerStrategy, XLA": lambda task: task.theirs(xla=True),
+    "ParameterServerStrategy, no running statistics": lambda task: task.theirs(statistics=False),
+    "ParameterServerStrategy, bf16": lambda task: task.theirs(bf16=True),
+    "ParameterServerStrategy, XLA, bf16": lambda task: task.theirs(xla=True, bf16=True),
+    "parameter_server, async, dynamic": lambda task: task.ours("async"),
+    "parameter_server, async, dynamic, channels_last": lambda task: task.ours("async", tuned=True),
+    "parameter_server, async, dynamic, channels_last, bf16": lambda task: task.ours("async", tuned=True, bf16=True),
+    "parameter_server, sync, channels_last, bf16": lambda task: task.ours("sync", tuned=True, bf16=True),
+    "TensorFlow, 2 processes alone": lambda task: task.theirs_alone(),
+    "Lightning, 2 processes alone": lambda task: task.ours_alone(),
+}
+
+
+def page(pieces: Pieces, options: argparse.Namespace, tensorflow: str) -> None:
+    """Write the page."""
+    heads = ("samples/s: median (all)", "of ParameterServerStrategy's", "loss")
+    rows: list[Sequence[str]] = [("network", "what", *heads)]
+    ahead = []
     for title in options.networks:
-        with tempfile.TemporaryDirectory() as folder:
-            task = Task(Path(folder), *NETWORKS[title], options)
-            checks.append(task.check())
-            variants: dict[str, Callable[[], Run]] = {
-                "ParameterServerStrategy": lambda: task.theirs(True),  # noqa: B023
-                "parameter_server, async, dynamic": lambda: task.ours("async"),  # noqa: B023
-                "parameter_server, sync": lambda: task.ours("sync"),  # noqa: B023
-                "ParameterServerStrategy, no running statistics": lambda: task.theirs(False),  # noqa: B023
-                "TensorFlow, 2 processes alone": lambda: task.theirs_alone(),  # noqa: B023
-                "Lightning, 2 processes alone": lambda: task.ours_alone(),  # noqa: B023
-            }
-            runs: dict[str, list[Run]] = {name: [] for name in variants}
-            for index in range(options.rounds):
-                for name in list(variants)[:: -1 if index % 2 else 1]:
-                    runs[name].append(variants[name]())
-                    print(title, name, f"{runs[name][-1].samples_per_second:.0f} samples/s", flush=True)
-        speeds = {name: statistics.median(run.samples_per_second for run in each) for name, each in runs.items()}
-        size = sum(value.numel() for value in task.network.parameters())
-        for name, speed in speeds.items():
-            framework = "TensorFlow" if name.startswith(("TensorFlow", "Parameter")) else "Lightning"
-            losses = [run.losses for run in runs[name]]
+        runs = {name: [pieces.known[f"{title}/{name}/{n}"] for n in range(options.rounds)] for name in VARIANTS}
+        speeds = {name: [speed for speed, _ in each] for name, each in runs.items()}
+        middle = {name: statistics.median(each) for name, each in speeds.items()}
+        for name, each in runs.items():
+            losses = [loss for _, loss in each]
             first, last = (
                 statistics.fmean(x for run in losses for x in run[part]) for part in (slice(10), slice(-10, None))
             )
-            rows.append(
-                (
-                    f"{title}, {size / 1e6:.2f} million parameters",
-                    name,
-                    f"{speed:.0f}",
-                    f"{speed / speeds['ParameterServerStrategy']:.2f}",
-                    f"{speed / speeds[f'{framework}, 2 processes alone']:.2f}",
-                    f"{first:.2f} to {last:.2f}",
-                )
+            shown = f"{middle[name]:.0f} ({', '.join(f'{one:.0f}' for one in speeds[name])})"
+            ratio = f"{middle[name] / middle['ParameterServerStrategy']:.2f}"
+            rows.append((title, name, shown, ratio, f"{first:.2f} to {last:.2f}"))
+        for what, has in (("in float32", False), ("with bf16", True)):
+            own, theirs = (
+                max(one for name, one in middle.items() if name.startswith(start) and ("bf16" in name) is has)
+                for start in ("parameter_server", "ParameterServer")
             )
+            ahead.append(f"{title} {what}: {own / theirs:.2f} times")
+    check = max(pieces.known[f"{title}/check"] for title in options.networks)
     report(
         Path(__file__).with_suffix(".md"),
         "Against TensorFlow's ParameterServerStrategy",
         f"{__doc__}\nA step is a batch of {options.batch_size} images of 32 x 32 for each worker, SGD with momentum, "
-        f"from the same initial values; medians of {options.rounds} runs of {options.steps} steps of each worker, "
-        f"without the first. In {CHECKED} steps on one batch the losses of both differ by at most {max(checks):.0e}. "
-        "The loss is that of the first and the last 10 steps; the images are patterns under noise. TensorFlow's "
-        "optimizer is one operation on the server for each variable, and its loop computes no accuracy; ours runs "
-        "under Lightning's Trainer and does. As with Keras, TensorFlow's workers update BatchNorm's running statistics "
-        "on the server in each step; ours average them when the epoch ends, hence the row without.\n\n"
+        f"from the same initial values; {options.rounds} runs of {options.steps} steps of each worker, without the "
+        f"first. In {CHECKED} steps on one batch in float32 the losses of both differ by at most {check:.0e}. The loss "
+        "is that of the first and the last 10 steps; the images are patterns under noise. TensorFlow's optimizer is "
+        "one operation on the server for each variable, and its loop computes no accuracy; ours runs under Lightning's "
+        "Trainer and does. As with Keras, TensorFlow's workers update BatchNorm's running statistics on the server in "
+        "each step; ours average them when the epoch ends, hence the row without.\n\n"
+        f"Speed of our best over TensorFlow's best: {'; '.join(ahead)}.\n\n"
         f"TensorFlow {tensorflow}, intra-op threads 1, inter-op threads {options.inter_op_threads}. "
-        "Both strategies have more processes than the machine has cores. The load average was "
-        f"{load:.1f} at the start.",
+        "Both strategies have more processes than the machine has cores.",
         rows,
     )
 

@@ -47,9 +47,13 @@ class Network:
             if name.endswith(".scale")
         }
 
-    def __call__(self, images: tf.Tensor) -> tf.Tensor:
-        """Map images (N, H, W, C) to logits (N, classes), in training."""
-        return self._sequence(self.layers, images)
+    def __call__(
+        self, values: dict[str, tf.Tensor], images: tf.Tensor, kind: tf.DType
+    ) -> tuple[tf.Tensor, dict[str, list[tf.Tensor]]]:
+        """Map images (N, H, W, C) to logits (N, classes), in training, and what normalisation has seen by name."""
+        self._values, self._kind = values, kind
+        self._batches: dict[str, list[tf.Tensor]] = {}
+        return self._sequence(self.layers, images), self._batches
 
     def _sequence(self, layers: list[dict[str, Any]], x: tf.Tensor) -> tf.Tensor:
         for layer in layers:
@@ -63,20 +67,20 @@ class Network:
             shortcut = tf.pad(shortcut, [[0, 0], [0, 0], [0, 0], [0, padding]])
         return tf.nn.relu(self._sequence(layer["body"], x) + shortcut)
 
+    def _cast(self, name: str) -> tf.Tensor:
+        return tf.cast(self._values[name], self._kind)
+
     def _convolution(self, layer: dict[str, Any], x: tf.Tensor) -> tf.Tensor:
         # SAME pads an even image on one side only when it is subsampled.
         padding = "SAME" if layer["stride"] == 1 else PADDING
-        x = tf.nn.conv2d(x, self.values[layer["name"] + ".weight"], layer["stride"], padding)
-        bias = self.values.get(layer["name"] + ".bias")
-        return x if bias is None else tf.nn.bias_add(x, bias)
+        x = tf.nn.conv2d(x, self._cast(layer["name"] + ".weight"), layer["stride"], padding)
+        bias = layer["name"] + ".bias"
+        return tf.nn.bias_add(x, self._cast(bias)) if bias in self._values else x
 
     def _norm(self, layer: dict[str, Any], x: tf.Tensor) -> tf.Tensor:
-        scale, offset = (self.values[f"{layer['name']}.{part}"] for part in ("scale", "offset"))
+        scale, offset = (self._values[f"{layer['name']}.{part}"] for part in ("scale", "offset"))
         x, *batch = tf.compat.v1.nn.fused_batch_norm(x, scale, offset, epsilon=EPSILON, is_training=True)
-        if self.keeps_statistics:
-            for running, new in zip(self.running[layer["name"] + ".scale"], batch, strict=True):
-                with tf.device(running.device):  # As Keras: the difference is taken where the variable is.
-                    running.assign_sub((running - new) * STATISTICS_RATE)
+        self._batches[layer["name"] + ".scale"] = batch
         return x
 
     def _relu(self, layer: dict[str, Any], x: tf.Tensor) -> tf.Tensor:
@@ -92,7 +96,7 @@ class Network:
         return tf.reshape(x, [tf.shape(x)[0], x.shape[1] * x.shape[2] * x.shape[3]])
 
     def _linear(self, layer: dict[str, Any], x: tf.Tensor) -> tf.Tensor:
-        return x @ self.values[layer["name"] + ".weight"] + self.values[layer["name"] + ".bias"]
+        return x @ self._cast(layer["name"] + ".weight") + self._cast(layer["name"] + ".bias")
 
 
 class Training:
@@ -102,14 +106,32 @@ class Training:
         self.network = Network(options.folder, options.statistics)
         self.slots = [tf.Variable(tf.zeros_like(value), trainable=False) for value in self.network.values.values()]
         self.rate, self.momentum = options.learning_rate, options.momentum
+        self.type = tf.bfloat16 if options.bf16 else tf.float32
+        # Compiled are forward and backward, from values that have been read: a server's variables cannot be.
+        self.computes = tf.function(self.compute, jit_compile=True) if options.xla else self.compute
+
+    def compute(
+        self, given: list[tf.Tensor], images: tf.Tensor, targets: tf.Tensor
+    ) -> tuple[tf.Tensor, list[tf.Tensor], dict[str, list[tf.Tensor]]]:
+        """Loss, gradients, and the means and variances of the batch that normalisation has seen."""
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            named = dict(zip(self.network.values, given, strict=True))
+            logits, batches = self.network(named, tf.cast(images, self.type), self.type)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, tf.cast(logits, tf.float32))
+            loss = tf.reduce_mean(losses)
+        return loss, tape.gradient(loss, given), batches
 
     def step(self, images: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
         """Make a step; the time and the loss before it, (2,)."""
-        with tf.GradientTape() as tape:
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(targets, self.network(images))
-            loss = tf.reduce_mean(losses)
         values = list(self.network.values.values())
-        for value, slot, gradient in zip(values, self.slots, tape.gradient(loss, values), strict=True):
+        loss, gradients, batches = self.computes([tf.convert_to_tensor(value) for value in values], images, targets)
+        if self.network.keeps_statistics:
+            for name, batch in batches.items():
+                for running, new in zip(self.network.running[name], batch, strict=True):
+                    with tf.device(running.device):  # As Keras: the difference is taken where the variable is.
+                        running.assign_sub((running - new) * STATISTICS_RATE)
+        for value, slot, gradient in zip(values, self.slots, gradients, strict=True):
             tf.raw_ops.ResourceApplyMomentum(
                 var=value.handle, accum=slot.handle, lr=self.rate, grad=gradient, momentum=self.momentum
             )
@@ -197,6 +219,8 @@ def main() -> None:
     parser.add_argument("--momentum", type=float)
     parser.add_argument("--statistics", type=int)
     parser.add_argument("--inter_op_threads", type=int, default=1)
+    parser.add_argument("--xla", type=int, default=0)
+    parser.add_argument("--bf16", type=int, default=0)
     options = parser.parse_args()
     if options.role == "version":
         print(tf.__version__)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from ranks import sh
 
 PREFIX = "cnnbench"
+SWITCH = f"{PREFIX}-switch"
 
 
 def missing() -> str | None:
@@ -37,8 +38,7 @@ def hosts(count: int, megabits: int) -> Iterator[list[str]]:
         megabits: Bandwidth of each host's link in Mbit/s, in each direction.
     """
     names = [f"{PREFIX}{number}" for number in range(count)]
-    switch = f"{PREFIX}-switch"
-    limit = f"root tbf rate {megabits}mbit burst 256kb latency 50ms"
+    switch = SWITCH
     try:
         sh(f"ip netns add {switch}")
         sh(f"ip -n {switch} link add bridge0 type bridge && ip -n {switch} link set bridge0 up")
@@ -48,12 +48,25 @@ def hosts(count: int, megabits: int) -> Iterator[list[str]]:
             sh(f"ip -n {switch} link set port{number} master bridge0 up")
             sh(f"ip -n {name} addr add 10.77.0.{number + 1}/24 dev eth0")
             sh(f"ip -n {name} link set eth0 up && ip -n {name} link set lo up")
-            sh(f"ip netns exec {name} tc qdisc add dev eth0 {limit}")
-            sh(f"ip netns exec {switch} tc qdisc add dev port{number} {limit}")
+        limit(names, megabits)
         yield names
     finally:
         for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def limit(names: Sequence[str], megabits: int) -> None:
+    """Give the hosts' links another bandwidth.
+
+    Args:
+        names: All hosts.
+        megabits: Mbit/s in each direction.
+    """
+    # What may pass at once after a pause: two milliseconds' worth, else small messages would not notice the limit.
+    shape = f"root tbf rate {megabits}mbit burst {max(32, megabits // 4)}kb latency 50ms"
+    for number, name in enumerate(names):
+        sh(f"ip netns exec {name} tc qdisc replace dev eth0 {shape}")
+        sh(f"ip netns exec {SWITCH} tc qdisc replace dev port{number} {shape}")
 
 
 def run_on(names: Sequence[str], command: Sequence[str], timeout: float) -> str:

@@ -55,20 +55,23 @@ def _rank_main(rank: int, world: int, folder: str, queue: Any, function: Callabl
         queue.put((rank, (False, traceback.format_exc())))
 
 
-def report(path: Path, title: str, text: str, rows: Sequence[Sequence[str]]) -> None:
+ONE_THREAD = "gloo, one thread per process"
+
+
+def report(path: Path, title: str, text: str, rows: Sequence[Sequence[str]], how: str = ONE_THREAD) -> None:
     """Print a result page and write it as Markdown; the first row is the heading."""
     heading, *body = rows
     lines = [f"# {title}", "", text.strip(), "", "| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
     lines += ["| " + " | ".join(row) + " |" for row in body]
     command = f"python {Path(sys.argv[0]).name} {' '.join(sys.argv[1:])}".strip()
     folder = Path(sys.argv[0]).resolve().parent.relative_to(Path(__file__).resolve().parents[2])
-    lines += ["", f"{machine()} Command: `{command}`, in `{folder}`."]
+    lines += ["", f"{machine(how)} Command: `{command}`, in `{folder}`."]
     page = "\n".join(lines) + "\n"
     print(page)
     path.write_text(page, encoding="utf-8")
 
 
-def machine() -> str:
+def machine(how: str = ONE_THREAD) -> str:
     """Machine, versions and date in a sentence."""
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
@@ -76,7 +79,7 @@ def machine() -> str:
     )
     return (
         f"Machine: {cpu}, {os.cpu_count()} cores, shared with other work, {platform.system()}; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, gloo, one thread per process; "
+        f"{platform.python_version()}, torch {torch.__version__}, {how}; "
         f"{datetime.date.today():%d %B %Y}."
     )
 

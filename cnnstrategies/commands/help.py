@@ -13,6 +13,7 @@ import docstring_parser
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
+from cnnstrategies.commands.pack_options import parser as pack_parser
 from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.commands.tune_options import TuneOptions
@@ -46,6 +47,7 @@ QUANTISATION = (
     ("--calibration_batches N", "training batches that set the ranges of the activations (default: 16)"),
 )
 SUBMISSION = (("--dry_run", "print the script and submit nothing"),)
+PARSERS = {"doctor": doctor_parser, "pack": pack_parser}  # Of the commands that take no configuration.
 EVERYTHING = (
     ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),
     ("--data.help CLASS", "those of a class; so with --model.help and --trainer.strategy.help"),
@@ -66,8 +68,8 @@ def of_command(name: str) -> str:
     """What ``cnnstrategies COMMAND --help`` prints."""
     command = COMMANDS[name]
     lines = [f"cnnstrategies {name}: {command.line}", "", f"  cnnstrategies {command.example}", ""]
-    if name == "doctor":
-        return doctor_parser().format_help().rstrip()
+    if name in PARSERS:
+        return PARSERS[name]().format_help().rstrip()
     for title, options in _sections(name):
         lines += [title, *_table(options), ""]
     return "\n".join(lines).rstrip()

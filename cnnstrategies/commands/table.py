@@ -41,6 +41,7 @@ COMMANDS = {
     "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune"),
     "submit": Command("send a run to SLURM", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"),
     "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor", False),
+    "pack": Command("put images into shards", "pack datasets/imagenet shards/imagenet --size 256", "pack", False),
     "configs": Command("list the recipes, or print one", "configs quickstart", "recipes", False),
     "completion": Command("complete these words in a shell", "completion bash >> ~/.bashrc", "completion", False),
 }

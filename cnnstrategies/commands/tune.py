@@ -1,29 +1,36 @@
 """``cnnstrategies tune``: find the settings with which this machine trains a configuration fastest, by measurement."""
 
+import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from rich.console import Console
+from rich.status import Status
 from typing_extensions import override
 
 from cnnstrategies.commands.model_and_data import ModelAndData, device_of
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail
 from cnnstrategies.commands.tune_choices import choices
+from cnnstrategies.commands.tune_communication import communication, loading
 from cnnstrategies.commands.tune_options import TuneOptions
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.contest import Contest
 from cnnstrategies.planning.settings import Setting, factorial
-from cnnstrategies.planning.settings_file import write_settings
+from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.planning.trial import TrialError
 from cnnstrategies.planning.tune_report import draw, table
+
+UNNOTICED = 0.05  # of a step, for loading a batch in the rank's own process
 
 
 class TuneCLI(ModelAndData):
@@ -49,26 +56,16 @@ def main(args: Sequence[str]) -> None:
     cli = TuneCLI()
     options = TuneOptions(**{name.name: getattr(cli.config, name.name) for name in fields(TuneOptions)})
     device = device_of(cli.config.trainer.accelerator)
-    settings = list(factorial(choices(cli.config, type(cli.model), device, options.allow)))
+    phases = {
+        "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
+        "communication": communication(cli.config.trainer, cli.model, options.allow),
+        "loading": loading(cli.config, type(cli.datamodule), device),
+    }
     console = Console()
     with tempfile.TemporaryDirectory(prefix="cnnstrategies_tune_") as folder, console.status("") as status:
-        ends = time.monotonic() + 60 * options.minutes
-
-        def progress(text: str) -> None:
-            left = max(0.0, ends - time.monotonic())
-            status.update(f"{text}; at most {left / 60:.1f} minutes left")
-
-        contest = Contest(
-            without_own_options(["fit", *args[1:]]),
-            Path(folder),
-            ends,
-            together=max(1, len(settings)) if device.type == "cpu" else 1,
-            deterministic="async" not in str(cli.config.trainer.strategy),
-            progress=progress,
-        )
-        winner: Setting | None = None
+        search = Search(without_own_options(["fit", *args[1:]]), Path(folder), cli.config, device, options, status)
         try:
-            winner = contest.run(settings)
+            search.run(phases)
         except KeyboardInterrupt:
             status.stop()
             console.print("Stopped: what is known so far is")
@@ -76,21 +73,138 @@ def main(args: Sequence[str]) -> None:
             raise ConfigurationError(
                 f"the configuration does not run as it is ({failure}): see it by `cnnstrategies fit` first"
             ) from failure
-    _tell(console, contest, winner, options)
+    _tell(console, search, options)
 
 
-def _tell(console: Console, contest: Contest, winner: Setting | None, options: TuneOptions) -> None:
-    rows = list(contest.rows.values())
-    if not contest.default_times:
+class Search:
+    """Tries one kind of settings after the other, each on top of what the ones before have found.
+
+    Args:
+        words: The command line of ``fit``.
+        folder: For the trials' files.
+        config: The parsed configuration.
+        device: Of the kind that trains.
+        options: The command's.
+        status: Shows what is being done.
+
+    Attributes:
+        contests: What was tried, by kind.
+        chosen: What is faster; None where nothing is.
+        notes: What was not tried, and why.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        config: Any,
+        device: torch.device,
+        options: TuneOptions,
+        status: Status,
+    ) -> None:
+        self.words, self.folder, self.config, self.device = list(words), folder, config, device
+        self.contests: dict[str, Contest] = {}
+        self.chosen: Setting | None = None
+        self.notes: list[str] = []
+        self._status = status
+        self._ends = time.monotonic() + 60 * options.minutes
+
+    def run(self, phases: Mapping[str, Sequence[Setting]]) -> None:
+        """Try them.
+
+        Args:
+            phases: Settings by kind.
+
+        Raises:
+            TrialError: The configuration itself does not run.
+        """
+        found: list[Setting] = []
+        for kind, settings in phases.items():
+            if not settings or (kind == "loading" and self._loads_quickly()):
+                continue
+            if time.monotonic() > self._ends:
+                self.notes.append(f"{kind}: not tried, there was no time left; give more --minutes")
+                continue
+            self.contests[kind] = contest = self._contest(len(settings), kind == "loading")
+            if (winner := contest.run(settings)) is not None:
+                found.append(winner)
+                self.chosen = joined(found)
+        if len(found) > 1:
+            assert self.chosen is not None
+            chosen, self.chosen = self.chosen, None
+            self.contests["all together"] = contest = self._contest(1, "loading" in self.contests)
+            self.chosen = contest.run([chosen])
+
+    def _contest(self, count: int, loads: bool) -> Contest:
+        words = self.words
+        if self.chosen is not None:
+            base = self.folder / f"base{len(self.contests)}.yaml"
+            write_commented(base, nested(self.chosen.values))
+            words = [*words, "--config", str(base)]
+        return Contest(
+            words,
+            self.folder,
+            self._ends,
+            together=max(1, count) if self.device.type == "cpu" else 1,
+            loads=loads,
+            deterministic="async" not in str(self.config.trainer.strategy),
+            progress=self._progress,
+        )
+
+    def _loads_quickly(self) -> bool:
+        """Whether other ways to load would gain nothing, by what the default's loader has shown."""
+        known = [one for one in self.contests.values() if one.default_times]
+        if not known:
+            return False
+        if self.device.type == "cpu" and not self._spare_cores():
+            self.notes.append("loading: the ranks use all cores, so none is left for processes that load")
+            return True
+        step, loads = statistics.median(known[-1].default_times), known[0].loading
+        # Workers load while a step is made, and should be a little quicker than it; without them each step waits.
+        least = step / 1.2 if self.config.data.init_args.get("num_workers", 0) else step * UNNOTICED
+        if loads > least:
+            return False
+        self.notes.append(f"loading: a batch takes {loads * 1e3:.3g} ms, a step {step * 1e3:.3g}: nothing to gain")
+        return True
+
+    def _spare_cores(self) -> int:
+        ranks = str(self.config.trainer.devices)
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if not (ranks.isdigit() and threads.isdigit()):
+            return 0  # Lightning gives all of them to the ranks.
+        return (os.cpu_count() or 1) - int(ranks) * int(threads)
+
+    def _progress(self, text: str) -> None:
+        left = max(0.0, self._ends - time.monotonic())
+        self._status.update(f"{text}; at most {left / 60:.1f} minutes left")
+
+
+def joined(settings: Sequence[Setting]) -> Setting:
+    """Settings of several kinds as one."""
+    values: dict[str, Any] = {}
+    for one in settings:
+        values.update(one.values)
+    return Setting(", ".join(one.name for one in settings), values, max(one.effect for one in settings))
+
+
+def _tell(console: Console, search: Search, options: TuneOptions) -> None:
+    if not any(contest.default_times for contest in search.contests.values()):
         fail("there was no time for a single round: give more --minutes")
-    console.print(table(rows, 1 / statistics.median(contest.default_times)))
+    for kind, contest in search.contests.items():
+        if contest.default_times:
+            rate = 1 / statistics.median(contest.default_times)
+            console.print(table(list(contest.rows.values()), rate, kind if len(search.contests) > 1 else ""))
+    for note in search.notes:
+        print(note)
     if options.plot is not None:
-        draw(rows, options.plot)
+        draw([row for contest in search.contests.values() for row in contest.rows.values()], options.plot)
         print(f"Drew {options.plot}")
+    winner = search.chosen
     if winner is None:
         print("Nothing is clearly faster: keep the configuration as it is.")
         return
-    verdict = contest.rows[winner.name].verdict
+    rows = [contest.rows[winner.name] for contest in search.contests.values() if winner.name in contest.rows]
+    verdict = rows[-1].verdict
     assert verdict is not None, "the winner has run"
     lines = [
         f"{winner.name}: {verdict.speed:.2f} times as fast [{verdict.low:.2f}, {verdict.high:.2f}], measured by "
@@ -98,7 +212,7 @@ def _tell(console: Console, contest: Contest, winner: Setting | None, options: T
     ]
     if winner.effect is Effect.LEARNING:
         lines.append("It changes what is learned: compare the accuracy.")
-    write_settings(options.output, winner.values, lines)
+    write_commented(options.output, nested(winner.values), lines)
     print(f"Wrote {options.output}: cnnstrategies fit --config YOURS --config {options.output}")
 
 

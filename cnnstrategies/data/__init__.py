@@ -7,6 +7,7 @@ from cnnstrategies.data.fashion_mnist import FashionMNISTDataModule
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.mnist import MNISTDataModule
 from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.sharded import ShardedImageDataModule
 from cnnstrategies.data.synthetic import SyntheticDataModule
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "ImageDataModule",
     "ImageFolderDataModule",
     "MNISTDataModule",
+    "ShardedImageDataModule",
     "SyntheticDataModule",
 ]

@@ -1,6 +1,7 @@
 """Image files to tensors; a damaged file is an error, whatever its damage."""
 
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -12,14 +13,14 @@ class BrokenImageError(Exception):
     """A file that is not an image, or a damaged one; the message says why."""
 
 
-def decode(path: Path) -> Tensor:
+def decode(file: Path | BinaryIO) -> Tensor:
     """Decode a JPEG, PNG or WebP file, whatever its extension, and turn it as its EXIF orientation says.
 
     By Pillow: torchvision 0.29 announces the end of its own decoders, and its PNG decoder ends the process by a
     segmentation fault where image data is damaged.
 
     Args:
-        path: The file.
+        file: Its path, or what is in it.
 
     Returns:
         uint8 (3, H, W); grey is repeated, transparency is dropped, 16 bits become 8.
@@ -28,8 +29,8 @@ def decode(path: Path) -> Tensor:
         BrokenImageError: The file cannot be read or decoded.
     """
     try:
-        with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file)
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16"):
                 # Pillow's own conversion clips at 255 instead of scaling: all but the darkest pixels become white.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

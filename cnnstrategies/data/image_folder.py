@@ -106,11 +106,11 @@ class ImageFolderDataModule(ImageDataModule):
     def prepare_data(self) -> None:
         """Check the files where broken ones are to be skipped; Lightning calls this on one process per node."""
         if self.on_broken == "skip":
-            broken_images(self.root, [name for names, _ in self._parts().values() for name in names])
+            broken_images(self.root, [name for names, _ in self.parts().values() for name in names])
 
     @override
     def setup(self, stage: str) -> None:
-        parts = self._parts()
+        parts = self.parts()
         if "val" not in parts:
             # Before broken files are left out: repairing one moves no other from one part to the other.
             names, targets = parts["train"]
@@ -149,7 +149,12 @@ class ImageFolderDataModule(ImageDataModule):
                 raise ConfigurationError(f"all {len(names)} images for {part} are broken, the first is {names[0]}")
             parts[part] = [names[i] for i in good], [targets[i] for i in good]
 
-    def _parts(self) -> dict[str, Files]:
+    def parts(self) -> dict[str, Files]:
+        """The files of each part that is there, and their classes.
+
+        Raises:
+            ConfigurationError: A part has no images, or classes that the training images have not.
+        """
         parts = {"train": self._labelled(self.training_root)}
         for part in ("val", "test"):
             if (self.root / part).is_dir():

@@ -131,10 +131,12 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         # Saved at the end of an epoch, the state is that epoch's, and this is the next.
         if resume is None or resume["epoch"] != sampler.epoch or resume["served"] == 0:
             return 0
+        before = {name: value for name, value in resume.items() if name not in ("epoch", "served")}
+        now = sampler.identity()
         changed = [
-            f"{name} was {resume[name]} and is {value}"
-            for name, value in sampler.identity().items()
-            if resume[name] != value
+            f"{name} was {before.get(name)} and is {now.get(name)}"
+            for name in {**before, **now}
+            if before.get(name) != now.get(name)
         ]
         if changed:
             raise ConfigurationError(

@@ -26,6 +26,8 @@ class ImageDataModule(LightningDataModule):
         class_names: Name of each class.
         image_shape: (C, H, W) of one image.
         default_batch_size: ``batch_size`` where neither that nor ``global_batch_size`` is given.
+        prefetch: Batches that each worker process has ready.
+        shuffle_block: Samples of the blocks that are shuffled as a whole; None shuffles all samples.
 
     Args:
         batch_size: Samples per batch and process.
@@ -53,6 +55,8 @@ class ImageDataModule(LightningDataModule):
     predict_source: Source
     train_transform: Transform
     eval_transform: Transform
+    prefetch: int = 2
+    shuffle_block: int | None = None
 
     def __init__(
         self,
@@ -131,7 +135,9 @@ class ImageDataModule(LightningDataModule):
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             sampler = OrderedBatches(size, self.batch_size, replicas, rank)
         else:
-            sampler = ShuffledBatches(size, self.batch_size, self.seed, replicas, rank, drop_last=self.drop_last)
+            sampler = ShuffledBatches(
+                size, self.batch_size, self.seed, replicas, rank, self.drop_last, self.shuffle_block
+            )
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 
     def val_dataloader(self) -> BatchLoader:
@@ -158,7 +164,7 @@ class ImageDataModule(LightningDataModule):
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
         options: dict[str, Any] = {}
         if self.num_workers:
-            options["persistent_workers"] = self.persistent_workers
+            options = {"persistent_workers": self.persistent_workers, "prefetch_factor": self.prefetch}
         pin = self.pin_memory
         if pin is None:
             pin = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)

@@ -9,6 +9,8 @@ from torch.utils.data import DistributedSampler, SequentialSampler
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.seeds import mixed_seed
 
+WINDOW = 16  # Blocks whose samples are shuffled together.
+
 
 class BatchRequest(NamedTuple):
     """One batch for one rank: which samples, and the seed of its random augmentations."""
@@ -34,14 +36,26 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         num_replicas: Number of ranks that share the dataset.
         rank: Which of them this is.
         drop_last: Leave out a last, partial global batch.
+        block: Shuffle blocks of so many neighbours, and then what is in :data:`WINDOW` of them, in place of all; see
+            :func:`block_permutation`.
 
     Raises:
         ConfigurationError: ``drop_last`` leaves nothing.
     """
 
-    def __init__(self, size: int, batch_size: int, seed: int, num_replicas: int, rank: int, drop_last: bool) -> None:
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        seed: int,
+        num_replicas: int,
+        rank: int,
+        drop_last: bool,
+        block: int | None = None,
+    ) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.size = size
+        self.block = block
         self.samples_per_batch = batch_size * num_replicas
         self.skip = 0
         if len(self) == 0:
@@ -52,7 +66,8 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
 
     def identity(self) -> dict[str, int]:
         """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
-        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed}
+        shuffled = {} if self.block is None else {"shuffle_block": self.block}
+        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed, **shuffled}
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
@@ -62,7 +77,10 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
     def __iter__(self) -> Iterator[BatchRequest]:
         """The epoch's batches from number ``skip`` on."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        permutation = torch.randperm(self.size, generator=generator).tolist()
+        if self.block is None:
+            permutation = torch.randperm(self.size, generator=generator).tolist()
+        else:
+            permutation = block_permutation(self.size, self.block, generator)
         for batch in range(self.skip, len(self)):
             shared = permutation[batch * self.samples_per_batch : (batch + 1) * self.samples_per_batch]
             while len(shared) < self.num_replicas:
@@ -112,6 +130,28 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
         for batch in range(self.batches):
             start, stop = (self.first + self.count * b // self.batches for b in (batch, batch + 1))
             yield BatchRequest(list(range(start, stop)), seed=batch)
+
+
+def block_permutation(size: int, block: int, generator: torch.Generator) -> list[int]:
+    """A permutation in which neighbours stay near each other, for storage that reads long pieces only quickly.
+
+    The samples are cut into blocks of neighbours and the blocks are shuffled; then the samples of each
+    :data:`WINDOW` blocks that follow each other. So every sample comes once, and those of one window come before any of
+    the next.
+
+    Args:
+        size: Number of samples.
+        block: Samples of a block; the last one may have fewer.
+        generator: Of the random numbers.
+    """
+    permutation: list[int] = []
+    blocks = torch.randperm(-(-size // block), generator=generator)
+    for first in range(0, len(blocks), WINDOW):
+        window = blocks[first : first + WINDOW]
+        samples = (window[:, None] * block + torch.arange(block)).flatten()
+        samples = samples[samples < size]
+        permutation += samples[torch.randperm(len(samples), generator=generator)].tolist()
+    return permutation
 
 
 def sharding(kwargs: dict[str, Any] | None) -> tuple[int, int]:

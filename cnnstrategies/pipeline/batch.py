@@ -96,6 +96,7 @@ def share_batch(
     transport: Transport,
     device: torch.device,
     everywhere: bool,
+    usual: int | None = None,
 ) -> Batch:
     """Make the global batch known to all ranks; a collective.
 
@@ -109,6 +110,8 @@ def share_batch(
         transport: Its control group carries the sizes.
         device: Where the tensors live.
         everywhere: Bring ``rest`` to every rank; else straight to those of the last stage, each its own rows.
+        usual: Samples that a replica of the first stage has in a full step, the same on all ranks; see
+            :class:`~cnnstrategies.pipeline.microbatches.Split`.
 
     Returns:
         The batch; it has 0 samples when no replica has any.
@@ -124,7 +127,7 @@ def share_batch(
     headers = _all_headers(header, placement, transport)
     rows = tuple(0 if one is None else one.rows for one in headers)
     forms = tuple(None if one is None else one.form for one in headers)
-    split = Split(rows, microbatches)
+    split = Split(rows, microbatches, usual)
     if not split.samples:
         return Batch(split, None, (), torch.float32, (), forms)
     like = next(one for one in headers if one is not None)

@@ -86,7 +86,7 @@ class Channels:
             rank = key[1]
             what = f"the activations of microbatch {microbatch}"
             if key not in self._received_headers:
-                self._received_headers[key] = self.transport.receive_object(rank, what)
+                self._received_headers[key] = self.transport.receive_object(rank, what).on(self.device)
             header = self._received_headers[key]
             coming.append((source, header, [self._receive(spec, rank, FORWARD, what) for spec in header.tensors]))
         self._coming["forward", microbatch] = coming

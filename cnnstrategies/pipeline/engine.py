@@ -148,7 +148,14 @@ class Pipeline:
     def _trainable(self) -> list[nn.Parameter]:
         return [p for name, p in self.module.named_parameters() if p.requires_grad and name in self.blueprint.used]
 
-    def share(self, images: Images | None, *rest: Tensor, form: Any = None, everywhere: bool = True) -> Batch:
+    def share(
+        self,
+        images: Images | None,
+        *rest: Tensor,
+        form: Any = None,
+        everywhere: bool = True,
+        usual: int | None = None,
+    ) -> Batch:
         """Make a global batch known to all ranks, before :meth:`train` or :meth:`evaluate`; a collective.
 
         Args:
@@ -157,10 +164,12 @@ class Pipeline:
             rest: This replica's targets (n, ...), and what else belongs to the samples.
             form: Plain data that travels with the batch.
             everywhere: Bring ``rest`` to every rank; else straight to the last stage, which needs it for the loss.
+            usual: Samples that a replica has in a full step, the same on every rank: with fewer, fewer microbatches
+                are filled, instead of all with very few each.
         """
         with self.transport.collective("sharing a batch"):
             return share_batch(
-                images, rest, form, self.microbatches, self.placement, self.transport, self.device, everywhere
+                images, rest, form, self.microbatches, self.placement, self.transport, self.device, everywhere, usual
             )
 
     def collect(self, value: Any) -> list[Any] | None:

@@ -15,6 +15,7 @@ from cnnstrategies.pipeline.batch import Batch
 Loss = Callable[[Any, Any], Tensor]
 # In units of the type's resolution: how far the gradients of rows may differ between two ways to sum them up.
 ROUNDING = 64
+PHASES = (0.0, 1.0, 2.5)  # of the outputs with which a loss of all samples is tried
 SAME = 1e-3  # How far two factors may be apart, in parts of one.
 ADVICE = "Strategy hybrid_pipeline computes the loss of each microbatch: use a loss of single samples, or strategy ddp"
 
@@ -82,12 +83,16 @@ class WeighedLoss(PartialLoss):
 
     Attributes:
         thorough: Whether to check in each step that the factors do not depend on the outputs.
+        same_draws: Whether the loss of all samples draws the random numbers that it draws on every rank, and that what
+            the network got depends on. Those for a microbatch alone would be others: gradients are those of the loss
+            of all.
     """
 
     def __init__(self, loss: Callable[[Any, int | None], Tensor], weights: Sequence[nn.Parameter] = ()) -> None:
         self.loss = loss
         self.weights = weights
         self.thorough = True
+        self.same_draws = False
 
     def begin(self, batch: Batch) -> None:
         """Start on another batch."""
@@ -103,6 +108,8 @@ class WeighedLoss(PartialLoss):
         Raises:
             ConfigurationError: There are no such factors.
         """
+        if self.same_draws:
+            return self._in_its_place(outputs, microbatch)
         factors = self._factors(outputs, microbatch)
         leaves, tree = tree_flatten(outputs)
         if not any(factors.values()):
@@ -113,6 +120,23 @@ class WeighedLoss(PartialLoss):
         least, most = min(factors.values()), max(factors.values())
         factor = most if most - least <= ROUNDING * torch.finfo(loss.dtype).eps * abs(most) else float("nan")
         return loss + (loss.detach() * factor - loss.detach())
+
+    def _in_its_place(self, outputs: Any, microbatch: int) -> Tensor:
+        """What has the gradients of the loss of all samples, which must not depend on what others' outputs are."""
+        rows = self._batch.split.global_rows(microbatch)
+        gradients, *others = (
+            {leaf: gradient[rows.to(gradient.device)] for leaf, gradient in found.items()}
+            for _, found in (self._whole(outputs, microbatch, phase) for phase in PHASES)
+        )
+        leaves = tree_leaves(outputs)
+        parts = []
+        for leaf in gradients.keys() | {leaf for other in others for leaf in other}:
+            for other in others:
+                if leaf not in other or leaf not in gradients or not _same(gradients[leaf], other[leaf]):
+                    raise _compares_samples()
+            parts.append((leaves[leaf] * gradients[leaf].to(leaves[leaf].dtype)).sum())
+        loss = torch.stack(parts).sum() if parts else _nothing(outputs)
+        return loss + (loss.detach() * float("nan") - loss.detach())
 
     def _factors(self, outputs: Any, microbatch: int) -> dict[int, float]:
         """One for each leaf of the outputs that the loss depends on."""
@@ -274,9 +298,20 @@ def _factor(whole: Tensor, part: Tensor) -> float | None:
     factor = product / squares if squares else 0.0
     rest = float((one - factor * other).abs().max())
     if rest > ROUNDING * torch.finfo(whole.dtype).eps * largest:
-        raise ConfigurationError(
-            "the loss of a batch is not made of losses of its samples: for the same outputs its gradients for some of "
-            "the samples have another direction when it is computed of these alone (as with Dice, contrastive and "
-            f"other losses that compare samples, or random numbers that are drawn for the batch). {ADVICE}"
-        )
+        raise _compares_samples()
     return factor
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two gradients are, but for rounding."""
+    if not one.numel():
+        return True
+    return bool((one - other).abs().max() <= ROUNDING * torch.finfo(one.dtype).eps * one.abs().max())
+
+
+def _compares_samples() -> ConfigurationError:
+    return ConfigurationError(
+        "the loss of a batch is not made of losses of its samples: for the same outputs its gradients for some of the "
+        "samples are others when it is computed of these alone, or when the others' outputs change (as with Dice, "
+        f"contrastive and other losses that compare samples, or random numbers that are drawn for the batch). {ADVICE}"
+    )

@@ -18,7 +18,8 @@ class Split:
 
     Replica r of the first stage holds ``rows[r]`` samples and cuts them into its microbatches r, r + R, r + 2 R and
     so on, whose sizes differ by at most one; the last ones are empty when there are too few samples, and are left out
-    of the step.
+    of the step. Where replicas usually have more samples, as before the last batch of an epoch, no more microbatches
+    are filled than the samples need at their usual size: batch normalisation has use for full ones.
 
     The rows of the global batch are ordered as one process would have them: the i-th samples of all replicas, then
     the next ones, because samplers deal the samples out to the replicas in turn.
@@ -26,10 +27,12 @@ class Split:
     Attributes:
         rows: Samples of each replica of the first stage.
         microbatches: Microbatches of a full step, over all replicas.
+        usual: Samples that a replica of the first stage has in a full step; None where each step is one.
     """
 
     rows: tuple[int, ...]
     microbatches: int
+    usual: int | None = None
 
     @property
     def samples(self) -> int:
@@ -40,18 +43,28 @@ class Split:
     def bounds(self) -> tuple[tuple[int, int], ...]:
         """For each microbatch the first row and the row after the last, counted in its replica's samples."""
         replicas = len(self.rows)
-        # For each replica the size of its microbatches, and how many have one more.
-        shares = [
-            divmod(rows, len(range(replica, self.microbatches, replicas)) or 1)
-            for replica, rows in enumerate(self.rows)
-        ]
+        # For each replica how many of its microbatches are filled, their size, and how many have one more.
+        shares = []
+        for replica, rows in enumerate(self.rows):
+            filled = self._filled(rows, len(range(replica, self.microbatches, replicas)) or 1)
+            shares.append((filled, *divmod(rows, filled)))
         bounds = []
         for microbatch in range(self.microbatches):
             index, replica = divmod(microbatch, replicas)
-            size, extra = shares[replica]
-            start = index * size + min(index, extra)
-            bounds.append((start, start + size + (index < extra)))
+            filled, size, extra = shares[replica]
+            start = min(index, filled) * size + min(index, extra)
+            bounds.append((start, start + (size + (index < extra) if index < filled else 0)))
         return tuple(bounds)
+
+    def _filled(self, rows: int, own: int) -> int:
+        """How many of a replica's own microbatches get samples, if there are as many samples."""
+        if self.usual is None or rows >= self.usual:
+            return own
+        size = -(-self.usual // own)
+        filled = -(-rows // size)
+        if size > 1 and filled and rows // filled == 1:
+            filled -= 1  # Batch normalisation refuses a single sample; one microbatch has one more instead.
+        return max(1, filled)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:

@@ -47,6 +47,11 @@ class Header:
         """The tensors of the message, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorSpec)]
 
+    def on(self, device: torch.device) -> "Header":
+        """The same where it arrives: a device that the network has read off its tensors is there another one."""
+        leaves = tuple(device if isinstance(leaf, torch.device) else leaf for leaf in self.leaves)
+        return Header(leaves, self.tree)
+
     def unpack(self, tensors: Sequence[Tensor]) -> tuple[Any, ...]:
         """The values, from the tensors of the message."""
         arrived = iter(tensors)

@@ -1,9 +1,11 @@
 """Candidates' runs side by side: started, compared with the default, and timed in turn until it is clear."""
 
 import math
+import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.race import Look, Race, Verdict
 from cnnstrategies.planning.settings import Setting
-from cnnstrategies.planning.settings_file import write_settings
+from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.planning.trial import COMPARED_STEPS, Trial, TrialError
 
 WARM_UP_STEPS = 3
@@ -45,6 +47,7 @@ class _Runner:
     step: float
     memory: int
     start: float
+    loading: float
 
     @property
     def steps(self) -> int:
@@ -64,22 +67,26 @@ class Contest:
         folder: For the trials' files.
         ends: When to stop, by ``time.monotonic``.
         together: Most candidates whose processes may be there at once, beside the default's.
+        loads: Whether they load their data as in training, and not one batch again and again.
         deterministic: Whether two runs of the same give the same losses; else only the first loss is compared.
         progress: Told what is being done.
 
     Attributes:
         rows: What became of each candidate so far.
-        speed: Seconds per step of the default, the median of its rounds.
+        default_times: Seconds per step of the default, by rounds.
+        loading: Seconds in which the default loads a batch, where it loads but one.
     """
 
     words: Sequence[str]
     folder: Path
     ends: float
     together: int
+    loads: bool = False
     deterministic: bool = True
     progress: Callable[[str], None] = lambda text: None
     rows: dict[str, Row] = field(default_factory=dict)
     default_times: list[float] = field(default_factory=list)
+    loading: float = 0.0
 
     def run(self, settings: Sequence[Setting]) -> Setting | None:
         """Try them.
@@ -90,20 +97,51 @@ class Contest:
         Raises:
             TrialError: The default itself does not run.
         """
-        waiting = list(settings)
+        groups = [settings[first : first + self.together] for first in range(0, len(settings), self.together)]
+        plain = Setting(DEFAULT, {}, Effect.NONE)
+        default: _Runner | None = None
         with ExitStack() as stack:
-            default = self._start(Setting(DEFAULT, {}, Effect.NONE), stack)
-            while waiting and time.monotonic() < self.ends:
-                group, waiting = waiting[: self.together], waiting[self.together :]
+            for group in groups:
                 with ExitStack() as own:
-                    self._race(default, group, own)
-            return self._confirmed(default, stack)
+                    started = self._start_all(group if default else [plain, *group], own, stack)
+                    if default is None:
+                        default = self._default(started.pop(0))
+                    runners = self._race(default, list(zip(group, started, strict=True)))
+                    if group is groups[-1] or time.monotonic() > self.ends:
+                        return self._confirmed(default, runners, stack)
+        return None
 
-    def _race(self, default: _Runner, group: Sequence[Setting], stack: ExitStack) -> None:
-        runners: dict[str, _Runner] = {}
-        for setting in group:
+    def _start_all(self, settings: Sequence[Setting], own: ExitStack, stack: ExitStack) -> list[_Runner | TrialError]:
+        """Start some at once, since imports and compilers use one core each; the default's outlives the others'."""
+        trials = [self._launch(one, stack if one.name == DEFAULT else own) for one in settings]
+
+        def ready(setting: Setting, trial: Trial) -> _Runner | TrialError:
             try:
-                runner = self._start(setting, stack)
+                return self._ready(setting, trial)
+            except TrialError as failure:
+                return failure
+
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            try:
+                return list(pool.map(ready, settings, trials))
+            except BaseException:
+                for trial in trials:
+                    trial.close()  # Else the pool would wait for their answers.
+                raise
+
+    def _default(self, started: _Runner | TrialError) -> _Runner:
+        if isinstance(started, TrialError):
+            raise started
+        self.loading = started.loading
+        return started
+
+    def _race(self, default: _Runner, started: Sequence[tuple[Setting, _Runner | TrialError]]) -> Mapping[str, _Runner]:
+        """Race a group; those that are left."""
+        runners: dict[str, _Runner] = {}
+        for setting, runner in started:
+            try:
+                if isinstance(runner, TrialError):
+                    raise runner
                 self._compare(setting, default, runner)
                 runners[setting.name] = runner
                 self.rows[setting.name] = Row(setting, start=runner.start)
@@ -116,6 +154,7 @@ class Contest:
                 self.rows[name] = Row(self.rows[name].setting, verdict, start=self.rows[name].start)
                 if name not in race.running and name in runners:
                     runners.pop(name).trial.close()
+        return runners
 
     def _round(self, race: Race, default: _Runner, runners: dict[str, _Runner]) -> None:
         order = [DEFAULT, *(name for name in race.running)]
@@ -135,14 +174,15 @@ class Contest:
         self.default_times.append(base)
         race.add(base, seconds)
 
-    def _confirmed(self, default: _Runner, stack: ExitStack) -> Setting | None:
+    def _confirmed(self, default: _Runner, alive: Mapping[str, _Runner], stack: ExitStack) -> Setting | None:
         faster = [row for row in self.rows.values() if row.verdict is not None and row.verdict.outcome == "faster"]
         if not faster:
             return None
         best = max(faster, key=lambda row: row.verdict.speed if row.verdict is not None else 0.0)
         name = best.setting.name
         try:
-            runners = {name: self._start(best.setting, stack)}
+            again = alive.get(name) or self._ready(best.setting, self._launch(best.setting, stack))
+            runners = {name: again}
             race = Race([name], looks=(FRESH,))
             for _ in range(FRESH.rounds):
                 self._round(race, default, runners)
@@ -152,20 +192,24 @@ class Contest:
         self.rows[name] = Row(best.setting, race.verdicts.get(name), start=best.start)
         return best.setting if race.verdicts[name].outcome == "faster" else None
 
-    def _start(self, setting: Setting, stack: ExitStack) -> _Runner:
-        self.progress(f"starting: {setting.name}")
+    def _launch(self, setting: Setting, stack: ExitStack) -> Trial:
         number = len(list(self.folder.glob("*.log")))
         overlay = self.folder / f"{number}.yaml"
-        write_settings(overlay, setting.values)
+        write_commented(overlay, nested(setting.values))
         words = [*self.words, *(["--config", str(overlay)] if setting.values else [])]
-        trial = Trial(self.folder, str(number), words, max(30.0, self.ends - time.monotonic()))
+        trial = Trial(self.folder, str(number), words, max(30.0, self.ends - time.monotonic()), self.loads)
         stack.callback(trial.close)
+        return trial
+
+    def _ready(self, setting: Setting, trial: Trial) -> _Runner:
+        self.progress(f"starting: {setting.name}")
         trial.wait_until_ready()
         first = trial.steps(COMPARED_STEPS)
         warm = trial.steps(WARM_UP_STEPS)
         again = trial.steps(WARM_UP_STEPS)
         start = max(0.0, first["seconds"] + warm["seconds"] - 2 * again["seconds"])
-        return _Runner(trial, first["losses"], again["seconds"] / WARM_UP_STEPS, first["memory"], start)
+        step = again["seconds"] / WARM_UP_STEPS
+        return _Runner(trial, first["losses"], step, first["memory"], start, first["loading"])
 
     def _compare(self, setting: Setting, default: _Runner, runner: _Runner) -> None:
         if setting.effect is Effect.LEARNING:

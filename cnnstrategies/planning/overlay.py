@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from cnnstrategies.planning.rank import Ranking, Row
+from cnnstrategies.planning.settings_file import write_commented
 
 HYBRID = "cnnstrategies.strategies.HybridPipelineStrategy"
 
@@ -49,10 +48,9 @@ def write_overlay(file: Path, ranking: Ranking) -> None:
     row = ranking.best
     made = row.prediction
     lines = [
-        f"# {row.candidate}: {made.step * 1e3:.4g} ms a step predicted, {made.rate:.4g} samples/s",
-        "#   cnnstrategies fit --config YOURS --config THIS",
+        f"{row.candidate}: {made.step * 1e3:.4g} ms a step predicted, {made.rate:.4g} samples/s",
+        "  cnnstrategies fit --config YOURS --config THIS",
     ]
     if row.candidate.family == "hybrid" and not ranking.job.profile.nodes_have_names:
-        lines.append("# The profile's nodes are not those that fit knows: it chooses the cuts by a profile of its own.")
-    text = yaml.safe_dump(overlay(ranking, row), sort_keys=False, default_flow_style=None)
-    file.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
+        lines.append("The profile's nodes are not those that fit knows: it chooses the cuts by a profile of its own.")
+    write_commented(file, overlay(ranking, row), lines)

@@ -1,5 +1,6 @@
 """The parameter server: synchronous steps by a recurrence over layers, others by a closed network of queues."""
 
+import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ class ParameterServer:
         self.port: Bottleneck = "link" if one else "nic"
         # Of what a worker sends, the part for its own machine's server does not leave it.
         self.leaving = 1.0 if one else (self.servers - 1) / self.servers
+        # And what its server sends back to others leaves through the same connection.
+        self.shares = not one
 
     def candidates(self) -> Iterator[Candidate]:
         """The three modes."""
@@ -95,22 +98,14 @@ class ParameterServer:
         now = 0.0
         for _ in range(3):
             for index, node in enumerate(costs.nodes):
-                now = max(now, arrived[index]) + node.forward / speed
-            out, server, back = now, now, now
+                now = max(now, arrived[index]) + node.forward / speed + self._messages(node.parameter_bytes)
+            pushes: list[tuple[float, int]] = []
             for index in range(len(costs.nodes) - 1, -1, -1):
                 node = costs.nodes[index]
-                now += node.backward / speed
-                if not node.parameter_bytes:
-                    continue
+                now += node.backward / speed + self._messages(node.parameter_bytes)
                 # A large layer is sent in parts, which are applied and sent back while others still come.
-                parts = -(-node.parameter_bytes // PART)
-                moving = self._moving(node.parameter_bytes) / parts
-                applying = self._applying(node.parameter_bytes) / parts
-                for _ in range(parts):
-                    out = max(out, now) + moving
-                    server = max(server, out + self.link.latency) + applying
-                    back = max(back, server) + moving
-                arrived[index] = back + self.link.latency
+                pushes += [(now, index)] * parts_of(node.parameter_bytes)
+            arrived = self._arrivals(costs, pushes)
             ends.append(now)
         step = ends[-1] - ends[-2]
         moved, applied = (
@@ -121,13 +116,45 @@ class ParameterServer:
             return step, "compute"
         return step, "server" if applied > moved else self.port
 
+    def _arrivals(self, costs: GraphCosts, pushes: Sequence[tuple[float, int]]) -> list[float]:
+        """When each layer's new values are there.
+
+        Args:
+            costs: Of the nodes.
+            pushes: When each part of a layer is ready to be sent, in order.
+        """
+        arrived = [0.0] * len(costs.nodes)
+        pushed = server = free = 0.0
+        # By time: what is ready to leave, gradients by way of the workers' port, new values by way of the servers'.
+        waiting = [(ready, False, index) for ready, index in pushes]
+        heapq.heapify(waiting)
+        while waiting:
+            ready, is_back, index = heapq.heappop(waiting)
+            size = costs.nodes[index].parameter_bytes
+            parts = parts_of(size)
+            moving = self._moving(size) / parts
+            if is_back:
+                free = max(free, ready) + moving
+                arrived[index] = max(arrived[index], free + self.link.latency)
+                pushed = free if self.shares else pushed
+            else:
+                pushed = max(pushed, ready) + moving
+                server = max(server, pushed + self.link.latency) + self._applying(size) / parts
+                heapq.heappush(waiting, (server, True, index))
+                free = pushed if self.shares else free
+        return arrived
+
     def _moving(self, size: int) -> float:
         """Seconds in which all workers of a machine send a layer, or its servers receive it."""
         return size * self.most * self.leaving / self.link.rate(size / self.servers)
 
     def _applying(self, size: int) -> float:
         """Seconds in which a server handles its part of a layer from all workers."""
-        return size * self.workers / self.servers / self.job.cluster.server_rate
+        return (size / self.job.cluster.server_rate + self._messages(size)) * self.workers / self.servers
+
+    def _messages(self, size: int) -> float:
+        """Seconds of a processor in which a layer's messages are sent or received."""
+        return parts_of(size) * self.job.cluster.server_message
 
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
         """Seconds in which the workers make as many updates as they are.
@@ -136,19 +163,23 @@ class ParameterServer:
         weights pass through the machines' connections and the servers, a part of it through each at once.
         """
         speeds = self.job.cluster.speeds
-        away = (costs.forward_time + costs.backward_time) / (sum(speeds) / len(speeds))
         size = costs.parameter_bytes
+        messages = sum(self._messages(node.parameter_bytes) for node in costs.nodes)
+        away = (costs.forward_time + costs.backward_time) / (sum(speeds) / len(speeds)) + 2 * messages
         moving = size * self.leaving / self.servers / self.link.rate(size / self.servers) + self.link.latency
-        stations = [
-            Station(self.port, moving),
-            Station("server", size / self.servers / self.job.cluster.server_rate),
-            Station(self.port, moving),
-        ]
+        server = Station("server", (size / self.job.cluster.server_rate + messages) / self.servers)
+        ports = [2 * moving] if self.shares else [moving, moving]
+        stations = [server, *(Station(self.port, demand) for demand in ports)]
         rate = mean_value_analysis(away, [station.demand for station in stations], self.workers)
         step = self.workers / rate
         if step < 1.5 * away:
             return step, "compute"
         return step, max(stations, key=lambda station: station.demand).name
+
+
+def parts_of(size: int) -> int:
+    """In how many messages a layer is sent."""
+    return -(-size // PART)
 
 
 def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -> float:

@@ -19,6 +19,7 @@ REFINED = 10  # of the ranked, each with other replicas, that the local search s
 STEPS = 50  # of a local search at most
 LIKELY = 12  # of some layouts for a large cluster that are simulated
 MOST = 60  # simulations for a large cluster
+ALL = 300  # layouts, where replicas are given: so few are all looked at
 MOVES = (-8, -6, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 6, 8)  # of cuts in the local search, in places to cut
 
 
@@ -49,6 +50,9 @@ def best_layout(
         search.look_at([Layout((), (problem.cluster.devices,))])
     for first in range(0, PROPOSALS, LIKELY):
         search.look_at(layout for layout, _ in proposals[first : first + LIKELY])
+    positions = problem.costs.cut_positions
+    if replicas is not None and math.comb(len(positions), len(replicas) - 1) <= ALL:
+        search.look_at(Layout(cuts, tuple(replicas)) for cuts in itertools.combinations(positions, len(replicas) - 1))
     if stages is None and replicas is None:
         search.look_at(_by_machines(problem))
     if replicas is None:

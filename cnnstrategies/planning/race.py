@@ -2,7 +2,7 @@
 
 The speed of a machine varies more than settings differ, but not much within a round; so what counts is a candidate's
 time over the default's of the same round. Three looks at the growing number of rounds spend the probability of a
-false verdict, 5 % over all candidates and looks.
+false verdict, 5 % over all candidates and looks. Who cannot be the fastest leaves before.
 
 Sources: Hodges and Lehmann (1963), the estimate and its interval; Wilcoxon (1945), the signed-rank test that they
 belong to, with its exact distribution; Holm (1979), several candidates; Lan and DeMets (1983), spending over looks.
@@ -16,8 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-Outcome = Literal["faster", "slower", "no difference", "undecided"]
+Outcome = Literal["faster", "slower", "no difference", "undecided", "behind"]
 MARGIN = math.log(1.02)  # Smaller differences are nobody's concern.
+# Who is so much slower than the leader or the default in every one of so many rounds will not be the fastest; from some
+# more rounds on, who is slower by an interval with this error. No claim is made, so none of the probability is spent.
+BEHIND = math.log(1.05)
+SOONEST, LATER = 4, 6
+BEHIND_ERROR = 0.1
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,8 @@ class Race:
         candidates: Their names, without the default.
         looks: When verdicts are given.
         verdicts: Those given so far.
-        running: Candidates that still take part; the slower ones and those without a difference have left.
+        running: Candidates that still take part; the slower ones, those behind another and those without a difference
+            have left.
     """
 
     candidates: Sequence[str]
@@ -77,7 +83,7 @@ class Race:
     @property
     def running(self) -> list[str]:
         """Those that still take part."""
-        left = ("slower", "no difference")
+        left = ("slower", "no difference", "behind")
         return [name for name in self._gains if self.verdicts.get(name, _NOTHING).outcome not in left]
 
     @property
@@ -105,6 +111,8 @@ class Race:
         for look in self.looks:
             if look.rounds == rounds:
                 self.judge(look.error)
+        if rounds >= SOONEST:
+            self._leave_behind()
 
     def judge(self, error: float) -> None:
         """Give the running candidates their verdicts.
@@ -119,6 +127,23 @@ class Race:
             self.verdicts[name] = verdict(self._gains[name], error / left)
             if self.verdicts[name].outcome != "undecided":
                 left -= 1  # Holm: what is decided leaves its share to the others.
+
+    def _leave_behind(self) -> None:
+        running = self.running
+        if not running:
+            return
+        leader = max((self._gains[name] for name in running), key=statistics.median)
+        rivals = (leader, [0.0] * len(leader))
+        for name in running:
+            own = self._gains[name]
+            if any(_is_behind([two - one for one, two in zip(own, rival, strict=True)]) for rival in rivals):
+                low, middle, high = (math.exp(one) for one in (min(own), statistics.median(own), max(own)))
+                self.verdicts[name] = Verdict("behind", middle, low, high, len(own))
+
+
+def _is_behind(leads: Sequence[float]) -> bool:
+    """Whether another's lead, by rounds, is one that will not be made up."""
+    return min(leads) > BEHIND or (len(leads) >= LATER and interval(leads, BEHIND_ERROR)[0] > 0)
 
 
 _NOTHING = Verdict("undecided", 1.0, 0.0, math.inf, 0)

@@ -1,4 +1,4 @@
-"""Settings as a YAML file that goes behind a configuration."""
+"""What was chosen as a YAML file that goes behind a configuration."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,15 +31,15 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def write_settings(path: Path, values: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write settings, whole or not at all.
+def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
+    """Write lines of a configuration, whole or not at all.
 
     Args:
         path: The file.
-        values: By dotted keys.
+        content: The configuration's part.
         comment: Lines for its head.
     """
-    text = "".join(f"# {line}\n" for line in comment) + yaml.safe_dump(nested(values), sort_keys=False)
+    text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
     part = path.with_name(f"{path.name}.partial")
-    part.write_text(text)
+    part.write_text("".join(f"# {line}\n" for line in comment) + text, encoding="utf-8")
     part.replace(path)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
+LOADS = "CNNSTRATEGIES_TRIAL_LOADS"  # Set where the ranks load as in training, and not one batch again and again.
 COMMAND = "cnnstrategies.commands.trial"
 # Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
 COMPARED_STEPS = 3
@@ -35,12 +36,13 @@ class Trial:
         name: Of both files.
         words: The command line of ``fit`` for it.
         seconds: How long it may take to start, and then for any order.
+        loads: Whether it loads its data as in training, and not one batch again and again.
 
     Attributes:
         output: The file with what it has printed.
     """
 
-    def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float) -> None:
+    def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, loads: bool = False) -> None:
         self.output = folder / f"{name}.log"
         self._seconds = seconds
         self._ranks: list[Any] = []
@@ -54,7 +56,7 @@ class Trial:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, TRIAL: str(path)},
+                env={**os.environ, TRIAL: str(path), **({LOADS: "1"} if loads else {})},
                 start_new_session=True,
             )
 

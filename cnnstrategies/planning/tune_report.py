@@ -14,14 +14,15 @@ from cnnstrategies.planning.contest import DEFAULT, Row
 EFFECTS = {Effect.NONE: "", Effect.ROUNDING: "", Effect.LEARNING: "changes learning"}
 
 
-def table(rows: Sequence[Row], rate: float) -> Table:
+def table(rows: Sequence[Row], rate: float, title: str = "") -> Table:
     """The candidates, fastest first.
 
     Args:
         rows: What became of them.
         rate: Steps per second of the default.
+        title: What was tried, where that is not all.
     """
-    shown = Table(box=box.SIMPLE_HEAD)
+    shown = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
     for name in ("settings", "steps/s", "speed [interval]", "", ""):
         shown.add_column(name, justify="left" if name in ("settings", "") else "right")
     shown.add_row(DEFAULT, f"{rate:.3g}", "1", "", "")

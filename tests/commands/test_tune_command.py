@@ -7,11 +7,15 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
+from jsonargparse import Namespace
 
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.commands import tune
 from cnnstrategies.commands.tune_choices import choices
+from cnnstrategies.commands.tune_communication import communication, loading
+from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.planning import contest
+from cnnstrategies.planning.candidates import Effect
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 CPU = torch.device("cpu")
@@ -20,7 +24,7 @@ CPU = torch.device("cpu")
 class Pretended:
     """A trial in which channels_last alone is fast."""
 
-    def __init__(self, folder, name, words, seconds):
+    def __init__(self, folder, name, words, seconds, loads):
         (folder / f"{name}.log").touch()
         assert words[0] == "fit"
         assert not any(word.startswith(("--minutes", "--allow", "--output", "--plot")) for word in words)
@@ -32,7 +36,7 @@ class Pretended:
         pass
 
     def steps(self, count):
-        return {"seconds": count / self.speed, "losses": [1.0, 1.0, 1.0], "memory": 1}
+        return {"seconds": count / self.speed, "losses": [1.0, 1.0, 1.0], "memory": 1, "loading": 0.1}
 
     def close(self):
         pass
@@ -40,11 +44,15 @@ class Pretended:
 
 def test_the_fastest_settings_are_shown_drawn_and_written_for_fit(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(contest, "Trial", Pretended)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     output, plot = tmp_path / "tuned.yaml", tmp_path / "tuned.png"
     tune.main(["tune", "--config", QUICKSTART, "--minutes=1", "--output", str(output), "--plot", str(plot)])
     shown = capsys.readouterr().out
     assert "2.00 [2.00, 2.00]" in shown
-    assert "no difference" in shown
+    assert "behind" in shown
+    for kind in ("compute", "communication", "loading"):
+        assert kind in shown, f"{kind} was not tried"
     assert yaml.safe_load(output.read_text()) == {"model": {"init_args": {"channels_last": True}}}
     assert "2.00 times as fast" in output.read_text()
     assert plot.stat().st_size > 1000
@@ -73,6 +81,45 @@ def test_what_is_on_is_tried_without_and_other_modules_get_a_callback():
     assert values == [{"model.init_args.channels_last": False}, {"model.init_args.compile_backend": None}]
     other = [one.values for group in choices(configuration({}), torch.nn.Module, CPU, []) for one in group]
     assert other == [{"ComputeSettings.channels_last": True}, {"ComputeSettings.compile_backend": "inductor"}]
+
+
+def exchange(strategy, allow=(), model=None, devices=2):
+    """What is tried of the communication, with what is written."""
+    trainer = SimpleNamespace(devices=devices, num_nodes=1, strategy=strategy)
+    return {one.name: one for one in communication(trainer, model or torch.nn.Linear(1, 1), allow)}
+
+
+def given(name: str, **arguments: object) -> Namespace:
+    return Namespace(class_path=f"cnnstrategies.strategies.{name}", init_args=Namespace(**arguments))
+
+
+@pytest.mark.light
+def test_communication_is_tried_by_strategy_and_what_changes_learning_only_when_it_is_allowed():
+    assert exchange("auto", devices=1) == {}
+    assert list(exchange("ddp")) == ["buckets of 5 MB", "buckets of 100 MB"]
+    allowed = exchange("ddp_fork", ["compression"])
+    assert [one for one, each in allowed.items() if each.effect is Effect.LEARNING] == [
+        "bf16 gradients",
+        "powersgd gradients",
+    ]
+    written = allowed["bf16 gradients"].values["trainer.strategy"]
+    assert written["class_path"].endswith("CompressedDDPStrategy")
+    assert written["init_args"]["start_method"] == "fork", "what the configuration's own name stands for is lost"
+    assert list(exchange("parameter_server")) == ["2 servers"]
+    normed = torch.nn.BatchNorm2d(1)
+    pipeline = given("HybridPipelineStrategy", microbatches=8, schedule="1f1b")
+    assert list(exchange(pipeline, model=normed)) == ["run_ahead: true", "run_ahead: false", "gpipe"]
+    assert {"4 microbatches", "16 microbatches"} < set(exchange(pipeline))
+    assert exchange(pipeline, ["microbatches"], normed)["4 microbatches"].effect is Effect.LEARNING
+    assert exchange(pipeline)["gpipe"].values == {"trainer.strategy.init_args.schedule": "gpipe"}
+
+
+@pytest.mark.light
+def test_loading_is_tried_where_the_data_module_has_arguments_for_it(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    config = SimpleNamespace(trainer=SimpleNamespace(devices=2), data=Namespace(init_args=Namespace(num_workers=1)))
+    assert [one.name for one in loading(config, DigitsDataModule, CPU)] == ["0 workers", "2 workers", "4 workers"]
+    assert loading(config, object, CPU) == []
 
 
 @pytest.mark.light

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.pipeline.channels import Channels
+from cnnstrategies.pipeline.stage import Route
 from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.values import pack
 
 
 class SlowTransport:
@@ -33,3 +35,13 @@ def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
     assert transport.most == 3, "two of earlier microbatches, and this one's"
     channels.finish()
     assert transport.under_way == []
+
+
+def test_a_device_that_a_network_reads_off_its_tensors_is_that_of_each_stage() -> None:
+    """As for coordinates that it makes with `device=x.device`."""
+    header, _ = pack((torch.device("cpu"), 3), ask_for_all=False)
+    transport: Any = SimpleNamespace(receive_object=lambda source, what: header)
+    division: Any = SimpleNamespace(routes=[Route("device", 0, (1,)), Route("number", 0, (1,))])
+    channels = Channels(division, Placement((1, 1)), 1, transport, torch.device("meta"), ask_for_all=False)
+    values, _ = channels.receive_forward(0, "a size")
+    assert values == {"device": torch.device("meta"), "number": 3}

@@ -37,3 +37,20 @@ def test_the_quickstart_has_eight_of_eight():
     assert default_microbatches((1, 1), 64) == 8
     assert default_microbatches((1, 1), 32) == 4
     assert default_microbatches((2, 2), 32) == 8
+
+
+def test_a_smaller_last_batch_fills_fewer_microbatches_of_at_most_the_usual_size():
+    assert Split((16,), 4, usual=16).sizes == (4, 4, 4, 4)
+    assert Split((5,), 4, usual=16).sizes == (3, 2, 0, 0)
+    assert Split((4,), 4, usual=16).sizes == (4, 0, 0, 0)
+    assert Split((5, 3), 5, usual=16).sizes == (5, 3, 0, 0, 0)
+    for rows, own, usual in itertools.product(range(20), range(1, 6), range(1, 20)):
+        split = Split((rows,), own, usual)
+        assert sum(split.sizes) == rows
+        assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(split.bounds))
+        if rows < usual:
+            full = max(Split((usual,), own).sizes)
+            filled = [size for size in split.sizes if size]
+            assert max(split.sizes) <= full + (full == 2), "as much memory, but for one sample"
+            assert min(filled, default=full) > 1 or full == 1 or rows == 1, "batch normalisation refuses one"
+            assert len(filled) <= -(-rows // full)

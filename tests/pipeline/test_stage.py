@@ -18,8 +18,6 @@ from cnnstrategies.pipeline.tracing import cut_positions, trace
 STAGES = 4
 TORCHVISION = [
     "alexnet",
-    "convnext_tiny",
-    "densenet121",
     "efficientnet_b0",
     "googlenet",
     "mnasnet0_5",
@@ -27,11 +25,12 @@ TORCHVISION = [
     "mobilenet_v3_small",
     "regnet_y_400mf",
     "resnet18",
-    "resnet50",
     "shufflenet_v2_x0_5",
     "squeezenet1_1",
 ]
-TIMM = ["convnextv2_atto", "nf_regnet_b0", "regnetz_b16", "resnet26d", "res2net50_14w_8s", "inception_v3"]
+TIMM = ["convnextv2_atto", "nf_regnet_b0", "resnet26d"]
+LARGE_TORCHVISION = ["convnext_tiny", "densenet121", "resnet50"]
+LARGE_TIMM = ["regnetz_b16", "res2net50_14w_8s", "inception_v3"]
 
 
 class UNet(nn.Module):
@@ -155,7 +154,16 @@ def compare_all(library: str, names: list[str]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("library", "names"), [("torchvision", TORCHVISION), ("timm", TIMM), ("own", ["UNet"])])
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        ("torchvision", TORCHVISION),
+        ("timm", TIMM),
+        ("own", ["UNet"]),
+        pytest.param("torchvision", LARGE_TORCHVISION, marks=pytest.mark.cluster),  # They take long.
+        pytest.param("timm", LARGE_TIMM, marks=pytest.mark.cluster),
+    ],
+)
 def test_outputs_and_gradients_equal_the_whole_network(library: str, names: list[str]) -> None:
     """19 architectures of two libraries and a U-Net, each cut at three random places into four stages."""
     assert run_apart(compare_all, library, names) == []

@@ -12,7 +12,7 @@ from cnnstrategies.planning import contest
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.contest import Contest
 from cnnstrategies.planning.settings import Setting, factorial
-from cnnstrategies.planning.settings_file import nested, write_settings
+from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.planning.trial import TrialError
 
 pytestmark = pytest.mark.light
@@ -25,7 +25,7 @@ class Pretended:
     open: ClassVar[set["Pretended"]] = set()
     most = 0
 
-    def __init__(self, folder, name, words, seconds):
+    def __init__(self, folder, name, words, seconds, loads):
         (folder / f"{name}.log").touch()
         values = yaml.safe_load(Path(words[-1]).read_text()) if "--config" in words else {}
         self.kind = values.get("kind")
@@ -42,7 +42,7 @@ class Pretended:
         if self.kind in ("wrong", "new"):
             losses = [2.0, 1.9, 1.81]
         seconds = count / SPEEDS[self.kind] * 0.1 * self.draw.uniform(0.98, 1.02)
-        return {"seconds": seconds, "losses": losses, "memory": 1}
+        return {"seconds": seconds, "losses": losses, "memory": 1, "loading": 0.0}
 
     def close(self):
         Pretended.open.discard(self)
@@ -70,10 +70,10 @@ def test_the_fastest_wins_and_every_candidate_gets_a_row(pretended):
     assert winner is not None
     assert winner.name == "faster"
     assert {name: row.verdict.outcome for name, row in rows.items() if row.verdict} == {
-        "fast": "faster",
+        "fast": "behind",
         "faster": "faster",
-        "slow": "slower",
-        "even": "no difference",
+        "slow": "behind",
+        "even": "behind",
     }
     assert rows["broken"].trouble == "the compiler failed"
 
@@ -86,7 +86,9 @@ def test_what_changes_the_loss_is_refused_unless_it_may_change_what_is_learned(p
 
 
 def test_nothing_wins_where_nothing_is_faster(pretended):
-    assert pretended(setting("slow"), setting("even"))[0] is None
+    winner, rows = pretended(setting("slow"), setting("even"))
+    assert winner is None
+    assert rows["even"].verdict.outcome == "no difference"
 
 
 def test_no_more_run_beside_the_default_than_are_allowed(pretended):
@@ -119,7 +121,7 @@ def test_settings_are_combined_in_all_ways():
 
 def test_an_overlay_is_nested_yaml_with_one_callback(tmp_path):
     values = {"trainer.precision": "bf16-mixed", "ComputeSettings.channels_last": True}
-    write_settings(tmp_path / "tuned.yaml", values, ["twice as fast"])
+    write_commented(tmp_path / "tuned.yaml", nested(values), ["twice as fast"])
     text = (tmp_path / "tuned.yaml").read_text()
     assert text.startswith("# twice as fast\n")
     assert yaml.safe_load(text) == nested(values)

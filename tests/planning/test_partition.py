@@ -3,10 +3,19 @@
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from planning.random_graphs import (
+    all_layouts,
+    excess,
+    random_costs,
+    random_link,
+    random_question,
+    random_question_on_machines,
+    random_request,
+)
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.cluster import Cluster, Host
@@ -22,92 +31,23 @@ GRAPHS = 100
 CLUSTERS = 8
 
 
-def random_costs(rng: random.Random) -> GraphCosts:
-    """A chain of 5 to 9 nodes with up to two skips, times over two and sizes over three orders of magnitude."""
-    size = rng.randrange(5, 10)
-    nodes = []
-    for index in range(size):
-        forward = rng.choice([1e-4, 1e-3, 3e-3, 1e-2]) * rng.uniform(0.5, 1.5)
-        parameters = int(rng.choice([0, 1e4, 1e6, 2e7]) * rng.random())
-        nodes.append(NodeCost(f"n{index}", forward, forward * rng.uniform(1, 3), parameters, int(1e6 * rng.random())))
-    values = []
-    for index in range(size - 1):
-        sent = int(rng.choice([1e3, 1e5, 1e6]) * rng.random())
-        values.append(Value(index, (index + 1,), sent, sent))
-    for _ in range(rng.randrange(3)):
-        start = rng.randrange(size - 2)
-        sent = int(1e5 * rng.random())
-        values.append(Value(start, (rng.randrange(start + 2, size),), sent, sent))
-    return GraphCosts(tuple(nodes), tuple(values), tuple(range(1, size)), microbatch_size=1, input_bytes=1000)
-
-
-def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    for bars in itertools.combinations(range(1, total), parts - 1):
-        yield tuple(right - left for left, right in itertools.pairwise((0, *bars, total)))
-
-
-def all_layouts(costs: GraphCosts, request: Request) -> Iterator[Layout]:
-    free = request.stages is None and request.replicas is None
-    for devices in range(1, request.devices + 1) if free else [request.devices]:
-        for count in [request.stages] if request.stages else range(1, devices + 1):
-            for replicas in [request.replicas] if request.replicas else compositions(devices, count):
-                if max(replicas) <= request.microbatches:
-                    for cuts in itertools.combinations(costs.cut_positions, len(replicas) - 1):
-                        yield Layout(cuts, replicas)
-
-
-def random_request(rng: random.Random) -> Request:
-    devices, microbatches = rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8])
-    schedule = rng.choice(["gpipe", "1f1b"])
-    kind = rng.choice(["free", "stages", "replicas"])
-    stages = rng.randrange(1, devices + 1)
-    if kind == "free" or stages * microbatches < devices:
-        return Request(devices, microbatches, schedule)
-    if kind == "stages":
-        return Request(devices, microbatches, schedule, stages=stages)
-    possible = [parts for parts in compositions(devices, stages) if max(parts) <= microbatches]
-    return Request(devices, microbatches, schedule, replicas=rng.choice(possible))
-
-
-def random_link(rng: random.Random) -> Link:
-    return Link(bandwidth=rng.choice([1e7, 1e8, 1e9, 1e10]), latency=rng.choice([0, 1e-4, 1e-3]))
-
-
 def test_within_5_percent_of_exhaustive_search_on_random_graphs() -> None:
     rng = random.Random(1)
-    worse = []
-    for number in range(GRAPHS):
-        costs, link, request = random_costs(rng), random_link(rng), random_request(rng)
-        predictor = Predictor(costs, link, request)
-        found = predictor.search()
-        assert found is not None
-        best = min(map(predictor.time, all_layouts(costs, request)))
-        if predictor.time(found) > 1.05 * best:
-            worse.append((number, request, link, found, predictor.time(found) / best))
-    assert not worse
+    over = [excess(random_question(rng)) for _ in range(GRAPHS)]
+    assert max(over) <= 1.05, over
 
 
 def test_within_5_percent_of_exhaustive_search_on_machines_with_several_devices() -> None:
     """Two machines of four: links of two kinds, and in some the first machine is half as fast."""
-    worse = []
-    for seed in range(CLUSTERS):
-        rng = random.Random(seed)
-        costs = random_costs(rng)
-        while len(costs.nodes) > 6:
-            costs = random_costs(rng)
-        inside = Link(1e10, 1e-5)
-        first = Host(4, random_link(rng), inside, speed=rng.choice([0.5, 1.0, 1.0]))
-        cluster = Cluster((first, Host(4, random_link(rng), inside)))
-        predictor = Predictor(costs, cluster, Request(8, rng.choice([8, 12]), rng.choice(["gpipe", "1f1b"])))
-        found = predictor.search()
-        assert found is not None
-        shortest = best = predictor.time(found)
-        for layout in all_layouts(costs, predictor.request):
-            if predictor.problem(None).bound(layout) < best:
-                best = min(best, predictor.time(layout))
-        if shortest > 1.05 * best:
-            worse.append((seed, predictor.request, found, shortest / best))
-    assert not worse
+    over = [excess(random_question_on_machines(random.Random(seed))) for seed in range(CLUSTERS)]
+    assert max(over) <= 1.05, over
+
+
+def test_the_best_cuts_are_found_far_from_every_proposal() -> None:
+    """Of the 2,000 graphs of benchmarks/planning/exhaustive.py the one where moving cuts alone ended 7 % above."""
+    rng = random.Random("2 to 4 devices 18")
+    *_, question = (random_question(rng) for _ in range(11))
+    assert excess(question) == 1
 
 
 def test_no_time_is_below_its_bound() -> None:
@@ -127,7 +67,8 @@ def test_a_long_step_is_predicted_from_a_part_of_it() -> None:
     for replicas, microbatches in (((12, 12), 1200), ((18, 6), 1200), ((4, 1), 1000)):
         predictor = Predictor(costs, cluster, Request(24, microbatches))
         layout = Layout((2,), replicas)
-        assert predictor.time(layout) == pytest.approx(predictor.simulate(layout, run_ahead=True).step_time, rel=0.01)
+        whole = predictor.simulate(layout, True, predictor.placement(layout))
+        assert predictor.time(layout) == pytest.approx(whole.step_time, rel=0.01)
 
 
 def test_512_devices_are_planned_in_seconds() -> None:

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from cnnstrategies.planning.race import LOOKS, Race, interval, p_value, signed_rank_ways
+from cnnstrategies.planning.race import SOONEST, Race, interval, p_value, signed_rank_ways
 
 pytestmark = pytest.mark.light
 
@@ -26,22 +26,23 @@ def raced(speeds: dict[str, float], seed: int, noise: float = 0.03) -> Race:
 
 def test_equal_settings_have_no_winner():
     named = 0
-    for seed in range(200):
+    for seed in range(100):
         race = raced(dict.fromkeys("abcdefg", 1.0), seed)
         named += any(one.outcome in ("faster", "slower") for one in race.verdicts.values())
-    assert named <= 2, f"{named} of 200 races between equals had a winner or a loser"
+    assert named <= 1, f"{named} of 100 races between equals had a winner or a loser"
 
 
-def test_a_real_gain_is_seen_in_the_drift_and_most_losers_leave_early():
+def test_a_real_gain_is_seen_in_the_drift_and_losers_leave_early():
     found, rounds = 0, []
     for seed in range(50):
-        race = raced({"fast": 1.3, "slow": 0.7, "same": 1.0, "little": 1.01}, seed)
-        found += race.verdicts["fast"].outcome == "faster" and race.verdicts["slow"].outcome == "slower"
+        race = raced({"fast": 1.3, "slow": 0.7, "same": 1.0}, seed)
+        found += race.verdicts["fast"].outcome == "faster" and race.verdicts["slow"].outcome == "behind"
         rounds.append(race.verdicts["slow"].rounds)
-        assert race.verdicts["little"].outcome in ("undecided", "no difference")
+        little = raced({"same": 1.0, "little": 1.01}, seed).verdicts["little"]
+        assert little.outcome in ("undecided", "no difference", "behind")
         assert 1.2 < race.verdicts["fast"].speed < 1.4
     assert found == 50
-    assert statistics.median(rounds) == LOOKS[0].rounds
+    assert statistics.median(rounds) == SOONEST
 
 
 def test_the_interval_holds_the_middle_as_often_as_it_says():

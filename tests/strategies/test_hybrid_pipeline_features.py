@@ -262,17 +262,17 @@ class Overflow(Callback):
         self.notes: list[tuple[float, bool]] = []
         self.before = [p.detach().clone() for p in pl_module.parameters()]
         assert trainer.strategy.pipeline is not None
-        share, train = trainer.strategy._share_overflow, trainer.strategy.pipeline.train
+        share, train = trainer.strategy.steps.overflow.share, trainer.strategy.pipeline.train
 
-        def without_reading(gradients: Any) -> None:
+        def without_reading(*arguments: Any) -> None:
             with NoReading():
-                share(gradients)
+                share(*arguments)
 
         def trained_without_reading(*args: Any, **options: Any) -> Any:
             assert isinstance(args[2], Tensor), "the scale stays on the device"
             return train(*args, **options)
 
-        trainer.strategy._share_overflow = without_reading
+        trainer.strategy.steps.overflow.share = without_reading
         trainer.strategy.pipeline.train = trained_without_reading
         if trainer.global_rank == 1:
             hurt = next(pl_module.parameters())

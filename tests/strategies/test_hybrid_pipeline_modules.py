@@ -69,19 +69,6 @@ class UnfreezingLate(Module):
             self.network.requires_grad_(False)
 
 
-class NormalisingStep(Module):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(self.network((batch[0] - 0.5) * 3), batch[1])
-
-
-class NormalisingForward(Module):
-    def forward(self, images: Tensor) -> Any:
-        return self.network((images - 0.5) * 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(self(batch[0]), batch[1])
-
-
 class OtherImages(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(self.network(torch.zeros(16, 1, 6, 6)), batch[1])
@@ -214,8 +201,6 @@ def test_trains_as_one_device_does(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (NormalisingStep, r"computes with the images of the batch \(sub\) outside the network"),
-        (NormalisingForward, r"computes with the images of the batch \(sub\) outside the network"),
         (OtherImages, r"called with a tensor of shape \(16, 1, 6, 6\) that is not the images of the batch"),
         (ScalarModule, r"returns a tensor of shape \(\) for 4 samples: .* one row per sample"),
         (NormalisingLayerModule, "0.norm normalises several times in one call of the layer that contains it"),

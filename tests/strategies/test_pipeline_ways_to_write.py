@@ -350,6 +350,18 @@ class Sizes(DictOutputs):
         return DataLoader([(whole[0][..., :size], whole[1][..., :size]) for size in (8, 6, 4)], batch_size=None)
 
 
+class Normalised(Classifier):
+    """Batch normalisation, which one sample cannot train; the last batch of 3 has one more than a microbatch."""
+
+    cut = "fc"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            OrderedDict(flat=nn.Flatten(), fc=nn.Linear(SIZE**2, 4), norm=nn.BatchNorm1d(4), head=nn.Linear(4, CLASSES))
+        )
+
+
 class Unfreezing(BaseFinetuning):
     """As in Lightning's documentation: more of the network is trained, in a group of its own, from an epoch on."""
 
@@ -507,10 +519,11 @@ REFUSED_IN_A_STEP = (
 )
 
 
-def refusal(kind: type[Module]) -> str:
-    strategy = HybridPipelineStrategy(cuts=[kind.cut], microbatches=3, start_method="fork")
+def refusal(kind: type[Module], replicas: list[int] | None = None) -> str:
+    replicas = replicas or [1, 1]
+    strategy = HybridPipelineStrategy(replicas=replicas, cuts=[kind.cut], microbatches=3, start_method="fork")
     try:
-        fit(kind, strategy, 2)
+        fit(kind, strategy, sum(replicas))
     except Exception as error:
         return str(error)
     return "trained"
@@ -558,6 +571,28 @@ def both_ways(kinds: Any, replicas: list[int], microbatches: int) -> dict[str, s
         except AssertionError as error:
             wrong[kind.__name__] = str(error)
     return wrong
+
+
+def last_batch() -> tuple[Any, Any]:
+    """Weights after a last batch that one microbatch takes whole, with the statistics of one device."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    found = []
+    for strategy, devices in (("auto", 1), (HybridPipelineStrategy(cuts=["fc"], microbatches=3), 2)):
+        torch.manual_seed(0)
+        model = Normalised().double()
+        trainer = Trainer(
+            accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_train_batches=1,
+            use_distributed_sampler=False,
+        )  # fmt: skip
+        trainer.fit(model, DataLoader(torch.utils.data.Subset(Data("labels"), range(3)), 6))
+        found.append(model.state_dict())
+    return found[0], found[1]
+
+
+def test_a_last_batch_that_fits_into_a_microbatch_is_normalised_as_on_one_device() -> None:
+    one, other = run_ranks(2, last_batch)[0]
+    torch.testing.assert_close(other, one, rtol=1e-12, atol=1e-14)
 
 
 def test_ten_modules_train_as_on_one_device() -> None:

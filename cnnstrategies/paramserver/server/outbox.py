@@ -41,8 +41,12 @@ class Outbox:
     def follow(self, view: View) -> None:
         """Send to the servers of a view from now on, and forget the routes of dead workers."""
         now = {server.id: server for server in view.servers if server.id != self._server}
-        self._sent = {one: self._sent[one] if self._servers.get(one) == info else 0 for one, info in now.items()}
-        self._servers = now
+        before, self._servers = self._servers, now
+        # Numbered anew with a new life only: where a connection is made anew, what the old one lost leaves a gap.
+        self._sent = {
+            one: self._sent[one] if one in before and before[one].since == info.since else 0
+            for one, info in now.items()
+        }
         self._view = view.number
         alive = {worker.id for worker in view.workers}
         self.routes = {worker: route for worker, route in self.routes.items() if worker in alive}

@@ -11,7 +11,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 
-Kind = Literal["input", "rows", "items", "same"]
+Kind = Literal["input", "source", "rows", "items", "same"]
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,20 @@ class Form:
 
     Attributes:
         tree: How its leaves are nested.
-        leaves: What each leaf is, with a number or value: the network's ``input`` of that number; ``rows``, the tensor
-            of that number with a row for each sample; ``items``, a list with one for each sample; or the ``same`` for
-            all samples.
+        leaves: What each leaf is, with a number or value: the network's ``input`` of that number; a ``source`` of such
+            a shape and type from which the step computes the inputs; ``rows``, the tensor of that number with a row for
+            each sample; ``items``, a list with one for each sample; or the ``same`` for all samples.
+        draws: Whether the step draws random numbers before it calls the network.
     """
 
     tree: TreeSpec
     leaves: tuple[tuple[Kind, Any], ...]
+    draws: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Whether the step computes what it gives the network."""
+        return any(kind == "source" for kind, _ in self.leaves)
 
     def whole(self, fill: Callable[[Kind, Any], Any]) -> Any:
         """A batch of this form, from what stands for each leaf."""
@@ -38,12 +45,16 @@ def flatten(batch: Any) -> tuple[list[Any], TreeSpec]:
     return tree_flatten(batch, is_leaf=_is_list_of_items)
 
 
-def take_apart(batch: Any, inputs: Sequence[int]) -> tuple[Images, tuple[Tensor, ...], Form]:
-    """The network's inputs of a replica's batch, what else has a row for each sample, and the form.
+def take_apart(
+    batch: Any, inputs: Sequence[int], computes: bool = False, draws: bool = False
+) -> tuple[Images, tuple[Tensor, ...], Form]:
+    """The images of a replica's batch, what else has a row for each sample, and the form.
 
     Args:
         batch: Tensors and other things in tuples, lists and dicts.
         inputs: Which of its leaves the network takes, in the order of its arguments.
+        computes: The step computes from these what the network takes.
+        draws: It draws random numbers for that.
     """
     leaves, tree = flatten(batch)
     samples = len(leaves[inputs[0]])
@@ -51,7 +62,7 @@ def take_apart(batch: Any, inputs: Sequence[int]) -> tuple[Images, tuple[Tensor,
     kinds: list[tuple[Kind, Any]] = []
     for index, leaf in enumerate(leaves):
         if index in inputs:
-            kinds.append(("input", inputs.index(index)))
+            kinds.append(("source", (leaf.shape[1:], leaf.dtype)) if computes else ("input", inputs.index(index)))
         elif not _has_rows(leaf, samples):
             kinds.append(("same", leaf.cpu() if isinstance(leaf, Tensor) else leaf))
         elif isinstance(leaf, Tensor):
@@ -60,7 +71,7 @@ def take_apart(batch: Any, inputs: Sequence[int]) -> tuple[Images, tuple[Tensor,
         else:
             kinds.append(("items", leaf))
     images = tuple(leaves[index] for index in inputs)
-    return images[0] if len(images) == 1 else images, tuple(rest), Form(tree, tuple(kinds))
+    return images[0] if len(images) == 1 else images, tuple(rest), Form(tree, tuple(kinds), draws)
 
 
 def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) -> Any:
@@ -78,11 +89,14 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
     several = isinstance(batch.image_dtype, tuple)
     shapes: Any = batch.image_shape if several else (batch.image_shape,)
     dtypes: Any = batch.image_dtype if several else (batch.image_dtype,)
-    form: Form = next(form for form in batch.forms if form is not None)
+    form = form_of(batch)
 
     def fill(kind: Kind, value: Any) -> Any:
         if kind == "input":
             return ImagesElsewhere.like(count, shapes[value], dtypes[value], device, value)
+        if kind == "source":
+            shape, dtype = value
+            return ImagesElsewhere.like(count, shape, dtype, device, computes=True)
         if kind == "rows":
             whole = batch.rest[value]
             return whole[:count] if rows is None else whole[rows.to(whole.device)]
@@ -92,6 +106,18 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
         return value.to(device) if isinstance(value, Tensor) else value
 
     return form.whole(fill)
+
+
+def form_of(batch: Batch) -> Form:
+    """What a batch with samples is made of, the same in all replicas."""
+    form: Form = next(form for form in batch.forms if form is not None)
+    return form
+
+
+def shapes_of_inputs(batch: Batch) -> list[tuple[int, ...]]:
+    """The shape of a row of each tensor that the network takes."""
+    several = isinstance(batch.image_dtype, tuple)
+    return [tuple(shape) for shape in (batch.image_shape if several else (batch.image_shape,))]
 
 
 def first_rows(batch: Any, count: int) -> Any:
@@ -113,11 +139,12 @@ def check_forms(batch: Batch) -> None:
     Raises:
         ConfigurationError: They differ.
     """
-    kinds = {(form.tree, tuple(kind for kind, _ in form.leaves)) for form in batch.forms if form is not None}
+    found = [form for form in batch.forms if form is not None]
+    kinds = {(form.tree, tuple(kind for kind, _ in form.leaves), form.draws) for form in found}
     if len(kinds) > 1:
         raise ConfigurationError(
             "the replicas of the first stage have batches that are made of different things in one step: "
-            f"{' and '.join(sorted(str(tree) for tree, _ in kinds))}; give all the same"
+            f"{' and '.join(sorted(str(tree) for tree, *_ in kinds))}; give all the same"
         )
 
 

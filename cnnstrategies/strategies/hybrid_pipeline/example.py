@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies._lightning_private import train_loader
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import flatten
-from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
+from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.hybrid_pipeline.wiring import find_wiring
 
 _CPU = torch.device("cpu")
 
@@ -22,7 +23,7 @@ _CPU = torch.device("cpu")
 def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     """One microbatch of the network's inputs.
 
-    It is the module's own example, noise of the size of the data's images, or samples of the training data.
+    It is the module's own example, repeated, noise of the size of the data's images, or samples of the training data.
 
     Args:
         trainer: The trainer, of which no loader has been iterated.
@@ -32,6 +33,7 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     Returns:
         The images; None where they cannot be known without taking them from what is trained with.
     """
+    size = max(2, size)  # Batch normalisation refuses to train on one, which many examples have.
     module = trainer.lightning_module
     network = module.get_submodule(path)
     names = network_inputs(network)
@@ -39,11 +41,12 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     shape = getattr(getattr(trainer, "datamodule", None), "image_shape", None)
     given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
     if len(given) == len(names) and all(isinstance(one, Tensor) for one in given):
-        return given[0] if len(names) == 1 else given
+        images: Images = given[0] if len(names) == 1 else given
+        return _repeated(images, size)
     with same_random_numbers(_CPU):
         if shape is not None and len(names) == 1:
-            return torch.randn(max(1, size), *shape)
-        batch = _samples(train_loader(trainer), max(1, size))
+            return torch.randn(size, *shape)
+        batch = _samples(train_loader(trainer), size)
         return None if batch is None else _inputs(module, path, network, batch)
 
 
@@ -52,6 +55,13 @@ def on_device_of(network: nn.Module, images: Images) -> Images:
     like = next(network.parameters())
     result: Images = tree_map(lambda one: one.to(like.device, like.dtype if one.is_floating_point() else None), images)
     return result
+
+
+def _repeated(images: Images, size: int) -> Images:
+    """The samples again and again, up to a number of them."""
+    rows = torch.arange(size) % len(tree_leaves(images)[0])
+    repeated: Images = tree_map(lambda one: one[rows.to(one.device)], images)
+    return repeated
 
 
 def _samples(loader: Any, size: int) -> Any:
@@ -67,6 +77,10 @@ def _samples(loader: Any, size: int) -> Any:
 def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:
     shadow = shadow_of(module, path, network, copy_metrics(module))
     batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
-    inputs = find_inputs(module, path, network, "training_step", batch, 0, _CPU)
+    wiring = find_wiring(module, path, network, "training_step", batch, 0, _CPU)
     leaves, _ = flatten(batch)
-    return leaves[inputs[0]] if len(inputs) == 1 else tuple(leaves[index] for index in inputs)
+    images = [leaves[index] for index in wiring.inputs]
+    if wiring.computes:
+        arguments = arguments_of(module, "training_step", batch, 0, 0)
+        images = given_to_network(module, path, network, "training_step", arguments) or images
+    return images[0] if len(images) == 1 else tuple(images)

@@ -28,6 +28,9 @@ class StageLoader:
         loader: The rank's own loader; iterated in the first stage only.
         loads: Whether this rank loads.
         most: The greatest of some numbers over all ranks; a collective.
+
+    Attributes:
+        usual: Samples of a batch that is not the last; None where that is not known.
     """
 
     def __init__(self, loader: Any, loads: bool, most: Callable[[int], int]) -> None:
@@ -38,6 +41,7 @@ class StageLoader:
             self.length: int | None = len(loader)
         except (TypeError, NotImplementedError):
             self.length = None
+        self.usual = most(_batch_size(loader)) or None
         longest = most(-1 if self.length is None else self.length)
         self.length = None if self.length is None else longest
 
@@ -95,6 +99,11 @@ class StageLoader:
         ):
             return None
         return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
+
+
+def _batch_size(loader: Any) -> int:
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else 0
 
 
 class ResumableStageLoader(StageLoader):

@@ -1,17 +1,15 @@
-"""What a step gives its network: found by running a step of the user's up to the call."""
+"""What a step gives its network: a step of the user's runs, on a copy of the module, up to the call."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import nn
 
-from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.tracing import network_inputs
-from cnnstrategies.strategies.hybrid_pipeline.batches import flatten
-from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, shadow_of
 
 
 class _CallSeen(BaseException):
@@ -30,74 +28,57 @@ class _Recorder(nn.Module):
         raise _CallSeen
 
 
-def find_inputs(
-    module: LightningModule, path: str, network: nn.Module, step: str, batch: Any, dataloader: int, device: torch.device
-) -> list[int]:
-    """Which leaves of a batch a step gives the network, in the order of the network's arguments.
+def given_to_network(
+    module: LightningModule,
+    path: str,
+    network: nn.Module,
+    step: str,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any] | None = None,
+    shows_errors: bool = False,
+) -> list[Any] | None:
+    """What a step gives the network, in the order of the network's arguments.
 
-    The step runs on a copy of the module, up to the call. Where that does not tell, these are the first tensors of the
-    batch; if the step does something else, it says so when it runs.
+    The random numbers that it has drawn are used up.
 
     Args:
         module: The module.
         path: The path of its network.
         network: The whole network.
         step: Name of the step.
-        batch: A batch.
-        dataloader: Which of several loaders it is from.
-        device: Where it is.
+        arguments: What the step is called with.
+        options: Likewise, by name.
+        shows_errors: Let the step's own errors out; else they come again, and are shown, when it runs in full.
 
-    Raises:
-        ConfigurationError: There are not as many tensors as the network takes.
+    Returns:
+        The values; None where the step does not come to call it, or not as the network can be called.
     """
-    leaves, _ = flatten(batch)
-    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
-    names = network_inputs(network)
-    first = tensors[: len(names)]
-    if len(first) < len(names):
-        raise ConfigurationError(
-            f"a batch is a {_described(batch)}, and the network takes {' and '.join(names)}: strategy hybrid_pipeline "
-            "takes batches of tensors with one row per sample, in tuples, lists or dicts"
-        )
-    if len(tensors) == 1:
-        return first
     recorder = _Recorder().train(module.training)
     shadow = shadow_of(module, path, recorder, copy_metrics(module))
     try:
-        with same_random_numbers(device), torch.no_grad():
-            getattr(shadow, step)(*_arguments(getattr(shadow, step), batch, dataloader))
-    except (_CallSeen, Exception):  # An error comes again when the step runs, and then it is shown.
+        with torch.no_grad():
+            getattr(shadow, step)(*arguments, **(options or {}))
+    except _CallSeen:
         pass
+    except Exception:
+        if shows_errors:
+            raise
     if recorder.call is None:
-        return first
+        return None
     try:
         bound = inspect.signature(network.forward).bind(*recorder.call[0], **recorder.call[1])
     except TypeError:
-        return first
-    given = [_position(bound.arguments.get(name), leaves, tensors) for name in names]
-    return first if None in given else [index for index in given if index is not None]
-
-
-def _arguments(step: Any, batch: Any, dataloader: int) -> list[Any]:
-    wanted = [one for one in inspect.signature(step).parameters.values() if one.kind is not one.VAR_KEYWORD]
-    return [batch, 0, dataloader][: max(1, len(wanted))]
-
-
-def _described(batch: Any) -> str:
-    leaves, _ = flatten(batch)
-    kinds = [f"Tensor{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
-    return f"{type(batch).__name__} of {', '.join(kinds)}"
-
-
-def _position(value: Any, leaves: Sequence[Any], tensors: Sequence[int]) -> int | None:
-    """Which leaf a value is, or a copy of."""
-    for index in tensors:
-        if value is leaves[index]:
-            return index
-    if not isinstance(value, Tensor):
         return None
-    for index in tensors:
-        leaf = leaves[index]
-        if value.shape == leaf.shape and value.dtype == leaf.dtype and torch.equal(value, leaf):
-            return index
-    return None
+    return [one_of(bound.arguments.get(name)) for name in network_inputs(network)]
+
+
+def one_of(value: Any) -> Any:
+    """An argument; of ``*args`` the only one."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 else value
+
+
+def arguments_of(module: LightningModule, step: str, batch: Any, index: int, dataloader: int) -> list[Any]:
+    """What a trainer calls a step with, as far as the step takes it."""
+    parameters = inspect.signature(getattr(module, step)).parameters.values()
+    wanted = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+    return [batch, index, dataloader][: max(1, len(wanted))]

@@ -1,7 +1,7 @@
 """How a pipeline's results enter Lightning's training step."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from cnnstrategies.pipeline.fixed import Traced
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.network_call import one_of
 
 
 class HandOver(torch.autograd.Function):
@@ -84,10 +85,22 @@ class NetworkStandIn(Traced):
             self.register_buffer(name, buffer, persistent=name in stage.state_dict())
         self.training = stage.training
         self._outputs: list[Any] = []
+        self._computed: list[tuple[int, ...]] | None = None
+        self._called: Callable[[], None] = _nothing
 
-    def put(self, outputs: Any) -> None:
-        """Hand over the outputs of the batch that the next step gets."""
+    def put(
+        self, outputs: Any, computed: list[tuple[int, ...]] | None = None, called: Callable[[], None] | None = None
+    ) -> None:
+        """Hand over the outputs of the batch that the next step gets.
+
+        Args:
+            outputs: The outputs.
+            computed: Where the step computes the network's inputs, the shape of a row of each.
+            called: Is called when the step calls the network.
+        """
         self._outputs = [outputs]
+        self._computed = computed
+        self._called = called or _nothing
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's outputs for the batch of this step.
@@ -98,16 +111,20 @@ class NetworkStandIn(Traced):
         """
         given = self._signature.bind(*args, **kwargs).arguments
         for number, name in enumerate(self._inputs):
-            images = given.pop(name)
-            if isinstance(images, tuple) and len(images) == 1:  # Of *args.
-                images = images[0]
+            images = one_of(given.pop(name))
             if not isinstance(images, ImagesElsewhere):
                 raise ConfigurationError(
-                    f"the network is called with {_described(images)} that is not the images of the batch: in a "
-                    "pipeline the first stage takes these as they come; change them in the network's forward, in the "
-                    "dataset, or in on_after_batch_transfer, which runs where they are"
+                    f"the network is called with {_described(images)} that is not the images of the batch, nor "
+                    "computed from them with torch: in a pipeline the first stage alone has them; change them in the "
+                    "network's forward, in the dataset, or in on_after_batch_transfer, which runs where they are"
                 )
-            if images.number != number:
+            if self._computed is not None:
+                if images.shape[1:] != self._computed[number]:
+                    raise ConfigurationError(
+                        f"the step gives the network {_described(images)} as {name!r}, and where the images are its "
+                        f"rows have the shape {self._computed[number]}: compute it in the same way in each step"
+                    )
+            elif images.number != number:
                 raise ConfigurationError(
                     f"the network is called with another tensor of the batch as {name!r} than in the first step: in a "
                     "pipeline it gets the same one in each"
@@ -125,7 +142,12 @@ class NetworkStandIn(Traced):
                 f"self.{self._path} was called twice in a step, or outside of a step: in a pipeline it can be called "
                 "once, with the images of the batch, in training_step, validation_step, test_step and predict_step"
             )
+        self._called()
         return self._outputs.pop()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _described(value: Any) -> str:

@@ -1,6 +1,7 @@
 """The loss that the last stage trains: the module's own step for each microbatch, or its method ``loss``."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
 from cnnstrategies.pipeline.recompute import RandomState
-from cnnstrategies.strategies.hybrid_pipeline.batches import seen
+from cnnstrategies.strategies.hybrid_pipeline.batches import form_of, seen, shapes_of_inputs
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
 
 
@@ -34,10 +37,13 @@ class StepLoss(WeighedLoss):
         self._stand_in = divided.another_stand_in()
         self._metrics = copy_metrics(divided.module)
         self._arguments: tuple[Sequence[Any], Mapping[str, Any]] = (), {}
+        self._draws: Draws | None = None
 
-    def called_with(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Take note of what the trainer calls ``training_step`` with."""
+    def called_with(self, args: Sequence[Any], kwargs: Mapping[str, Any], draws: Draws | None) -> None:
+        """Take note of what the trainer calls ``training_step`` with, and of the random numbers that it draws."""
         self._arguments = args, kwargs
+        self._draws = draws
+        self.same_draws = draws is not None
 
     def begin(self, batch: Batch) -> None:
         """Start on another batch."""
@@ -45,8 +51,10 @@ class StepLoss(WeighedLoss):
         self._random = RandomState(self._device)
 
     def _run(self, outputs: Any, microbatch: int | None) -> Tensor:
-        divided = self._divided
-        self._stand_in.put(outputs)
+        divided, draws = self._divided, self._draws
+        computed = shapes_of_inputs(self._batch) if form_of(self._batch).computes else None
+        called = None if draws is None else partial(draws.at_call.restore, self._device)
+        self._stand_in.put(outputs, computed, called)
         self._stand_in.training = divided.stand_in.training
         shadow = shadow_of(divided.module, divided.path, self._stand_in, self._metrics)
         args, kwargs = list(self._arguments[0]), dict(self._arguments[1])
@@ -56,7 +64,10 @@ class StepLoss(WeighedLoss):
         else:
             kwargs["batch"] = batch
         with same_random_numbers(self._device):
-            self._random.restore()
+            if draws is None:
+                self._random.restore()
+            else:
+                draws.start.restore(self._device)
             return loss_of(divided.module, shadow.training_step(*args, **kwargs))
 
 
@@ -71,6 +82,12 @@ def loss_of(module: LightningModule, output: Any) -> Tensor:
         raise ConfigurationError(
             f"{type(module).__name__}.training_step returned {type(loss).__name__}: a pipeline's gradients are "
             "computed already; return the loss"
+        )
+    if isinstance(loss, ImagesElsewhere):
+        raise ConfigurationError(
+            f"{type(module).__name__}.training_step returned a loss that is computed from the images of the batch, "
+            "which only the first stage has: with strategy hybrid_pipeline have them in the batch a second time, as "
+            "targets"
         )
     return loss
 

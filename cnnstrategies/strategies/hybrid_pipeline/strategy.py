@@ -2,10 +2,9 @@
 
 import atexit
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,54 +13,36 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from torch import Tensor, nn
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed import ReduceOp
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
-from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
-from cnnstrategies.pipeline.transport import PeerError, cpu_group
+from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.processes import failed_before
-from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, flatten, seen, take_apart
-from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
-from cnnstrategies.strategies.hybrid_pipeline.contract import (
-    check_loss,
-    check_module,
-    check_optimizers,
-)
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_module, check_optimizers
 from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
     differences_of_pipeline,
     stage_parameters,
-    warn_of_small_microbatches,
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.hybrid_pipeline.example import example_images
+from cnnstrategies.strategies.hybrid_pipeline.division import broadcast_weights, build_pipeline, choose_layout
 from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
-from cnnstrategies.strategies.hybrid_pipeline.network_call import find_inputs
-from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm, hand_over
-from cnnstrategies.strategies.hybrid_pipeline.step_loss import StepLoss, loss_for, loss_of
+from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
+from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
 from cnnstrategies.strategies.resumable import warn_of_weights_alone
-
-_STEPS = {
-    RunningStage.TRAINING: "training_step",
-    RunningStage.SANITY_CHECKING: "validation_step",
-    RunningStage.VALIDATING: "validation_step",
-    RunningStage.TESTING: "test_step",
-    RunningStage.PREDICTING: "predict_step",
-}
 
 
 class HybridPipelineStrategy(DDPStrategy):
@@ -142,15 +123,10 @@ class HybridPipelineStrategy(DDPStrategy):
         self.pipeline: Pipeline | None = None
         self._checked: LightningModule | None = None
         self._divided: DividedModule | None = None
-        self._batch: Batch | None = None
         self._layout: tuple[nn.Module, ChosenLayout] | None = None
-        self._loss: PartialLoss | None = None
-        self._found_inputs: dict[Hashable, list[int]] = {}
+        self._steps: Steps | None = None
         self._failed = False
         self._in_parts = False
-        self._loss_checked = False
-        self._accumulates = False
-        self._overflow = torch.zeros(())
 
     # Before the processes start
 
@@ -203,35 +179,10 @@ class HybridPipelineStrategy(DDPStrategy):
         Returns:
             The global batch as every rank sees it: images by shape alone, everything else in full.
         """
-        if self.pipeline is None:
+        if self._steps is None:
             return super().batch_to_device(batch, device, dataloader_idx)
-        images: Any = None
-        rest: tuple[Tensor, ...] = ()
-        form: Any = None
-        if not isinstance(batch, NoBatch):
-            batch = super().batch_to_device(batch, device, dataloader_idx)
-            images, rest, form = take_apart(batch, self._inputs(batch, dataloader_idx))
-        with self._announced("share_batch"):
-            self._batch = shared = self.pipeline.share(images, *rest, form=form)
-        check_forms(shared)
-        return seen(shared, None, self.root_device, none=not self._sees_batch)
-
-    def _inputs(self, batch: Any, dataloader_idx: int) -> list[int]:
-        """Which leaves of a batch the network takes."""
-        module = self.lightning_module
-        assert module is not None
-        step = _STEPS[module.trainer.state.stage or RunningStage.TRAINING]
-        key = (step, dataloader_idx, str(flatten(batch)[1]))
-        if key not in self._found_inputs:
-            network, path = self._divided_module.network, self._divided_module.path
-            self._found_inputs[key] = find_inputs(module, path, network, step, batch, dataloader_idx, self.root_device)
-        return self._found_inputs[key]
-
-    @property
-    def _sees_batch(self) -> bool:
-        # Predictions are collected from all ranks: each row may be there once only.
-        assert self.lightning_module is not None
-        return not self.lightning_module.trainer.predicting or self.is_global_zero
+        own = None if isinstance(batch, NoBatch) else super().batch_to_device(batch, device, dataloader_idx)
+        return self._steps.load(own, dataloader_idx)
 
     # Set-up
 
@@ -248,26 +199,29 @@ class HybridPipelineStrategy(DDPStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self._check()
-        self._failed = self._loss_checked = False
-        self._overflow = torch.zeros((), device=self.root_device)
+        self._failed = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         path = check_module(self.lightning_module, self.network_path)
         network = self.lightning_module.get_submodule(path)
-        self._broadcast_weights(network)
+        broadcast_weights(network, self.time_limit)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers)
             summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
-        self._divide(trainer, path)
+        if self._layout is None or self._layout[0] is not network:
+            self._layout = (network, choose_layout(self.request, trainer, path, self.root_device))
+        self.pipeline = build_pipeline(network, self._layout[1], self.request, self.root_device, self.time_limit)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
+        self._divided = divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks)
         self.model_to_device()
         if fitting:
-            self._divided_module.divide_optimizers(self.optimizers)
-            show_whole_network(trainer.callbacks, self._divided_module)  # type: ignore[attr-defined]
-            self._loss = loss_for(self._divided_module, self.root_device)
+            divided.divide_optimizers(self.optimizers)
+            show_whole_network(callbacks, divided)
         self.setup_precision_plugin()
+        self._steps = Steps(divided, self.precision_plugin, self.root_device, self._announced, fitting)
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_grad_by_norm  # The plugin's own knows this stage's gradients alone.
         scaler = getattr(plugin, "scaler", None)
@@ -277,127 +231,52 @@ class HybridPipelineStrategy(DDPStrategy):
                 "none: use bf16-mixed, or other cuts"
             )
 
-    def _divide(self, trainer: Trainer, path: str) -> None:
-        assert self.lightning_module is not None
-        network = self.lightning_module.get_submodule(path)
-        if self._layout is None or self._layout[0] is not network:
-            example = partial(example_images, trainer, path)
-            layout = self.request.choose(network, trainer, self.placement.world_size, self.root_device, example)
-            if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
-                images = example(COMPARED) if self.is_global_zero else None
-                compare_on_rank_zero(network, layout.cuts, images, trainer)
-            self._layout = (network, layout)
-        layout = self._layout[1]
-        self.pipeline = Pipeline(
-            network,
-            layout.cuts,
-            layout.replicas,
-            layout.microbatches,
-            self.request.schedule,
-            layout.run_ahead,
-            self.request.batch_norm,
-            self.request.activation_checkpointing,
-            self.root_device,
-            self.time_limit,
-            placement=self.request.placement,
-        )
-        self._divided = DividedModule(self.lightning_module, path, self.pipeline, trainer.callbacks)  # type: ignore[attr-defined]
-
-    def _broadcast_weights(self, network: nn.Module) -> None:
-        """Start from rank 0's weights on every rank."""
-        if self.world_size == 1:
-            return
-        with torch.no_grad(), cpu_group(self.time_limit) as group:
-            for tensor in (*network.parameters(), *network.buffers()):
-                whole = tensor.detach().cpu().contiguous()
-                dist.broadcast(whole, 0, group=group)
-                tensor.copy_(whole)
-
     @property
     def _pipeline(self) -> Pipeline:
         assert self.pipeline is not None, "the strategy has been set up"
         return self.pipeline
 
     @property
-    def _divided_module(self) -> DividedModule:
-        assert self._divided is not None, "the strategy has been set up"
-        return self._divided
+    def steps(self) -> Steps:
+        """What runs the module's steps, from the set-up to the end."""
+        assert self._steps is not None, "the strategy has been set up"
+        return self._steps
 
     # Steps
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
-            self._loss_checked = False
-            self._pipeline.refresh()
+            self.steps.begin_epoch()
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """The steps inside are followed by others before the optimizer's: replicas keep their gradients."""
-        self._accumulates = True
-        try:
+        with self.steps.accumulating():
             yield
-        finally:
-            self._accumulates = False
 
     @override
     @after_the_lost_rank
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module, pipeline, batch = self._before_step()
-        if not self._loss_checked:
-            warn_of_small_microbatches(self._divided_module.network, batch.split)
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        # Left on the device: reading a number there would wait for all that was computed.
-        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self.root_device))
-        with self.precision_plugin.train_step_context():
-            assert self._loss is not None
-            if isinstance(self._loss, StepLoss):
-                self._loss.called_with(args, kwargs)
-                self._loss.thorough = not self._loss_checked
-            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates, gather=True)
-            if scaler is not None:
-                self._share_overflow(gradients)
-            output = self._call_step("training_step", batch, self._gather(batch, local), args, kwargs)
-        loss = loss_of(module, output)
-        self._check_loss(loss)
-        loss = hand_over(loss, gradients, scale, pipeline.parameters)
-        return {**output, "loss": loss} if isinstance(output, dict) else loss
+        return self.steps.train(args, kwargs)
 
     @override
+    @after_the_lost_rank
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", args, kwargs)
+            return self.steps.evaluate("validation_step", args, kwargs)
 
     @override
+    @after_the_lost_rank
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", args, kwargs)
+            return self.steps.evaluate("test_step", args, kwargs)
 
     @override
+    @after_the_lost_rank
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._evaluate("predict_step", args, kwargs)
-
-    def _before_step(self) -> tuple[Any, Pipeline, Batch]:
-        if self._batch is None:
-            raise ConfigurationError(
-                "a step takes a dataloader_iter: with strategy hybrid_pipeline it must take the batch, as in "
-                "training_step(self, batch, batch_idx)"
-            )
-        self._pipeline.module.training = self._divided_module.stand_in.training
-        batch, self._batch = self._batch, None
-        return self.lightning_module, self._pipeline, batch
-
-    @after_the_lost_rank
-    def _evaluate(self, step: str, args: Any, kwargs: Any) -> Any:
-        _, pipeline, batch = self._before_step()
-        outputs = self._gather(batch, pipeline.evaluate(batch))
-        return self._call_step(step, batch, outputs, args, kwargs)
-
-    def _gather(self, batch: Batch, outputs: dict[int, Any]) -> Any:
-        with self._announced("gather_outputs"):
-            return self._pipeline.gather(batch, outputs)
+            return self.steps.evaluate("predict_step", args, kwargs)
 
     def _announced(self, action: str) -> AbstractContextManager[None]:
         """Tell the Trainer's profiler, as Lightning does of the strategy's own functions."""
@@ -405,38 +284,6 @@ class HybridPipelineStrategy(DDPStrategy):
         profiler: Any = self.lightning_module.trainer.profiler  # type: ignore[attr-defined]  # set outside the class
         announced: AbstractContextManager[None] = profiler.profile(f"[Strategy]{type(self).__name__}.{action}")
         return announced
-
-    def _call_step(self, step: str, batch: Batch, outputs: Any, args: Any, kwargs: Any) -> Any:
-        if not self._sees_batch:
-            outputs = torch.utils._pytree.tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, outputs)
-        self._divided_module.stand_in.put(outputs)
-        return getattr(self.lightning_module, step)(*args, **kwargs)
-
-    def _check_loss(self, loss: Tensor) -> None:
-        """In an epoch's first step, compare what training_step returned with what the last stage has trained."""
-        if self._loss_checked:
-            return
-        self._loss_checked = True
-        with self._announced("gather_outputs"):
-            trained = self._pipeline.mean_loss()
-        check_loss(loss.detach(), trained, isinstance(self._loss, MeanLoss))
-
-    def _share_overflow(self, gradients: list[Tensor | None]) -> None:
-        """Have every rank find an overflow that one of them has, so that all skip the step and lower the scale.
-
-        Once for each step of the optimizer: what an earlier one of its batches has brought is kept until then.
-        """
-        own = [gradient for gradient in gradients if gradient is not None]
-        if own:
-            finite = torch.isfinite(torch.nn.utils.get_total_norm(own, float("inf")))
-            self._overflow = torch.maximum(self._overflow, 1.0 - finite.float())
-        if self._accumulates:
-            return
-        if self.world_size > 1:
-            dist.all_reduce(self._overflow, op=ReduceOp.MAX)
-        if own:
-            own[0].masked_fill_(self._overflow > 0, float("inf"))
-        self._overflow = torch.zeros_like(self._overflow)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
@@ -491,7 +338,8 @@ class HybridPipelineStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._divided_module.load_optimizer_states(checkpoint["optimizer_states"])
+        assert self._divided is not None
+        self._divided.load_optimizer_states(checkpoint["optimizer_states"])
 
     @override
     def save_checkpoint(
@@ -549,8 +397,7 @@ class HybridPipelineStrategy(DDPStrategy):
                 self._checked = None
             else:
                 self._pipeline.close()
-        self.pipeline = self._divided = self._loss = None
-        self._found_inputs.clear()
+        self.pipeline = self._divided = self._steps = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         super().teardown()
 

@@ -1,0 +1,61 @@
+"""Ten runs of `tune`'s contest between settings that change nothing: no winner may be named, nor a loser.
+
+The machine is not kept quiet, since a busy one is where noise looks like a difference.
+"""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from bench import HERE, environment, threads
+from pieces import Pieces, parser
+from ranks import report
+from tune_networks import configuration
+
+from cnnstrategies.planning.candidates import Effect
+from cnnstrategies.planning.contest import Contest
+from cnnstrategies.planning.settings import Setting
+
+RUNS = 10
+SIDES = ("first", "second")
+
+
+def equal(name: str) -> dict[str, Any]:
+    """One contest: what was said of each side."""
+    os.environ.update(environment())
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder) / "base.yaml"
+        base.write_text(yaml.safe_dump(configuration("ResNet-20")))
+        contest = Contest(["fit", "--config", str(base)], Path(folder), time.monotonic() + 180, together=len(SIDES))
+        winner = contest.run([Setting(side, {"seed_everything": 1}, Effect.NONE) for side in SIDES])
+        said = [row.verdict for row in contest.rows.values() if row.verdict is not None]
+    return {
+        "winner": winner.name if winner else "",
+        "said": [[one.outcome, one.speed, one.low, one.high, one.rounds] for one in said],
+        "load": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    """Run what is missing; write the page when nothing is."""
+    pieces = Pieces(parser(__doc__).parse_args())
+    names = [f"run {number}" for number in range(1, RUNS + 1)]
+    if not pieces.measure(names, equal):
+        return
+    rows = [("run", "winner", *(f"{side} side" for side in SIDES), "rounds", "load average")]
+    for name in names:
+        one = pieces.known[name]
+        said = [f"{outcome}: {speed:.3f} [{low:.3f}, {high:.3f}]" for outcome, speed, low, high, _ in one["said"]]
+        rounds = max(each[4] for each in one["said"])
+        rows.append((name.split()[1], one["winner"] or "none", *said, str(rounds), f"{one['load']:.1f}"))
+    text = (
+        f"{__doc__}\nResNet-20, the configuration of [the grid](tune_grid.md); two equal candidates beside the default."
+    )
+    report(HERE / "tune_equal.md", "Tune between equals", text, rows, threads())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Images that ``cnnstrategies pack`` has put into shards."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from torch import Tensor, nn
+from typing_extensions import override
+
+from cnnstrategies.data.augment import to_normalised
+from cnnstrategies.data.image_folder import MEAN, STD
+from cnnstrategies.data.loading import BatchDataset, BatchLoader
+from cnnstrategies.data.module import ImageDataModule, split
+from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
+from cnnstrategies.data.shards.crops import Crop, Sizes, centre_crops, random_crops
+from cnnstrategies.data.shards.decoders import DecoderName, find_decoder
+from cnnstrategies.data.shards.index import Index, read_index
+from cnnstrategies.data.shards.source import Crops, ShardSource
+from cnnstrategies.errors import ConfigurationError
+
+
+class ShardedImageDataModule(ImageDataModule):
+    """Images packed into tar files by ``cnnstrategies pack``, on local or shared storage.
+
+    Training images are cropped at random and mirrored; the others are cropped in the centre. Without packed validation
+    images, ``val_split`` of the training images; without test images, those of validation; without images for predict,
+    those of the test.
+
+    Args:
+        root: Folder of the shards and their index.
+        image_size: Height and width of the images that the network gets.
+        resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
+        decoder: Of JPEG files: ``pillow``, ``simplejpeg`` or ``torchcodec``; ``auto`` is simplejpeg where it is
+            installed, else Pillow.
+        shuffle_block: Shuffle blocks of so many neighbours, and then the images of each 16 blocks, and read blocks
+            ahead: for storage that is slow with single images. By default all images are shuffled.
+        normalise_on_device: Bring batches to the device as bytes, a quarter of the size, and normalise them there; by
+            default where the accelerator is not the CPU.
+        batch_size: Samples per batch and process; by default 32.
+        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
+        val_split: Share of the training images that is held out for validation where none are packed.
+        augment: Crop training images at random and mirror them.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        prefetch: Batches that each worker has ready; all workers of a process hold ``num_workers * prefetch`` batches.
+        seed: Seed of the split, the shuffling and the augmentation.
+        drop_last: Leave out a last, partial training batch.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+
+    Raises:
+        ConfigurationError: There are no shards, they are not those of the index, or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        image_size: int = 224,
+        resize: int | None = None,
+        decoder: DecoderName = "auto",
+        shuffle_block: int | None = None,
+        normalise_on_device: bool | None = None,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        val_split: float = 0.1,
+        augment: bool = True,
+        num_workers: int = 4,
+        prefetch: int = 2,
+        seed: int = 0,
+        drop_last: bool = False,
+        persistent_workers: bool = True,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        for name, value in (("shuffle_block", shuffle_block), ("prefetch", prefetch)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name}={value}: at least 1 is needed")
+        resize = -(-image_size * 8 // 7) if resize is None else resize
+        if not 0 < image_size <= resize:
+            raise ConfigurationError(f"image_size={image_size} and resize={resize}: 0 < image_size <= resize is needed")
+        find_decoder(decoder)
+        self.root = Path(root)
+        self.decoder = decoder
+        self.resize = resize
+        self.shuffle_block = shuffle_block
+        self.normalise_on_device = normalise_on_device
+        self.val_split = val_split
+        self.prefetch = prefetch
+        self.image_shape = (3, image_size, image_size)
+        self.share = image_size / resize
+        self.augment = augment
+        self.index: Index = read_index(self.root)
+        if "train" not in self.index.parts:
+            raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")
+        self.class_names = self.index.class_names
+        self.num_classes = len(self.class_names)
+        self.train_transform = self.eval_transform = nn.Sequential(ChannelsFirst(), to_normalised(MEAN, STD))
+
+    @override
+    def setup(self, stage: str) -> None:
+        training = np.arange(len(self.index.parts["train"]))
+        if "val" in self.index.parts:
+            self.val_source = self._source("val", self._centre)
+        else:
+            rest, held_out = split(len(training), self.val_split, self.seed)
+            training = rest.numpy()
+            self.val_source = self._source("train", self._centre, held_out.numpy())
+        crops = random_crops if self.augment else self._centre
+        self.train_source = self._source("train", crops, training, self.shuffle_block)
+        self.test_source = self._source("test", self._centre) if "test" in self.index.parts else self.val_source
+        has_predict = "predict" in self.index.parts
+        self.predict_source = self._source("predict", self._centre) if has_predict else self.test_source
+
+    @override
+    def sample_name(self, index: int) -> str:
+        """The image's name in what was packed."""
+        assert isinstance(self.predict_source, ShardSource)
+        return self.predict_source.name(index)
+
+    @override
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Bring a batch to the device, and normalise it there where it comes as bytes."""
+        return self.finished(super().transfer_batch_to_device(batch, device, dataloader_idx))
+
+    def finished(self, batch: Any) -> Any:
+        """A batch as the network takes it; images that are bytes still are normalised, where they are."""
+        images, targets = batch
+        if images.dtype == torch.uint8:
+            images = self.eval_transform(images)
+            if self.trainer is not None:
+                # Lightning has done this before, when they were bytes.
+                images = self.trainer.precision_plugin.convert_input(images)
+        return images, targets
+
+    def _centre(self, widths: Sizes, heights: Sizes) -> list[Crop]:
+        return centre_crops(widths, heights, self.share)
+
+    def _source(
+        self, name: str, crops: Crops, numbers: "np.ndarray[Any, Any] | None" = None, block: int | None = None
+    ) -> ShardSource:
+        part = self.index.parts[name]
+        chosen = np.arange(len(part)) if numbers is None else numbers
+        return ShardSource(self.index, part, chosen, crops, self.image_shape[1], self.decoder, block)
+
+    @override
+    def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
+        # Whoever iterates without a trainer gets what the network takes.
+        on_device = self.normalise_on_device and self.trainer is not None
+        if self.normalise_on_device is None:
+            on_device = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
+        if on_device:
+            dataset.transform = nn.Identity()
+        return super()._loader(dataset, sampler)
+
+
+class ChannelsFirst(nn.Module):
+    """Lays images out in memory as the other data modules do; cheapest while they are bytes."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (N, C, H, W) to the same."""
+        return images.contiguous()

@@ -1,0 +1,151 @@
+"""What is packed: the encoded images of a folder, or of any of the package's data modules."""
+
+import hashlib
+import importlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+import cnnstrategies.data
+from cnnstrategies.data.image_folder import ImageFolderDataModule
+from cnnstrategies.data.loading import Source
+from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of one part.
+
+    Attributes:
+        names: What they are called in the source.
+        targets: Their classes.
+        sizes: Bytes of each, as it is read.
+        read: Gives the file of an image by its number.
+    """
+
+    names: Sequence[str]
+    targets: Sequence[int]
+    sizes: Sequence[int]
+    read: Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """All that is packed.
+
+    Attributes:
+        class_names: Name of each class.
+        parts: By name.
+        fingerprint: Changes with the images.
+    """
+
+    class_names: list[str]
+    parts: dict[str, Images]
+    fingerprint: str
+
+
+def contents_of(source: str, init_args: Mapping[str, Any]) -> Contents:
+    """The images of a source.
+
+    Args:
+        source: A folder in the layout of :class:`~cnnstrategies.data.ImageFolderDataModule`, or the name or import path
+            of a data module.
+        init_args: The data module's arguments.
+
+    Raises:
+        ConfigurationError: It is neither, or cannot be made with these arguments.
+    """
+    if Path(source).is_dir() or "/" in source:
+        if init_args:
+            raise ConfigurationError(f"init_args are of a data module, and {source} is a folder: leave them out")
+        return _of_folder(ImageFolderDataModule(Path(source)))
+    module = _module(source, init_args)
+    if isinstance(module, ImageFolderDataModule):
+        return _of_folder(module)
+    module.prepare_data()
+    module.setup("fit")
+    parts: dict[str, Images] = {}
+    sources = {name: getattr(module, f"{name}_source") for name in ("train", "val", "test", "predict")}
+    for name, one in sources.items():
+        if not any(one is sources[other] for other in parts):
+            parts[name] = _of_source(name, one, module)
+    described = [source, dict(init_args), {name: len(part.names) for name, part in parts.items()}]
+    return Contents(list(module.class_names), parts, _hash(described))
+
+
+def _module(source: str, init_args: Mapping[str, Any]) -> ImageDataModule:
+    where, _, name = source.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(where) if where else cnnstrategies.data, name)
+    except (ImportError, AttributeError):
+        names = ", ".join(one for one in cnnstrategies.data.__all__ if one != ImageDataModule.__name__)
+        raise ConfigurationError(f"no folder {source!r}, and no data module of this name; there are {names}") from None
+    if not (isinstance(found, type) and issubclass(found, ImageDataModule)):
+        raise ConfigurationError(f"{source} is no ImageDataModule: pack a folder of images, or one that is")
+    try:
+        return found(**init_args)
+    except TypeError as error:
+        raise ConfigurationError(f"{source} cannot be made with --init_args {dict(init_args)}: {error}") from None
+
+
+def _of_folder(module: ImageFolderDataModule) -> Contents:
+    root = module.root
+    parts: dict[str, Images] = {}
+    stats: list[Any] = []
+    for part, (names, targets) in module.parts().items():
+        found = [(root / name).stat() for name in names]
+        stats += [[name, one.st_size, one.st_mtime_ns] for name, one in zip(names, found, strict=True)]
+        read = _FileReader(root, names)
+        parts[part] = Images(names, targets, [one.st_size for one in found], read)
+    return Contents(module.class_names, parts, _hash(stats))
+
+
+def _of_source(part: str, source: Source, module: ImageDataModule) -> Images:
+    numbers = range(len(source))
+    channels, height, width = module.image_shape
+    if channels not in (1, 3):
+        raise ConfigurationError(f"images of {channels} channels cannot be packed: 1 or 3 are needed")
+    sizes = [channels * height * width] * len(numbers)
+    return Images([f"{part}/{number}" for number in numbers], _targets(source), sizes, _PixelReader(source))
+
+
+def _targets(source: Source) -> list[int]:
+    some = 256
+    return [
+        int(target)
+        for start in range(0, len(source), some)
+        for target in source.fetch(list(range(start, min(len(source), start + some))))[1]
+    ]
+
+
+@dataclass(frozen=True)
+class _FileReader:
+    root: Path
+    names: Sequence[str]
+
+    def __call__(self, number: int) -> bytes:
+        return (self.root / self.names[number]).read_bytes()
+
+
+@dataclass(frozen=True)
+class _PixelReader:
+    """Images that are no files become PNG, which loses nothing."""
+
+    source: Source
+
+    def __call__(self, number: int) -> bytes:
+        pixels = self.source.fetch([number])[0][0]
+        image = Image.fromarray(pixels[0].numpy() if len(pixels) == 1 else pixels.permute(1, 2, 0).numpy())
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        return file.getvalue()
+
+
+def _hash(described: Any) -> str:
+    return hashlib.sha256(json.dumps(described, default=str).encode()).hexdigest()

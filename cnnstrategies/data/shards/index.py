@@ -1,0 +1,185 @@
+"""What lies beside the shards: where each image is, what it shows, and what the shards must look like."""
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cnnstrategies.errors import ConfigurationError
+
+VERSION = 1
+INDEX, SAMPLES = "index.json", "samples.npz"
+UNFINISHED = ".unfinished"  # Ends the name of a folder that is being packed.
+# Of each image: which of the part's shards, first byte there, bytes, class, size when shown upright, whether it is a
+# JPEG whose header says all that decoding needs, and its name in the source.
+FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name")
+Columns = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tar file.
+
+    Attributes:
+        file: Its name.
+        size: In bytes.
+        sha256: Of its content.
+        images: How many it has.
+    """
+
+    file: str
+    size: int
+    sha256: str
+    images: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """The images of one part, such as ``train``.
+
+    Attributes:
+        shards: In order.
+        columns: An array for each of :data:`FIELDS`.
+    """
+
+    shards: list[Shard]
+    columns: Columns
+
+    def __len__(self) -> int:
+        return len(self.columns["target"])
+
+
+@dataclass(frozen=True)
+class Index:
+    """All that is known of packed images.
+
+    Attributes:
+        root: Their folder.
+        packing: Sixteen hexadecimal digits that every entry of its shards carries as its owner's name.
+        class_names: Name of each class.
+        parts: By name.
+        damaged: Images of the source that could not be decoded, and why.
+    """
+
+    root: Path
+    packing: str
+    class_names: list[str]
+    parts: dict[str, Part]
+    damaged: dict[str, str]
+
+
+def write_index(index: Index) -> None:
+    """Write the two files of an index."""
+    columns = {f"{name}.{field}": part.columns[field] for name, part in index.parts.items() for field in FIELDS}
+    packed = io.BytesIO()
+    np.savez_compressed(packed, **columns)  # type: ignore[arg-type]  # numpy's keyword `allow_pickle` is no array
+    described = {
+        "version": VERSION,
+        "packing": index.packing,
+        "class_names": index.class_names,
+        "samples": hashlib.sha256(packed.getvalue()).hexdigest(),
+        "parts": {name: [vars(shard) for shard in part.shards] for name, part in index.parts.items()},
+        "damaged": index.damaged,
+    }
+    write_whole(index.root / SAMPLES, packed.getvalue())
+    write_whole(index.root / INDEX, json.dumps(described, indent=1).encode())
+
+
+def read_index(root: Path) -> Index:
+    """Read an index, and see that it is whole and the shards have the sizes that it says.
+
+    Args:
+        root: The folder of the shards.
+
+    Raises:
+        ConfigurationError: There is none, or it does not fit itself or the shards.
+    """
+    try:
+        described: Mapping[str, Any] = json.loads((root / INDEX).read_bytes())
+        packed = (root / SAMPLES).read_bytes()
+    except FileNotFoundError as error:
+        unfinished = root.with_name(root.name + UNFINISHED)
+        began = f"; {unfinished} is not finished: run the same pack again, which goes on" * unfinished.is_dir()
+        raise ConfigurationError(
+            f"no {Path(error.filename).name} in {root.resolve()}: `cnnstrategies pack SOURCE {root}` makes it and the "
+            f"shards{began}"
+        ) from None
+    except ValueError as error:
+        raise ConfigurationError(f"{root / INDEX} is damaged ({error}): copy it again, or pack again") from None
+    if described.get("version") != VERSION:
+        raise ConfigurationError(
+            f"{root / INDEX} has version {described.get('version')}, and this cnnstrategies reads {VERSION}: pack again"
+        )
+    if hashlib.sha256(packed).hexdigest() != described["samples"]:
+        raise ConfigurationError(
+            f"{root / SAMPLES} is not the one that {INDEX} was written with: copy both again, or pack again"
+        )
+    with np.load(io.BytesIO(packed)) as arrays:
+        parts = {
+            name: Part([Shard(**one) for one in shards], {field: arrays[f"{name}.{field}"] for field in FIELDS})
+            for name, shards in described["parts"].items()
+        }
+    classes = len(described["class_names"])
+    for name, part in parts.items():
+        most = int(part.columns["target"].max(initial=0))
+        if most >= classes:
+            raise ConfigurationError(
+                f"{root}: {name} has an image of class {most}, and there are {classes} classes (0 to {classes - 1}): "
+                "the index is not of these images; pack again"
+            )
+        for shard in part.shards:
+            _check_size(root / shard.file, shard)
+    return Index(root, described["packing"], described["class_names"], parts, described["damaged"])
+
+
+def check_contents(index: Index) -> None:
+    """See that every shard has the bytes that were written.
+
+    Raises:
+        ConfigurationError: One has not.
+    """
+    for part in index.parts.values():
+        for shard in part.shards:
+            with (index.root / shard.file).open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != shard.sha256:
+                raise ConfigurationError(
+                    f"{index.root / shard.file} is damaged, its checksum is not the index's: copy it again, or "
+                    "pack again"
+                )
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there as a whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with scratch.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _check_size(path: Path, shard: Shard) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise ConfigurationError(f"no shard {path}, which {INDEX} names: copy it there, or pack again") from None
+    if size < shard.size:
+        raise ConfigurationError(
+            f"{path} is truncated: it has {size} bytes of {shard.size}; copy it again, or pack again"
+        )
+    if size > shard.size:
+        raise ConfigurationError(
+            f"{path} has {size} bytes, and {INDEX} says {shard.size}: it is an index of other shards; copy all files "
+            "of one packing, or pack again"
+        )

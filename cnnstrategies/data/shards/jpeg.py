@@ -1,0 +1,159 @@
+"""The structure of JPEG files, as far as it lets a decoder decode less of them.
+
+A baseline JPEG is rows of small rectangles ("units", ITU-T T.81 section A.2), each compressed after the one before it.
+What lies below a crop need not be decoded: the header is made to say that the image ends there. Where the file has
+restart markers, after which nothing depends on what was before, the rectangles of a crop alone make a JPEG too.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+BASELINE = (0xC0, 0xC1)
+OTHER_FRAMES = {*range(0xC2, 0xD0)} - {0xC4, 0xC8, 0xCC}
+SCAN, RESTART_INTERVAL = 0xDA, 0xDD
+ALONE = {0x01, *range(0xD0, 0xD9)}  # Markers without a segment.
+RESTARTS = [bytes((0xFF, 0xD0 + number)) for number in range(8)]
+END = b"\xff\xd9"
+# Decoders interpolate colours between neighbours: pixels this near to an edge that was cut are other ones.
+MARGIN = 2
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a baseline JPEG of three components says of itself.
+
+    Attributes:
+        frame: Where its frame header begins.
+        width: In pixels.
+        height: In pixels.
+        unit_width: Of a unit, in pixels.
+        unit_height: Of a unit, in pixels.
+        interval: Units between two restart markers; 0 without.
+        data: Where the compressed units begin.
+    """
+
+    frame: int
+    width: int
+    height: int
+    unit_width: int
+    unit_height: int
+    interval: int
+    data: int
+
+    @property
+    def columns(self) -> int:
+        """Units in a row."""
+        return -(-self.width // self.unit_width)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A JPEG that shows a part of another.
+
+    Attributes:
+        data: The file.
+        left: Where its left edge is in the other.
+        top: Where its top edge is in the other.
+        width: In pixels.
+        height: In pixels.
+        exact: Whether nothing follows the units that it shows.
+    """
+
+    data: bytes
+    left: int
+    top: int
+    width: int
+    height: int
+    exact: bool
+
+
+def read_header(data: bytes) -> Header | None:
+    """What the header says; None for anything but a baseline JPEG of three components in one scan."""
+    if data[:2] != b"\xff\xd8":
+        return None
+    at, interval, frame = 2, 0, 0
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF or marker in ALONE:
+            at += 1 if marker == 0xFF else 2
+            continue
+        length = int.from_bytes(data[at + 2 : at + 4])
+        if marker in OTHER_FRAMES:
+            return None
+        if marker in BASELINE:
+            frame = at
+        elif marker == RESTART_INTERVAL:
+            interval = int.from_bytes(data[at + 4 : at + 6])
+        elif marker == SCAN:
+            if not frame or data[frame + 9] != 3 or data[at + 4] != 3 or data[frame + 4] != 8:
+                return None
+            height, width = (int.from_bytes(data[frame + p : frame + p + 2]) for p in (5, 7))
+            factors = [data[frame + 11 + 3 * component] for component in range(3)]
+            unit_width, unit_height = 8 * max(f >> 4 for f in factors), 8 * max(f & 15 for f in factors)
+            return Header(frame, width, height, unit_width, unit_height, interval, at + 2 + length) if height else None
+        at += 2 + length
+    return None
+
+
+def cut(data: bytes, header: Header, left: int, top: int, right: int, bottom: int, shorten: bool = True) -> Cut:
+    """The smallest JPEG that shows a rectangle of another as the whole would; lossless, without decoding it.
+
+    Args:
+        data: The file.
+        header: What its header says.
+        left: First column of pixels.
+        top: First row of pixels.
+        right: One past the last column.
+        bottom: One past the last row.
+        shorten: Leave out what is below, where there are no restart markers; a decoder then finds bytes that it does
+            not expect.
+    """
+    rows = -(-header.height // header.unit_height)
+    last = min(rows, -(-(bottom + MARGIN) // header.unit_height))
+    height = min(header.height, last * header.unit_height)
+    if not header.interval or header.columns % header.interval:
+        if last == rows or not shorten:
+            return Cut(data, 0, 0, header.width, header.height, True)
+        return Cut(_resized(data[: header.data], header, header.width, height) + data[header.data :],
+                   0, 0, header.width, height, False)  # fmt: skip
+    step = header.interval * header.unit_width
+    in_row = header.columns // header.interval
+    first = max(0, top - MARGIN) // header.unit_height
+    begin, end = max(0, left - MARGIN) // step, min(in_row, -(-(right + MARGIN) // step))
+    x, y = begin * step, first * header.unit_height
+    width, height = min(header.width, end * step) - x, height - y
+    starts, ends = _intervals(data, header.data)
+    if len(starts) != in_row * rows:
+        return Cut(data, 0, 0, header.width, header.height, True)  # Damaged; the decoder says how.
+    chosen = [place for row in range(first, last) for place in range(row * in_row + begin, row * in_row + end)]
+    pieces = [_resized(data[: header.data], header, width, height)]
+    for place, restart in zip(chosen, itertools.cycle(RESTARTS)):  # the cycle has no end
+        pieces += data[starts[place] : ends[place]], restart
+    pieces[-1] = END
+    return Cut(b"".join(pieces), x, y, width, height, True)
+
+
+def restart_interval(image: Image.Image) -> int:
+    """Units between restart markers with which a crop of an image, written in 4:2:0, can be cut finely.
+
+    As few as make whole rows, and more than one where that is possible: a marker costs four bytes or so.
+    """
+    columns = -(-image.width // 16)
+    return next(count for count in (2, 3, 1) if columns % count == 0)
+
+
+def _resized(head: bytes, header: Header, width: int, height: int) -> bytes:
+    changed = bytearray(head)
+    changed[header.frame + 5 : header.frame + 9] = height.to_bytes(2) + width.to_bytes(2)
+    return bytes(changed)
+
+
+def _intervals(data: bytes, start: int) -> tuple[list[int], list[int]]:
+    """Where the intervals between restart markers begin and end."""
+    values = np.frombuffer(data, np.uint8)
+    marks = np.flatnonzero(values[start:-1] == 0xFF) + start
+    marks = marks[(values[marks + 1] & 0xF8) == 0xD0]
+    return [start, *(marks + 2).tolist()], [*marks.tolist(), len(data) - len(END)]

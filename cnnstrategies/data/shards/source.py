@@ -1,0 +1,191 @@
+"""Images of shards, as a data module's source."""
+
+import io
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.loading import Batch
+from cnnstrategies.data.sampling import WINDOW
+from cnnstrategies.data.shards import jpeg, tar
+from cnnstrategies.data.shards.crops import Crop, Sizes
+from cnnstrategies.data.shards.decoders import SCALES, TALKATIVE, DecoderName, find_decoder
+from cnnstrategies.data.shards.index import INDEX, Index, Part
+from cnnstrategies.errors import ConfigurationError
+
+MOST_OPEN = 256  # Shards that a process has open.
+MOST_ASKED = 4 * WINDOW  # Blocks that have been asked for and may still be in memory.
+Crops = Callable[[Sizes, Sizes], list[Crop]]
+
+
+class ShardSource:
+    """Images of one part, each read by a single ``pread`` and cropped and resized.
+
+    Of a JPEG only what the crop needs is decoded, as far as its structure and its size allow.
+
+    Args:
+        index: Of the shards.
+        part: Which images.
+        numbers: Those of the part that this source has.
+        crops: Gives the rectangles of a batch.
+        size: Height and width of the results.
+        decoder: Of JPEG files.
+        block: Images that are asked for from storage together, where that is slow; None leaves it to the storage.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        part: Part,
+        numbers: npt.NDArray[np.int64],
+        crops: Crops,
+        size: int,
+        decoder: DecoderName,
+        block: int | None = None,
+    ) -> None:
+        self.paths = [index.root / shard.file for shard in part.shards]
+        self.owner = index.packing.encode()
+        self.columns = {name: column[numbers] for name, column in part.columns.items()}
+        self.targets = torch.from_numpy(self.columns["target"].astype(np.int64))
+        self.crops = crops
+        self.size = size
+        self.decoder = decoder
+        self.block = block
+        self._decode = find_decoder(decoder)
+        self._open_anew()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave open files behind: a spawned process has its own."""
+        return {name: value for name, value in vars(self).items() if name not in ("_files", "_asked", "_close")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open_anew()
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def name(self, number: int) -> str:
+        """The image's name in what was packed."""
+        return os.fsdecode(self.columns["name"][number])
+
+    def fetch(self, indices: list[int]) -> Batch:
+        """Read, decode, crop and resize the images at ``indices``.
+
+        Returns:
+            uint8 (n, 3, size, size), the channels innermost in memory, and their classes.
+
+        Raises:
+            ConfigurationError: One cannot be read.
+        """
+        if self.block is not None:
+            self._ask_for_blocks(indices)
+        images = torch.empty(len(indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        sizes = (self.columns[name][indices].astype(np.int64) for name in ("width", "height"))
+        for number, crop, image in zip(indices, self.crops(*sizes), images, strict=True):
+            try:
+                self._show(number, crop, image)
+            except BrokenImageError as error:
+                raise ConfigurationError(
+                    f"broken image {self.name(number)} in {self._path(number)} ({error}): `cnnstrategies pack --check "
+                    f"{self.paths[0].parent}` finds damaged shards; copy them again, or pack again"
+                ) from None
+        return images, self.targets[indices]
+
+    def read(self, number: int) -> bytes:
+        """The file of an image, by one ``pread``.
+
+        Raises:
+            ConfigurationError: The shard ends before it, or is of another packing.
+        """
+        shard, offset, length = self._place(number)
+        # With the entry's header before it, which says whose it is.
+        content = os.pread(self._file(shard), tar.BLOCK + length, offset - tar.BLOCK)
+        if len(content) < tar.BLOCK + length:
+            raise ConfigurationError(
+                f"{self._path(number)} is truncated: it ends within {self.name(number)}; copy it again, or pack again"
+            )
+        if content[tar.OWNER] != self.owner:
+            raise ConfigurationError(
+                f"{self._path(number)} is not of the packing that {INDEX} describes: it is an index of other shards; "
+                "copy all files of one packing, or pack again"
+            )
+        return content[tar.BLOCK :]
+
+    def _show(self, number: int, crop: Crop, out: Tensor) -> None:
+        data = self.read(number)
+        header = jpeg.read_header(data) if self.columns["plain"][number] else None
+        left, top, width, height = crop[:4]
+        if header is None:
+            pixels, scale = decode(io.BytesIO(data)).permute(1, 2, 0), 1
+        else:
+            shown = jpeg.cut(data, header, left, top, left + width, top + height, self.decoder not in TALKATIVE)
+            scale = next((one for one in SCALES if min(width, height) >= one * self.size), 1)
+            pixels = self._decode(shown, scale)
+            left, top = left - shown.left, top - shown.top
+            if pixels.shape[:2] == (shown.height, shown.width):
+                scale = 1  # Not every decoder shrinks.
+        left, top, width, height = (round(one / scale) for one in (left, top, width, height))
+        part = pixels[top : top + height, left : left + width].permute(2, 0, 1)[None]
+        if part.shape[2:] != out.shape[1:]:
+            # Of bytes with the channels innermost there is a fast kernel; a slice is not seen to have them so.
+            part = part.contiguous(memory_format=torch.channels_last)
+            part = F.interpolate(part, out.shape[1:], mode="bilinear", antialias=True)
+        out.copy_((part.flip(-1) if crop.mirrored else part)[0])
+
+    def _place(self, number: int) -> tuple[int, int, int]:
+        """The shard of an image, its first byte there and how many they are."""
+        shard, offset, length = (int(self.columns[name][number]) for name in ("shard", "offset", "length"))
+        return shard, offset, length
+
+    def _path(self, number: int) -> Path:
+        return self.paths[int(self.columns["shard"][number])]
+
+    def _open_anew(self) -> None:
+        self._files: dict[int, int] = {}
+        self._asked: dict[int, bool] = {}
+        self._close = weakref.finalize(self, _close_all, self._files)
+
+    def _file(self, shard: int) -> int:
+        if shard not in self._files:
+            if len(self._files) >= MOST_OPEN:
+                os.close(self._files.pop(next(iter(self._files))))
+            try:
+                self._files[shard] = os.open(self.paths[shard], os.O_RDONLY)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"cannot read {self.paths[shard]} ({error.strerror}): give the right to it, or copy it again"
+                ) from None
+        return self._files[shard]
+
+    def _ask_for_blocks(self, indices: list[int]) -> None:
+        """Have the system read whole blocks, in order and in the background, when the first of their images comes."""
+        assert self.block is not None
+        for block in sorted({index // self.block for index in indices}):
+            if self._asked.pop(block, False):
+                self._asked[block] = True  # Now the latest.
+                continue
+            self._asked[block] = True
+            numbers = range(block * self.block, min(len(self), (block + 1) * self.block))
+            first, begin, _ = self._place(numbers[0])
+            last, offset, length = self._place(numbers[-1])
+            for shard in range(first, last + 1):
+                start = begin if shard == first else 0
+                count = offset + length - start if shard == last else 0  # 0 is all to the end.
+                os.posix_fadvise(self._file(shard), start, count, os.POSIX_FADV_WILLNEED)
+        while len(self._asked) > MOST_ASKED:
+            self._asked.pop(next(iter(self._asked)))
+
+
+def _close_all(files: dict[int, int]) -> None:
+    for file in files.values():
+        os.close(file)

@@ -1,0 +1,80 @@
+"""Divide a network for a run: the same weights on all ranks, the layout, and the engine."""
+
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.transport import cpu_group
+from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
+from cnnstrategies.strategies.hybrid_pipeline.example import example_images
+from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
+
+
+def broadcast_weights(network: nn.Module, timeout: timedelta) -> None:
+    """Start from rank 0's weights on every rank; a collective.
+
+    Args:
+        network: The whole network.
+        timeout: How long to wait for another rank.
+    """
+    if dist.get_world_size() == 1:
+        return
+    with torch.no_grad(), cpu_group(timeout) as group:
+        for tensor in (*network.parameters(), *network.buffers()):
+            whole = tensor.detach().cpu().contiguous()
+            dist.broadcast(whole, 0, group=group)
+            tensor.copy_(whole)
+
+
+def choose_layout(request: LayoutRequest, trainer: Trainer, path: str, device: torch.device) -> ChosenLayout:
+    """A layout, whose stages compute what the whole network computes where that will be trained; a collective.
+
+    Args:
+        request: What the user asks for.
+        trainer: The trainer.
+        path: The path of the network.
+        device: That of this rank.
+
+    Raises:
+        ConfigurationError: There is none, or they compute something else.
+    """
+    network = trainer.lightning_module.get_submodule(path)
+    example = partial(example_images, trainer, path)
+    layout = request.choose(network, trainer, trainer.world_size, device, example)
+    if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
+        images = example(COMPARED) if trainer.is_global_zero else None
+        compare_on_rank_zero(network, layout.cuts, images, trainer)
+    return layout
+
+
+def build_pipeline(
+    network: nn.Module, layout: ChosenLayout, request: LayoutRequest, device: torch.device, timeout: timedelta
+) -> Pipeline:
+    """The engine; a collective.
+
+    Args:
+        network: The whole network.
+        layout: How it is divided.
+        request: What the user asks for besides.
+        device: That of this rank.
+        timeout: How long to wait for another rank.
+    """
+    return Pipeline(
+        network,
+        layout.cuts,
+        layout.replicas,
+        layout.microbatches,
+        request.schedule,
+        layout.run_ahead,
+        request.batch_norm,
+        request.activation_checkpointing,
+        device,
+        timeout,
+        placement=request.placement,
+    )

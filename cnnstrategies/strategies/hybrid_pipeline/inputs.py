@@ -1,0 +1,160 @@
+"""What the first stage gives the network: parts of the batch, or what the step computes from them before the call."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import RunningStage
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Batch, Images
+from cnnstrategies.strategies.hybrid_pipeline.batches import Form, flatten, form_of, shapes_of_inputs, take_apart
+from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
+from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws, RandomNumbers
+from cnnstrategies.strategies.hybrid_pipeline.shadow import same_random_numbers
+from cnnstrategies.strategies.hybrid_pipeline.wiring import Wiring, find_wiring
+
+STEPS = {
+    RunningStage.TRAINING: "training_step",
+    RunningStage.SANITY_CHECKING: "validation_step",
+    RunningStage.VALIDATING: "validation_step",
+    RunningStage.TESTING: "test_step",
+    RunningStage.PREDICTING: "predict_step",
+}
+
+
+class Inputs:
+    """Makes them, on a rank of the first stage; on the others it hears of the random numbers.
+
+    Args:
+        divided: The module.
+        plugin: Lightning's precision plugin.
+        device: Where the stage runs.
+    """
+
+    def __init__(self, divided: DividedModule, plugin: Any, device: torch.device) -> None:
+        self._divided = divided
+        self._plugin = plugin
+        self._device = device
+        self._wirings: dict[Hashable, Wiring] = {}
+        self._epoch: int | None = None
+        self._computed: dict[Hashable, list[tuple[tuple[int, ...], torch.dtype]]] = {}
+        self._loaded: Any = None
+
+    def take(self, batch: Any, dataloader: int) -> tuple[Images, tuple[Tensor, ...], Form]:
+        """Take a batch that this rank has loaded apart: images, what else has a row for each sample, and its form.
+
+        Of images that the step computes they are the form alone; :meth:`compute` makes them.
+        """
+        module: Any = self._divided.module
+        step = STEPS[module.trainer.state.stage or RunningStage.TRAINING]
+        if self._epoch != module.trainer.current_epoch:
+            self._epoch = module.trainer.current_epoch
+            self._wirings.clear()  # A step may begin to augment in some epoch.
+        wiring = self._wiring(step, batch, dataloader)
+        images, rest, form = take_apart(batch, wiring.inputs, wiring.computes, wiring.draws)
+        if wiring.computes:
+            self._loaded = batch
+            rows = len(flatten(batch)[0][wiring.inputs[0]])
+            promised = [
+                torch.empty((rows, *shape), dtype=dtype, device="meta")
+                for shape, dtype in self._promised(step, batch, dataloader)
+            ]
+            images = promised[0] if len(promised) == 1 else tuple(promised)
+        return images, rest, form
+
+    def compute(
+        self, batch: Batch, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Batch, Draws | None]:
+        """Make what the step computes for the network, by running it up to the call; a collective where it draws.
+
+        Args:
+            batch: The global batch.
+            step: Name of the step.
+            args: What it is about to be called with.
+            kwargs: Likewise, by name.
+
+        Returns:
+            The batch with the images, and the random numbers that the step draws, which every rank gets.
+
+        Raises:
+            ConfigurationError: They are others than those of the same step before.
+        """
+        form = form_of(batch)
+        if not form.computes:
+            return batch, None
+        drawn: list[Draws | None] = [None]
+        if batch.images is not None:
+            start = RandomNumbers(self._device)
+            images = self._images(step, args, kwargs)
+            drawn = [Draws(start, RandomNumbers(self._device))]
+            _check(step, batch, images, not form.draws and drawn[0] is not None and start != drawn[0].at_call)
+            batch = replace(batch, images=images[0] if len(images) == 1 else tuple(images))
+        if not form.draws:
+            return batch, None
+        pipeline = self._divided.pipeline
+        if pipeline.placement.world_size > 1:
+            # It has one replica then: see `find_wiring`.
+            dist.broadcast_object_list(drawn, pipeline.placement.ranks(0)[0], group=pipeline.transport.control)
+        return batch, drawn[0]
+
+    def _images(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        loaded, self._loaded = self._loaded, None
+        divided = self._divided
+        arguments, options = list(args), dict(kwargs)
+        if arguments:
+            arguments[0] = loaded
+        else:
+            options["batch"] = loaded
+        found = given_to_network(
+            divided.module, divided.path, divided.network, step, arguments, options, shows_errors=True
+        )
+        return found or []
+
+    def _wiring(self, step: str, batch: Any, dataloader: int) -> Wiring:
+        key = (step, dataloader, str(flatten(batch)[1]))
+        if key not in self._wirings:
+            divided = self._divided
+            replicas = divided.pipeline.placement.replicas[0]
+            with self._plugin.forward_context():
+                self._wirings[key] = find_wiring(
+                    divided.module, divided.path, divided.network, step, batch, dataloader, self._device, replicas
+                )
+        return self._wirings[key]
+
+    def _promised(self, step: str, batch: Any, dataloader: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape of a row and type of each input, which all ranks learn with the batch's sizes."""
+        leaves, tree = flatten(batch)
+        forms = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+        key = (step, str(tree), *forms)
+        if key not in self._computed:
+            divided = self._divided
+            copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+            with same_random_numbers(self._device), self._plugin.forward_context():
+                arguments = arguments_of(divided.module, step, copies, 0, dataloader)
+                found = given_to_network(
+                    divided.module, divided.path, divided.network, step, arguments, shows_errors=True
+                )
+            self._computed[key] = [(tuple(one.shape[1:]), one.dtype) for one in found or []]
+        return self._computed[key]
+
+
+def _check(step: str, batch: Batch, images: Sequence[Any], draws: bool) -> None:
+    several = isinstance(batch.image_dtype, tuple)
+    dtypes: Any = batch.image_dtype if several else (batch.image_dtype,)
+    expected = [(torch.Size(shape), dtype) for shape, dtype in zip(shapes_of_inputs(batch), dtypes, strict=True)]
+    if [(one.shape[1:], one.dtype) for one in images] != expected:
+        raise ConfigurationError(
+            f"{step} gives the network tensors of other shapes or types in each step, computed from such of one: the "
+            "stages agree on them before; do it in on_after_batch_transfer, which runs where the images are"
+        )
+    if draws:
+        raise ConfigurationError(
+            f"{step} draws random numbers before it calls the network in some steps of an epoch, and not in its first: "
+            "do it in each, or in on_after_batch_transfer, which runs where the images are"
+        )

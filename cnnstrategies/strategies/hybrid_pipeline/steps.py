@@ -1,0 +1,192 @@
+"""The steps of a divided module: from the batches that the first stage loads to what Lightning gets of them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.batch import Batch
+from cnnstrategies.pipeline.losses import MeanLoss
+from cnnstrategies.strategies.hybrid_pipeline.batches import check_forms, form_of, seen, shapes_of_inputs
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
+from cnnstrategies.strategies.hybrid_pipeline.description import warn_of_small_microbatches
+from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.inputs import Inputs
+from cnnstrategies.strategies.hybrid_pipeline.overflow import Overflow
+from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws, RandomNumbers
+from cnnstrategies.strategies.hybrid_pipeline.step import hand_over
+from cnnstrategies.strategies.hybrid_pipeline.step_loss import StepLoss, loss_for, loss_of
+
+Announce = Callable[[str], AbstractContextManager[None]]
+
+
+class Steps:
+    """Runs them; each method is a collective.
+
+    Args:
+        divided: The module.
+        plugin: Lightning's precision plugin.
+        device: Where the stage runs.
+        announce: Tells the trainer's profiler of an action.
+        fitting: Whether the module is trained.
+
+    Attributes:
+        overflow: The decision of all stages to skip a step.
+    """
+
+    def __init__(
+        self, divided: DividedModule, plugin: Any, device: torch.device, announce: Announce, fitting: bool
+    ) -> None:
+        self._divided = divided
+        self._pipeline = divided.pipeline
+        self._plugin = plugin
+        self._device = device
+        self._announce = announce
+        self._inputs = Inputs(divided, plugin, device)
+        self._loss = loss_for(divided, device) if fitting else None
+        self._batch: Batch | None = None
+        self._loss_checked = False
+        self._accumulates = False
+        self.overflow = Overflow(device, self._pipeline.placement.world_size)
+
+    def load(self, batch: Any, dataloader: int) -> Any:
+        """Make the global batch known.
+
+        Args:
+            batch: This rank's part of it, on its device; None where it has none.
+            dataloader: Which of several loaders it is from.
+
+        Returns:
+            The global batch as every rank sees it: images by shape alone, everything else in full.
+        """
+        images, rest, form = (None, (), None) if batch is None else self._inputs.take(batch, dataloader)
+        with self._announce("share_batch"):
+            self._batch = shared = self._pipeline.share(images, *rest, form=form, usual=self._usual)
+        check_forms(shared)
+        return seen(shared, None, self._device, none=not self._sees_batch)
+
+    def begin_epoch(self) -> None:
+        """Look anew which parameters are trained, and whether the loss is what the stages make of it."""
+        self._loss_checked = False
+        self._pipeline.refresh()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """The steps inside are followed by others before the optimizer's: replicas keep their gradients."""
+        self._accumulates = True
+        try:
+            yield
+        finally:
+            self._accumulates = False
+
+    def train(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run ``training_step`` for the loaded batch.
+
+        Args:
+            args: What the trainer calls it with.
+            kwargs: Likewise, by name.
+
+        Returns:
+            What it returns, with a loss whose backward brings the gradients.
+        """
+        pipeline = self._pipeline
+        batch = self._take_batch()
+        if not self._loss_checked:
+            warn_of_small_microbatches(self._divided.network, batch.split)
+        scaler = getattr(self._plugin, "scaler", None)
+        # Left on the device: reading a number there would wait for all that was computed.
+        scale = 1.0 if scaler is None else scaler.scale(torch.ones((), device=self._device))
+        with self._plugin.train_step_context():
+            assert self._loss is not None
+            batch, draws = self._inputs.compute(batch, "training_step", args, kwargs)
+            if isinstance(self._loss, StepLoss):
+                self._loss.called_with(args, kwargs, draws)
+                self._loss.thorough = not self._loss_checked
+            gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates, gather=True)
+            if scaler is not None:
+                self.overflow.share(gradients, self._accumulates)
+            output = self._call("training_step", batch, self._gather(batch, local), args, kwargs, draws)
+        loss = loss_of(self._divided.module, output)
+        self._check_loss(loss)
+        loss = hand_over(loss, gradients, scale, pipeline.parameters)
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    def evaluate(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a step that trains nothing for the loaded batch.
+
+        Args:
+            step: Its name.
+            args: What the trainer calls it with.
+            kwargs: Likewise, by name.
+        """
+        batch, draws = self._inputs.compute(self._take_batch(), step, args, kwargs)
+        outputs = self._gather(batch, self._pipeline.evaluate(batch))
+        return self._call(step, batch, outputs, args, kwargs, draws)
+
+    @property
+    def _usual(self) -> int | None:
+        """Samples of a replica's usual batch, where batch normalisation trains on the microbatches."""
+        trainer: Any = self._divided.module.trainer
+        return getattr(trainer.train_dataloader, "usual", None) if trainer.training else None
+
+    @property
+    def _sees_batch(self) -> bool:
+        # Predictions are collected from all ranks: each row may be there once only.
+        trainer: Any = self._divided.module.trainer
+        return not trainer.predicting or trainer.is_global_zero
+
+    def _take_batch(self) -> Batch:
+        if self._batch is None:
+            raise ConfigurationError(
+                "a step takes a dataloader_iter: with strategy hybrid_pipeline it must take the batch, as in "
+                "training_step(self, batch, batch_idx)"
+            )
+        self._pipeline.module.training = self._divided.stand_in.training
+        batch, self._batch = self._batch, None
+        return batch
+
+    def _gather(self, batch: Batch, outputs: dict[int, Any]) -> Any:
+        with self._announce("gather_outputs"):
+            return self._pipeline.gather(batch, outputs)
+
+    def _call(
+        self,
+        step: str,
+        batch: Batch,
+        outputs: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        draws: Draws | None,
+    ) -> Any:
+        """The user's step for the whole batch, on every rank; it draws the same random numbers on all."""
+        if not self._sees_batch:
+            outputs = tree_map(lambda leaf: leaf[:0] if isinstance(leaf, Tensor) else leaf, outputs)
+        stand_in, run = self._divided.stand_in, getattr(self._divided.module, step)
+        computed = shapes_of_inputs(batch) if form_of(batch).computes else None
+        if draws is None:
+            stand_in.put(outputs, computed)
+            return run(*args, **kwargs)
+        # On the first stage they go on from there, as on one device; elsewhere from where they were.
+        after = RandomNumbers(self._device)
+        first = self._pipeline.place.stage == 0
+        at_call = after if first else draws.at_call
+        stand_in.put(outputs, computed, lambda: at_call.restore(self._device))
+        draws.start.restore(self._device)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            if not first:
+                after.restore(self._device)
+
+    def _check_loss(self, loss: Tensor) -> None:
+        """In an epoch's first step, compare what training_step returned with what the last stage has trained."""
+        if self._loss_checked:
+            return
+        self._loss_checked = True
+        with self._announce("gather_outputs"):
+            trained = self._pipeline.mean_loss()
+        check_loss(loss.detach(), trained, isinstance(self._loss, MeanLoss))

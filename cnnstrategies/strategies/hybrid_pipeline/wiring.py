@@ -1,0 +1,163 @@
+"""From which parts of a batch a step makes what it gives the network, and how."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.tracing import network_inputs
+from cnnstrategies.strategies.hybrid_pipeline.batches import count_samples, first_rows, flatten
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
+from cnnstrategies.strategies.hybrid_pipeline.random_numbers import RandomNumbers
+from cnnstrategies.strategies.hybrid_pipeline.shadow import same_random_numbers
+
+_SAME = 1e-4  # How far rows may be apart that were computed with others beside them, in parts of the greatest.
+_ELSEWHERE = "do it in on_after_batch_transfer, which runs where the images are and sees the targets, too"
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a step comes to the network's inputs.
+
+    Attributes:
+        inputs: The batch's leaves that it gives the network, in the order of the network's arguments; or from which it
+            computes what it gives.
+        computes: Whether it computes.
+        draws: Whether it draws random numbers on the way.
+    """
+
+    inputs: tuple[int, ...]
+    computes: bool = False
+    draws: bool = False
+
+
+def find_wiring(
+    module: LightningModule,
+    path: str,
+    network: nn.Module,
+    step: str,
+    batch: Any,
+    dataloader: int,
+    device: torch.device,
+    replicas: int = 1,
+) -> Wiring:
+    """Find it by running the step up to the call: once as it is, and with a stand-in for each tensor in turn.
+
+    Where that does not tell, the network gets the first tensors of the batch; if the step does something else, it says
+    so when it runs.
+
+    Args:
+        module: The module.
+        path: The path of its network.
+        network: The whole network.
+        step: Name of the step.
+        batch: A batch of this replica of the first stage.
+        dataloader: Which of several loaders it is from.
+        device: Where it is.
+        replicas: Replicas of the first stage, each with its part of the global batch.
+
+    Raises:
+        ConfigurationError: There are not as many tensors as the network takes, or what the step computes with a part
+            of the batch is not that part of what it computes with all.
+    """
+    leaves, tree = flatten(batch)
+    samples = count_samples(batch)
+    tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim]
+    names = network_inputs(network)
+    run = partial(_run, module, path, network, step, tree=tree, dataloader=dataloader, device=device)
+    given, draws = run(leaves)
+    as_loaded: list[set[int]] = [set() for _ in names]
+    sources: set[int] = set()
+    for index in tensors if given is not None else []:
+        leaf = leaves[index]
+        if len(leaf) == samples:
+            stand_in = ImagesElsewhere.like(samples, leaf.shape[1:], leaf.dtype, leaf.device, index, computes=True)
+            found, _ = run([stand_in if other == index else one for other, one in enumerate(leaves)])
+            for number, value in enumerate(found or []):
+                if isinstance(value, ImagesElsewhere):
+                    sources.add(index)
+                    if value.is_as_loaded:
+                        as_loaded[number].add(index)
+    if all(len(found) == 1 for found in as_loaded) and not draws:
+        return Wiring(tuple(index for found in as_loaded for index in found))
+    if given is None or not sources:
+        if len(tensors) < len(names):
+            raise ConfigurationError(
+                f"a batch is a {_described(batch)}, and the network takes {' and '.join(names)}: strategy "
+                "hybrid_pipeline takes batches of tensors with one row per sample, in tuples, lists or dicts"
+            )
+        return Wiring(tuple(tensors[: len(names)]))
+    _check(f"{type(module).__name__}.{step}", given, draws, samples, replicas)
+    if replicas > 1 and samples > 1:
+        half, _ = run(flatten(first_rows(batch, samples // 2))[0])
+        if half is None or any(_differ(one[: samples // 2], other) for one, other in zip(given, half, strict=True)):
+            raise ConfigurationError(
+                f"what {type(module).__name__}.{step} gives the network for a sample depends on the other samples of "
+                f"the batch, of which each of the {replicas} replicas of the first stage has a part: {_ELSEWHERE}, or "
+                "give the first stage one replica"
+            )
+    return Wiring(tuple(sorted(sources)), computes=True, draws=draws)
+
+
+def _run(
+    module: LightningModule,
+    path: str,
+    network: nn.Module,
+    step: str,
+    leaves: Sequence[Any],
+    tree: Any,
+    dataloader: int,
+    device: torch.device,
+) -> tuple[list[Any] | None, bool]:
+    """What the network is given, and whether random numbers were drawn for it; the batch stays as it is."""
+    copies = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    with same_random_numbers(device):
+        before = RandomNumbers(device)
+        arguments = arguments_of(module, step, tree_unflatten(copies, tree), 0, dataloader)
+        given = given_to_network(module, path, network, step, arguments)
+        return given, RandomNumbers(device) != before
+
+
+def _check(name: str, given: Sequence[Any], draws: bool, samples: int, replicas: int) -> None:
+    """Refuse what the stages cannot take.
+
+    Raises:
+        ConfigurationError: It is no tensor, has other rows than the batch, or is drawn by each replica for itself.
+    """
+    for value in given:
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
+            raise ConfigurationError(
+                f"{name} gives the network {_form(value)} for a batch of {samples} samples: cut into stages, it takes "
+                "tensors with one row for each sample (several views of an image are several inputs of the network)"
+            )
+    if draws and replicas > 1:
+        raise ConfigurationError(
+            f"{name} draws random numbers before it calls the network: the first stage has {replicas} replicas, which "
+            f"would draw other ones than the steps of the other ranks; {_ELSEWHERE}, or give the first stage one "
+            "replica"
+        )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if one.shape != other.shape:
+        return True
+    if not one.is_floating_point():
+        return not torch.equal(one, other)
+    return bool((one - other).abs().max() > _SAME * one.abs().max()) if one.numel() else False
+
+
+def _form(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _described(batch: Any) -> str:
+    leaves, _ = flatten(batch)
+    kinds = [f"Tensor{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+    return f"{type(batch).__name__} of {', '.join(kinds)}"

@@ -1,0 +1,324 @@
+"""Images in shards: what is packed is what is read, interrupted or not, and what is wrong is said."""
+
+import dataclasses
+import errno
+import itertools
+import json
+import math
+import os
+import pickle
+import random
+import tarfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import DoublePrecision
+from PIL import Image
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.cli import main
+from cnnstrategies.data import ShardedImageDataModule, SyntheticDataModule
+from cnnstrategies.data.decoding import decode
+from cnnstrategies.data.shards import shard_file
+from cnnstrategies.data.shards.contents import contents_of
+from cnnstrategies.data.shards.crops import random_crops
+from cnnstrategies.data.shards.decoders import find_decoder
+from cnnstrategies.data.shards.index import INDEX, SAMPLES, read_index
+from cnnstrategies.data.shards.jpeg import cut, read_header
+from cnnstrategies.data.shards.packing import pack
+from cnnstrategies.data.shards.shard_file import Options
+
+pytestmark = pytest.mark.light
+AS_THEY_ARE = Options(None, None, 6000)
+SHRUNK = Options(32, 90, 6000)
+
+
+def picture(seed, width, height):
+    noise = np.random.default_rng(seed).integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def make_folder(root="images", count=14):
+    """A class for each image, so that a target names its image; all kinds of files."""
+    for number in range(count):
+        folder = Path(root, "train", f"c{number:02}")
+        folder.mkdir(parents=True)
+        image, path = picture(number, 90 + number, 70), folder / "one.jpg"
+        if number % 7 == 1:
+            image.save(path, "PNG")
+        elif number % 7 == 2:
+            image.convert("L").save(path)
+        elif number % 7 == 3:
+            image.save(path, progressive=True)
+        elif number % 7 == 4:
+            exif = Image.Exif()
+            exif[0x0112] = 6
+            image.save(path, exif=exif)
+        else:
+            image.save(path, quality=90)
+    return contents_of(f"./{root}", {})
+
+
+@pytest.fixture
+def packed():
+    return pack(make_folder(), Path("shards"), AS_THEY_ARE, workers=2)
+
+
+def module(ranks=1, rank=0, **options):
+    result = ShardedImageDataModule(
+        Path("shards"), image_size=24, **{"batch_size": 4, "num_workers": 0, "val_split": 1 / 7, **options}
+    )
+    result._sharding = lambda: (ranks, rank)
+    result.setup("fit")
+    return result
+
+
+def test_shards_are_what_was_packed_and_any_image_is_one_read(packed, monkeypatch):
+    members = {}
+    for shard in packed.parts["train"].shards:
+        with tarfile.open(f"shards/{shard.file}") as file:
+            names = file.getnames()
+            # WebDataset's rule: neighbours with the same name up to the first dot are a sample.
+            assert [name.split(".")[0] for name in names[::2]] == [name.split(".")[0] for name in names[1::2]]
+            members |= {name: file.extractfile(name).read() for name in names}
+    assert len(packed.parts["train"].shards) > 2
+    source = module(val_split=0.1).train_source
+    reads = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: reads.append(args) or pread(*args))
+    for number in range(len(source)):
+        name = source.name(number)
+        original = Path("images", name).read_bytes()
+        assert source.read(number) == original
+        target = int(source.targets[number])
+        assert f"c{target:02}" in name
+        assert members[f"{target:09}.cls"] == str(target).encode()
+        assert original in (members.get(f"{target:09}.jpg"), members.get(f"{target:09}.png"))
+        assert decode(Path("images", name)).shape[1:] == tuple(source.columns[n][number] for n in ("height", "width"))
+    assert len(reads) == len(source), "one pread for each image"
+    pickle.loads(pickle.dumps(source)).fetch([0, 1])
+
+
+@pytest.mark.parametrize("options", [AS_THEY_ARE, SHRUNK])
+def test_a_crop_is_that_of_the_whole_image(options):
+    """To the pixel, although little more than the crop is decoded."""
+    pack(make_folder(), Path("shards"), options, workers=1)
+    source = module(val_split=0.1).train_source
+    draw, shorter = random.Random(0), 0
+    decoder = find_decoder("pillow")
+    for number in range(len(source)):
+        data = source.read(number)
+        header = read_header(data)
+        assert source.columns["plain"][number] <= (header is not None)
+        if header is None or not source.columns["plain"][number]:
+            assert options is AS_THEY_ARE
+            continue
+        Path("x.jpg").write_bytes(data)
+        whole = decode(Path("x.jpg")).permute(1, 2, 0)
+        for _ in range(8):
+            left, top = draw.randrange(header.width - 1), draw.randrange(header.height - 1)
+            right, bottom = draw.randint(left + 1, header.width), draw.randint(top + 1, header.height)
+            shown = cut(data, header, left, top, right, bottom)
+            part = decoder(shown, 1)
+            shorter += part.numel() < whole.numel()
+            found = part[top - shown.top : bottom - shown.top, left - shown.left : right - shown.left]
+            assert torch.equal(found, whole[top:bottom, left:right])
+    assert shorter > 20
+
+
+def test_a_large_crop_is_decoded_at_a_fraction_of_its_size_and_looks_the_same(packed, monkeypatch):
+    loaded = module(augment=False)
+    scales, decode_whole = [], loaded.train_source._decode
+    loaded.train_source._decode = lambda jpeg, scale: scales.append(scale) or decode_whole(jpeg, scale)
+    few, _ = loaded.train_source.fetch(list(range(12)))
+    assert set(scales) == {2}, "crops of 61 for images of 24"
+    monkeypatch.setattr("cnnstrategies.data.shards.source.SCALES", ())
+    all_of_it, _ = loaded.train_source.fetch(list(range(12)))
+    difference = (few.float() - all_of_it.float()).abs()
+    assert 0 < difference.mean() < 8
+
+
+def test_batch_k_is_the_same_for_any_number_of_processes_and_workers_and_every_image_comes_once(packed):
+    for block in (None, 2):
+        expected = None
+        for ranks, workers in ((1, 0), (2, 0), (4, 0), (1, 2)):
+            modules = [module(ranks=ranks, rank=rank, batch_size=4 // ranks, shuffle_block=block, num_workers=workers)
+                       for rank in range(ranks)]  # fmt: skip
+            batches = [[t.tolist() for _, t in each.train_dataloader()] for each in modules]
+            together = [sorted(itertools.chain(*same)) for same in zip(*batches, strict=True)]
+            expected = expected or together
+            assert together == expected
+        assert sorted(itertools.chain(*expected)) == sorted(modules[0].train_source.targets.tolist())
+        assert len(set(modules[0].train_source.targets.tolist())) == 12
+        images = [image for image, _ in module(shuffle_block=block, num_workers=0).train_dataloader()]
+        resumed = module(shuffle_block=block).train_dataloader()
+        resumed.load_state_dict({"epoch": 0, "served": 2, **resumed.sampler.identity()})
+        for before, after in zip(images[2:], resumed, strict=True):
+            assert torch.equal(before, after[0])
+
+
+def test_with_a_block_shuffle_storage_is_asked_for_each_block_once_and_as_a_whole(packed, monkeypatch):
+    loaded, asked = module(shuffle_block=3), []
+    source = loaded.train_source
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args))
+    for _ in loaded.train_dataloader():
+        pass
+    shards = {file: shard for shard, file in source._files.items()}
+    covered = [
+        {
+            number
+            for number in range(len(source))
+            if source.columns["shard"][number] == shards[file]
+            and start <= source.columns["offset"][number] < (start + count if count else math.inf)
+        }
+        for file, start, count, _ in asked
+    ]
+    assert sorted(itertools.chain(*covered)) == list(range(12)), "each once"
+    for numbers in covered:
+        assert len({number // 3 for number in numbers}) <= 1, "of one block, or none of this source's"
+
+
+def test_bytes_go_to_the_device_and_are_normalised_there_to_the_same(packed):
+    plain, late = module(), module(normalise_on_device=True)
+    assert next(iter(late.train_dataloader()))[0].dtype == torch.float32, "without a trainer nobody would do it"
+    late.trainer = SimpleNamespace(accelerator=CPUAccelerator(), precision_plugin=DoublePrecision())
+    for (images, targets), batch in zip(plain.train_dataloader(), late.train_dataloader(), strict=True):
+        assert batch[0].dtype == torch.uint8
+        moved, moved_targets = late.transfer_batch_to_device(list(batch), torch.device("cpu"), 0)
+        assert torch.equal(moved, images.double()), "of the type that the trainer's precision asks for"
+        assert moved.is_contiguous()
+        assert torch.equal(moved_targets, targets)
+
+
+def test_an_interrupted_pack_leaves_nothing_under_the_name_and_goes_on(monkeypatch):
+    contents = make_folder()
+    whole = pack(contents, Path("whole"), AS_THEY_ARE, workers=1)
+    encode, calls = shard_file.encode, []
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return encode(*args)
+
+    monkeypatch.setattr(shard_file, "encode", fails)
+    with pytest.raises(ConfigurationError, match=r"no space for shards.unfinished .*make room and run the same"):
+        pack(contents, Path("shards"), AS_THEY_ARE, workers=1)
+    assert not Path("shards").exists()
+    kept = sorted(path.name for path in Path("shards.unfinished").glob("*.tar"))
+    assert 0 < len(kept) < len(whole.parts["train"].shards)
+    assert not [path for path in Path("shards.unfinished").iterdir() if path.name.startswith(".")]
+    with pytest.raises(ConfigurationError, match=r"no index.json in .*shards; .*shards.unfinished is not finished"):
+        module()
+    with pytest.raises(ConfigurationError, match="begun with another quality: remove it"):
+        pack(contents, Path("shards"), dataclasses.replace(AS_THEY_ARE, quality=50), workers=1)
+    Path("shards.unfinished/.train-000099.tar.1").write_bytes(b"of a process that was killed")
+    done = pack(contents, Path("shards"), AS_THEY_ARE, workers=1)
+    assert len(calls) == 9 + 14 - sum(shard.images for shard in whole.parts["train"].shards if shard.file in kept)
+    assert done.parts["train"].shards == whole.parts["train"].shards
+    assert sorted(path.name for path in Path("shards").iterdir()) == sorted(os.listdir("whole"))
+    assert not Path("shards.unfinished").exists()
+    few = dataclasses.replace(contents, class_names=contents.class_names[:5])
+    with pytest.raises(ConfigurationError, match="train has an image of class 13, and there are 5 classes"):
+        pack(few, Path("few"), AS_THEY_ARE, workers=1)
+    with pytest.raises(ConfigurationError, match="shards is there already"):
+        pack(contents, Path("shards"), AS_THEY_ARE, workers=1)
+
+
+def test_the_command_lists_damaged_images_and_checks_shards(capsys):
+    make_folder()
+    Path("images/train/c00/two.jpg").write_bytes(Path("images/train/c00/one.jpg").read_bytes()[:400])
+    main(["pack", "images/", "shards", "--size", "32"])
+    said = capsys.readouterr().out
+    assert "left out, damaged: train/c00/two.jpg: " in said
+    assert "14 images for train in 1 shards" in said
+    main(["pack", "--check", "shards"])
+    assert "every checksum is right" in capsys.readouterr().out
+    shard = Path("shards/train-000000.tar")
+    content = bytearray(shard.read_bytes())
+    content[700] ^= 1
+    shard.write_bytes(content)
+    for words, message in (
+        (["--check", "shards"], "train-000000.tar is damaged, its checksum"),
+        (["Nothing", "out"], "no folder 'Nothing', and no data module of this name; there are CIFAR10DataModule"),
+        (["images/", "out", "--quality", "99"], "--quality 99 is outside 1 to 95"),
+        (["DigitsDataModule", "out", "--init_args", "{nope: 1}"], "cannot be made with --init_args {'nope': 1}"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(["pack", *words])
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_a_data_module_is_packed_without_loss():
+    options = {"num_samples": 100, "num_classes": 3, "image_size": 8, "channels": 1}
+    pack(contents_of("SyntheticDataModule", options), Path("shards"), Options(None, None, 10**6), workers=2)
+    original = SyntheticDataModule(**options)
+    original.setup("fit")
+    packed = ShardedImageDataModule(Path("shards"), image_size=8, resize=8, num_workers=0, augment=False)
+    packed.setup("fit")
+    images, targets = original.val_source.fetch(list(range(10)))
+    found, found_targets = packed.val_source.fetch(list(range(10)))
+    assert torch.equal(found, images.expand(-1, 3, -1, -1))
+    assert torch.equal(found_targets, targets)
+    assert len(packed.train_source) == len(original.train_source)
+
+
+def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
+    shard, others = Path("shards/train-000001.tar"), Path("others/train-000001.tar")
+    pack(make_folder("more", 15), Path("others"), SHRUNK, workers=1)
+    intact = {path: path.read_bytes() for path in (shard, Path("shards", INDEX), Path("shards", SAMPLES))}
+    described = json.loads(intact[Path("shards", INDEX)])
+
+    def refused(path, content, message, read=False):
+        path.write_bytes(content)
+        with pytest.raises(ConfigurationError, match=message):
+            for _ in module(val_split=0.1).train_dataloader() if read else [module()]:
+                pass
+        path.write_bytes(intact[path])
+
+    index, samples = Path("shards", INDEX), Path("shards", SAMPLES)
+    size = len(intact[shard])
+    refused(shard, intact[shard][:-600], rf"000001.tar is truncated: it has {size - 600} bytes of {size}; copy it")
+    refused(shard, intact[shard] + b"0", "it is an index of other shards; copy all files")
+    foreign = (others.read_bytes() * 9)[:size]
+    refused(shard, foreign, "not of the packing that index.json describes: it is an index of other shards", read=True)
+    broken = bytearray(intact[shard])
+    for number in range(len(packed.parts["train"])):
+        if packed.parts["train"].columns["shard"][number] == 1:
+            start = int(packed.parts["train"].columns["offset"][number])
+            broken[start : start + 200] = bytes(200)
+    refused(shard, broken, r"broken image train/c\d\d/one.jpg in shards/train-000001.tar \(.*--check shards", read=True)
+    refused(samples, intact[samples][:-1], "samples.npz is not the one that index.json was written with: copy both")
+    refused(index, b"{", "index.json is damaged")
+    refused(index, json.dumps(described | {"version": 9}).encode(), "has version 9, and this cnnstrategies reads 1")
+    fewer = json.dumps(described | {"class_names": described["class_names"][:5]}).encode()
+    refused(index, fewer, r"an image of class 13, and there are 5 classes \(0 to 4\)")
+    shard.unlink()
+    with pytest.raises(ConfigurationError, match=r"no shard shards/train-000001.tar, which index.json names: copy it"):
+        read_index(Path("shards"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="decoder=torchcodec is not installed: pip install torchcodec, or use"):
+        find_decoder("torchcodec")
+
+
+# The mean width and height of 200,000 of torchvision's RandomResizedCrop for 500 x 375.
+TORCHVISION = (281.9, 270.3)
+
+
+def test_crops_are_drawn_as_torchvision_draws_them():
+    torch.manual_seed(0)
+    count = 20000
+    crops = random_crops(np.full(count, 500), np.full(count, 375))
+    widths, heights = (np.array([getattr(crop, name) for crop in crops]) for name in ("width", "height"))
+    assert all(crop.left + crop.width <= 500 and crop.top + crop.height <= 375 for crop in crops)
+    assert widths.mean() == pytest.approx(TORCHVISION[0], rel=0.01)
+    assert heights.mean() == pytest.approx(TORCHVISION[1], rel=0.01)
+    assert np.mean([crop.mirrored for crop in crops]) == pytest.approx(0.5, abs=0.02)
+    narrow = random_crops(np.array([10]), np.array([100]))[0]
+    assert (narrow.width, narrow.height, narrow.top) == (10, 13, 43)

@@ -1,0 +1,93 @@
+"""Random networks, links and requests, small enough that all layouts can be tried."""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.cluster import Cluster, Host
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request
+
+MOST_NODES = 6  # on machines with several devices, where there are more layouts
+
+
+def random_costs(rng: random.Random) -> GraphCosts:
+    """A chain of 5 to 9 nodes with up to two skips, times over two and sizes over three orders of magnitude."""
+    size = rng.randrange(5, 10)
+    nodes = []
+    for index in range(size):
+        forward = rng.choice([1e-4, 1e-3, 3e-3, 1e-2]) * rng.uniform(0.5, 1.5)
+        parameters = int(rng.choice([0, 1e4, 1e6, 2e7]) * rng.random())
+        nodes.append(NodeCost(f"n{index}", forward, forward * rng.uniform(1, 3), parameters, int(1e6 * rng.random())))
+    values = []
+    for index in range(size - 1):
+        sent = int(rng.choice([1e3, 1e5, 1e6]) * rng.random())
+        values.append(Value(index, (index + 1,), sent, sent))
+    for _ in range(rng.randrange(3)):
+        start = rng.randrange(size - 2)
+        sent = int(1e5 * rng.random())
+        values.append(Value(start, (rng.randrange(start + 2, size),), sent, sent))
+    return GraphCosts(tuple(nodes), tuple(values), tuple(range(1, size)), microbatch_size=1, input_bytes=1000)
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for bars in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(right - left for left, right in itertools.pairwise((0, *bars, total)))
+
+
+def all_layouts(costs: GraphCosts, request: Request) -> Iterator[Layout]:
+    free = request.stages is None and request.replicas is None
+    for devices in range(1, request.devices + 1) if free else [request.devices]:
+        for count in [request.stages] if request.stages else range(1, devices + 1):
+            for replicas in [request.replicas] if request.replicas else compositions(devices, count):
+                if max(replicas) <= request.microbatches:
+                    for cuts in itertools.combinations(costs.cut_positions, len(replicas) - 1):
+                        yield Layout(cuts, replicas)
+
+
+def random_request(rng: random.Random) -> Request:
+    devices, microbatches = rng.choice([2, 3, 4]), rng.choice([2, 4, 6, 8])
+    schedule = rng.choice(["gpipe", "1f1b"])
+    kind = rng.choice(["free", "stages", "replicas"])
+    stages = rng.randrange(1, devices + 1)
+    if kind == "free" or stages * microbatches < devices:
+        return Request(devices, microbatches, schedule)
+    if kind == "stages":
+        return Request(devices, microbatches, schedule, stages=stages)
+    possible = [parts for parts in compositions(devices, stages) if max(parts) <= microbatches]
+    return Request(devices, microbatches, schedule, replicas=rng.choice(possible))
+
+
+def random_link(rng: random.Random) -> Link:
+    return Link(bandwidth=rng.choice([1e7, 1e8, 1e9, 1e10]), latency=rng.choice([0, 1e-4, 1e-3]))
+
+
+def random_question(rng: random.Random) -> Predictor:
+    """Up to four devices, the same link between any two."""
+    costs, link, request = random_costs(rng), random_link(rng), random_request(rng)
+    return Predictor(costs, link, request)
+
+
+def random_question_on_machines(rng: random.Random) -> Predictor:
+    """Two machines of four devices, of which the first may be half as fast."""
+    costs = random_costs(rng)
+    while len(costs.nodes) > MOST_NODES:
+        costs = random_costs(rng)
+    inside = Link(1e10, 1e-5)
+    first = Host(4, random_link(rng), inside, speed=rng.choice([0.5, 1.0, 1.0]))
+    cluster = Cluster((first, Host(4, random_link(rng), inside)))
+    return Predictor(costs, cluster, Request(8, rng.choice([8, 12]), rng.choice(["gpipe", "1f1b"])))
+
+
+def excess(predictor: Predictor) -> float:
+    """The predicted time of what the search finds over that of the best of all layouts."""
+    found = predictor.search()
+    assert found is not None
+    own = best = predictor.time(found)
+    bound = predictor.problem(None).bound
+    for layout in all_layouts(predictor.costs, predictor.request):
+        if bound(layout) < best:  # Else it cannot be better: that bounds hold has a test of its own.
+            best = min(best, predictor.time(layout))
+    return own / best

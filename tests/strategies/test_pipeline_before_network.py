@@ -1,0 +1,195 @@
+"""What a step does with the images before it calls the network: the first stage does it, as one device would."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_apart, run_ranks
+from test_pipeline_ways_to_write import Module, both_ways, classifier, refusal
+from torch import Tensor
+from torchvision.transforms import v2
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+
+
+class Normalising(Module):
+    """Normalises, in place and by buffers, and evaluates so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = classifier()
+        self.register_buffer("mean", torch.full((1, 1, 1), 0.3))
+
+    def prepare(self, x: Tensor) -> Tensor:
+        x = (x - self.mean) * 3
+        x[:, :, 0].mul_(2.0)
+        return x.clamp(-4.0, 4.0)[..., 1:]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.model(self.prepare(x)), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self.model(self.prepare(x)), y), batch_size=len(x))
+
+
+class Bytes(Normalising):
+    """Images as they are stored, and a step that is another one in each batch and epoch."""
+
+    kind = "images"
+    epochs = 2
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.strength = 1.0 + batch_idx
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch * 50).to(torch.uint8)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x.double() / 255 * getattr(self, "strength", 1.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.model(self.prepare(batch.flip(3) if self.current_epoch and batch_idx else batch))
+        return F.mse_loss(outputs, torch.ones_like(outputs))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_mean", self.model(self.prepare(batch)).mean(), batch_size=6)
+
+
+class Mixup(Normalising):
+    """Draws from numpy and torch, mixes samples, and their labels in the same way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        np.random.seed(0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        share = float(np.random.beta(0.4, 0.4))
+        order = torch.randperm(len(x))
+        logits = self.model(share * x + (1 - share) * x[order])
+        self.log("share", share)
+        return share * F.cross_entropy(logits, y) + (1 - share) * F.cross_entropy(logits, y[order])
+
+
+class Augmenting(Normalising):
+    """Half of the steps change nothing; what the loss draws afterwards are the numbers that come next."""
+
+    epochs = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flip = v2.Compose([v2.RandomHorizontalFlip(0.5), v2.RandomCrop(6)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        logits = self.model(self.flip(x) + torch.randn_like(x[:, :, :6, :6]) * 0.1)
+        self.log("drawn", torch.rand(()))
+        return F.cross_entropy(logits, y)
+
+
+WAYS = (Normalising, Bytes, Mixup, Augmenting)
+
+
+def test_a_step_that_computes_with_the_images_trains_as_on_one_device() -> None:
+    assert run_ranks(2, both_ways, WAYS, [1, 1], 3)[0] == {}
+
+
+def test_so_do_replicas_of_the_first_stage_each_with_its_images() -> None:
+    assert run_ranks(3, both_ways, (Normalising,), [2, 1], 4)[0] == {}
+    assert run_ranks(3, both_ways, (Mixup,), [1, 2], 4)[0] == {}
+
+
+class Deciding(Normalising):
+    def prepare(self, x: Tensor) -> Tensor:
+        return x / 255 if x.max() > 1 else x
+
+
+class Reading(Normalising):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("brightness", batch[0].mean())
+        return loss
+
+
+class Reconstructing(Normalising):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0] * 2
+        return (self.model(x).mean(1) - x.mean((1, 2, 3))).square().mean()
+
+
+class TwoViews(Normalising):
+    def prepare(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.flip(3)])
+
+
+class Sometimes(Normalising):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.prepare(batch[0])
+        return F.cross_entropy(self.model(x if batch_idx == 0 else x + torch.rand(())), batch[1])
+
+
+REFUSED = (
+    (Deciding, r"computes with the images of the batch \(.*but neither read values from them nor decide by them"),
+    (Reading, r"computes with the images of the batch"),
+    (Reconstructing, "loss that is computed from the images of the batch"),
+    (TwoViews, r"TwoViews.[a-z_]+ gives the network a tensor of shape \(4, 1, 8, 8\) for a batch of 2 samples"),
+    (Sometimes, "draws random numbers before it calls the network in some steps of an epoch, and not in its first"),
+)
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED)
+def test_what_would_need_the_images_elsewhere_is_refused(kind: type[Module], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(run_apart(refusal, kind))
+
+
+class Whitening(Normalising):
+    def prepare(self, x: Tensor) -> Tensor:
+        return (x - x.mean()) / x.std()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Whitening,
+            "depends on the other samples of the batch, of which each of the 2 replicas of the first stage has",
+        ),
+        (Mixup, "draws random numbers before it calls the network: the first stage has 2 replicas"),
+    ],
+)
+def test_replicas_that_would_compute_something_else_are_refused(kind: type[Module], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(run_apart(refusal, kind, [2, 1]))
+
+
+@pytest.mark.light
+def test_a_stand_in_gives_no_values_and_changes_nothing_that_has_some() -> None:
+    images = ImagesElsewhere.like(4, (1, 3, 3), torch.float32, torch.device("cpu"), computes=True)
+    changed = images.clone()
+    changed[:, :, 0].sub_(1.0)
+    assert images.is_as_loaded
+    assert not changed.is_as_loaded, "a view of it was changed"
+    assert [tuple(one.shape) for one in (images.mean((2, 3)), images @ images, *images.chunk(2))] == [
+        (4, 1), (4, 1, 3, 3), (2, 1, 3, 3), (2, 1, 3, 3),
+    ]  # fmt: skip
+    total = torch.zeros(4, 1, 3, 3)
+    for use in (
+        lambda: total.add_(images),
+        lambda: torch.add(total, images, out=total),
+        lambda: images.mean().item(),
+        lambda: bool(images.max() > 1),
+        lambda: images[images > 0],
+        lambda: images.numpy(),
+        lambda: images.tolist(),
+        lambda: images.data,
+        lambda: float(images.sum()),
+    ):
+        with pytest.raises(ConfigurationError, match="computes with the images"):
+            use()
+    assert not total.any()
