@@ -86,7 +86,7 @@ class Worker:
             specification.session,
             slices,
             views,
-            lambda server, header: self._role.heard(time.monotonic(), server, header),
+            self._role.heard,
             keys,
             insecure,
         )

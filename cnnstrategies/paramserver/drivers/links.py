@@ -1,5 +1,6 @@
 """A worker's sockets."""
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -29,7 +30,7 @@ class Links:
         session: The run's number.
         slices: All slices.
         views: Tells of the membership.
-        heard: Told of each message when it comes; whether it is to be acted on.
+        heard: Told of the time, server and header of each message when it comes; whether it is to be acted on.
         keys: CURVE keys; None for no encryption.
         insecure: Allow `keys` None with servers on other machines.
     """
@@ -39,7 +40,7 @@ class Links:
         session: int,
         slices: Sequence[Slice],
         views: ViewSource,
-        heard: Callable[[int, Header], bool],
+        heard: Callable[[float, int, Header], bool],
         keys: KeyPair | None,
         insecure: bool,
     ) -> None:
@@ -114,7 +115,7 @@ class Links:
                     header = unpack(received.header, len(received.payload), self._session, self._bounds)
                 except InvalidMessageError:
                     continue
-                if self._heard(server, header):
+                if self._heard(time.monotonic(), server, header):
                     self._arrived.append((server, header, received.payload))
 
     def close(self) -> None:

@@ -238,13 +238,16 @@ class ServerService:
             return
         if header.sender >= SERVER and header.incarnation > self.role.view.number:
             self._follow(self._views.current())
-        self._act(self.role.on_message(time.monotonic(), received.route, received.user, header, received.payload))
+        effects = self.role.on_message(time.monotonic(), received.route, received.user, header, received.payload)
+        if effects:
+            self._act(effects)
 
     def _act(self, effects: Effects) -> None:
         for effect in effects:
             if isinstance(effect, Parcel):
-                bundle = self._bundles.get(effect.to) or self._bundle_for(effect.to)
-                bundle.send(effect.header, effect.payload, effect.wait)
+                to, header, payload, wait = effect
+                bundle = self._bundles.get(to) or self._bundle_for(to)
+                bundle.send(header, payload, wait)
             elif isinstance(effect, Save):
                 _LOG.info("server %d writes a snapshot after %d updates", self.role.id, self.role.mode.finished)
                 self._snapshots.begin(effect.contents)

@@ -35,6 +35,8 @@ class Outbox:
 
     def take(self) -> Effects:
         """What is to be done now; it is not kept."""
+        if not self.effects:
+            return []
         effects, self.effects = self.effects, []
         return effects
 

@@ -63,8 +63,9 @@ def main() -> None:
             worked = time.process_time() - started
             rate = f"{events / worked:,.0f} events and {done / worked:,.1f} seeds per second of processor time"
             print(f"\r{done:,} of {arguments.seeds:,} seeds, {rate}", end="", flush=True)
+    print()
     for plane, injected in counts.items():
-        print(f"\ninjected, {plane} plane: " + ", ".join(f"{kind} {n:,}" for kind, n in sorted(injected.items())))
+        print(f"injected, {plane} plane: " + ", ".join(f"{kind} {n:,}" for kind, n in sorted(injected.items())))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.effects import Parcel
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
-from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Header, InvalidMessageError, Kind, pack_json
+from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Header, Kind, pack_json
 from cnnstrategies.paramserver.specification import Specification
 
 _ANSWERS = (Kind.PULLED, Kind.STATE_IS)
@@ -125,18 +125,15 @@ class Connections:
         parcels, self.parcels = self.parcels, []
         return parcels
 
-    def heard(self, now: float, server: int, header: Header) -> None:
-        """Note that a message has come.
-
-        Raises:
-            InvalidMessageError: It is not to be acted on.
-        """
+    def heard(self, now: float, server: int, header: Header) -> bool:
+        """Note that a message has come; whether it is to be acted on."""
         if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
-            raise InvalidMessageError("a replay")
+            return False
         self._last[server] = header.sequence
         self._heard[server] = now
         if header.kind in _ANSWERS:
             self._probed[server] = now
+        return True
 
     # Who is alive
 

@@ -7,12 +7,10 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.counters import Counters
-from cnnstrategies.paramserver.effects import Parcel
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
     Encoding,
     Header,
-    InvalidMessageError,
     Kind,
     pack_keys,
     unpack_json,
@@ -62,7 +60,9 @@ class WorkerRole:
     Attributes:
         step: Number of the step that is or will be worked on next.
         counters: What was sent and received.
-        view: The view that it follows.
+        heard: To be called with the time, the server and the header of each message that comes; whether it is to be
+            handed over when its turn comes.
+        take: Gives what is to be sent, once.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class WorkerRole:
         self._slices = slices
         self._arrived = arrived
         self._connections = Connections(specification, id, incarnation)
+        self.heard = self._connections.heard
+        self.take = self._connections.take
         self._placement = Placement(slices)
         self._outgoing = Outgoing(specification, slices, self._connections, self._placement, self.counters)
         self._pulls = Pulls(slices, parameters, self._connections, self._placement)
@@ -103,10 +105,6 @@ class WorkerRole:
     def view(self) -> View:
         """The view that it follows."""
         return self._connections.view
-
-    def take(self) -> list[Parcel]:
-        """What is to be sent; it is not kept."""
-        return self._connections.take()
 
     # Procedures
 
@@ -222,14 +220,6 @@ class WorkerRole:
         """
         if self._connections.follow(now, view):
             self._place()
-
-    def heard(self, now: float, server: int, header: Header) -> bool:
-        """Whether a message that has come is to be handed over, when its turn comes."""
-        try:
-            self._connections.heard(now, server, header)
-        except InvalidMessageError:
-            return False
-        return True
 
     def on_message(self, server: int, header: Header, payload: memoryview) -> None:
         """Act on a message.
