@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,18 @@ RATES = (100, 300, 1000)  # Mbit/s
 STRATEGIES = ("ddp", "ddp_bf16", "hybrid", "parameter_server")
 CALIBRATED = "VGG-11"
 ROUNDS = 3
+
+
+LIMITS = """\
+What limits it: on a CPU the exchange takes processor time from the same quota as the network's layers. torch's gloo,
+the pipeline's engine and a server's messages take some milliseconds of a step whatever the network, which is nothing
+beside VGG-11's 0.4 s and a fifth of ResNet-20's; the profile does not see them, and VGG-11 cannot tell them from a
+slower device. Predictions of small networks over a quick link are too low for all strategies, most for the hybrid,
+which works on six microbatches; so the order is better than the times. Tried, and kept: the connection of a machine
+priced once for its workers and its server (a parameter server's error for ResNet-20 at 100 Mbit/s: from -36 to -4 %
+in a first run), a price for each of a server's messages, links whose limit small messages notice too (before, a token
+bucket let 256 KB through at once, and the hybrid at 100 Mbit/s was 30 % quicker than predicted). VGG-11 was measured
+before that last change and beside other work, so its speed of 1.1 is probably too high for the others."""
 
 
 class Hosts:
@@ -140,11 +152,13 @@ class Numbers:
         efficiency: Of the links.
         speed: Of the devices, as a multiple of the profile's.
         server: Bytes of gradients per second that a server adds up and applies.
+        message: Seconds that each message of it costs.
     """
 
     efficiency: float = 1.0
     speed: float = 1.0
     server: float = 1e9
+    message: float = 5e-5
 
 
 def job(
@@ -157,7 +171,7 @@ def job(
         profile = read_profile(file, SAMPLES // sum(REPLICAS))
     link = Link(rate * 1e6 / 8 * numbers.efficiency, min(found["latency"].values()))
     host = Host(1, link, link, speed=numbers.speed)
-    cluster = Cluster((host,) * sum(REPLICAS), server_rate=numbers.server)
+    cluster = Cluster((host,) * sum(REPLICAS), server_rate=numbers.server, server_message=numbers.message)
     names = [node.name for node in profile.costs.nodes]
     cuts = None if cut is None else (names.index(cut) + 1,)
     return Job(profile, cluster, SAMPLES, microbatches=MICROBATCHES, replicas=REPLICAS, cuts=cuts, run_ahead=run_ahead)
@@ -171,36 +185,40 @@ def chosen(found: dict[str, Any], rate: int) -> tuple[str, bool]:
     return one.predictor.costs.nodes[one.layout.cuts[0] - 1].name, one.predictor.runs_ahead(one.layout)
 
 
-def predicted(found: dict[str, Any], rate: int, numbers: Numbers) -> dict[str, float]:
+def predicted(
+    found: dict[str, Any], rate: int, numbers: Numbers, strategies: Sequence[str] = STRATEGIES
+) -> dict[str, float]:
     """Seconds per step of each strategy."""
     cut, run_ahead = found["cut"][str(rate)]
-    ranking = rank(replace(job(found, rate, numbers, cut, run_ahead), families=STRATEGIES))
+    ranking = rank(replace(job(found, rate, numbers, cut, run_ahead), families=tuple(strategies)))
     return {row.candidate.family: row.prediction.step for row in (*ranking.same, *ranking.changing)}
 
 
 def fitted(found: dict[str, Any]) -> Numbers:
-    """The numbers with the least mean error on a network's points."""
-    best, least = Numbers(), math.inf
-    numbers: Iterator[tuple[float, float, float]] = itertools.product(
-        (0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0),
-        (0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1),
-        (2e7, 3e7, 5e7, 1e8, 2e8, 1e9),
-    )
-    for each in numbers:
-        tried = Numbers(*each)
-        error = statistics.fmean(abs(one) for one in errors(found, tried).values())
-        if error < least:
-            best, least = tried, error
-    return best
+    """The numbers with the least mean error on a network's points; first those that all strategies have."""
+    steps: list[tuple[tuple[str, ...], dict[str, tuple[float, ...]]]] = [
+        (
+            ("ddp", "ddp_bf16", "hybrid"),
+            {"efficiency": (0.75, 0.8, 0.85, 0.9, 0.95, 1.0), "speed": (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1)},
+        ),
+        (("parameter_server",), {"server": (3e7, 5e7, 1e8, 2e8, 1e9), "message": (0.0, 5e-5, 1e-4, 2e-4, 4e-4)}),
+    ]
+    numbers = Numbers()
+    for strategies, values in steps:
+        tried = [
+            replace(numbers, **dict(zip(values, each, strict=True))) for each in itertools.product(*values.values())
+        ]
+        numbers = min(tried, key=lambda one: statistics.fmean(abs(off) for off in errors(found, one, strategies)))
+    return numbers
 
 
-def errors(found: dict[str, Any], numbers: Numbers) -> dict[str, float]:
+def errors(found: dict[str, Any], numbers: Numbers, strategies: Sequence[str]) -> list[float]:
     """Predicted over measured less 1, of each point."""
-    return {
-        f"{strategy} {rate}": step / statistics.median(found["points"][f"{strategy} {rate}"]) - 1
+    return [
+        step / statistics.median(found["points"][f"{strategy} {rate}"]) - 1
         for rate in RATES
-        for strategy, step in predicted(found, rate, numbers).items()
-    }
+        for strategy, step in predicted(found, rate, numbers, strategies).items()
+    ]
 
 
 def main() -> None:
@@ -213,7 +231,8 @@ def main() -> None:
             print(f"skipped: {why}")
             return
     pieces = Pieces(given)
-    if pieces.measure(list(NETWORKS), measured):
+    pieces.measure(list(NETWORKS), measured)
+    if CALIBRATED in pieces.known and len(pieces.known) > 1:
         page(pieces)
 
 
@@ -221,9 +240,11 @@ def page(pieces: Pieces) -> None:
     """Write the page."""
     numbers = fitted(pieces.known[CALIBRATED])
     rows: list[Sequence[str]] = [("network", "Mbit/s", *STRATEGIES, "best measured", "best predicted")]
-    off: dict[str, list[float]] = {title: [] for title in NETWORKS}
+    titles = [title for title in NETWORKS if title in pieces.known]
+    without = "".join(f" {title} is not measured yet." for title in NETWORKS if title not in titles)
+    off: dict[str, list[float]] = {title: [] for title in titles}
     right = 0
-    for title in NETWORKS:
+    for title in titles:
         found = pieces.known[title]
         for rate in RATES:
             made = predicted(found, rate, numbers)
@@ -248,10 +269,12 @@ def page(pieces: Pieces) -> None:
         f"backward and the exchange of gradients for {SAMPLES} images, with the parameter server also the update; the "
         f"hybrid has replicas {list(REPLICAS)} and {MICROBATCHES} microbatches, cut where `plan` says. {QUOTA} cores "
         f"for each host, in periods of 10 ms.\n\nFitted to {CALIBRATED}: efficiency {numbers.efficiency:g}, speed "
-        f"{numbers.speed:g}, a server's {numbers.server / 1e9:g} GB/s; mean absolute error there "
+        f"{numbers.speed:g}, a server's {numbers.server / 1e9:g} GB/s and {numbers.message * 1e6:g} us for a message; "
+        "mean absolute error there "
         f"{statistics.fmean(own):.1%}. **The {len(others)} other points: mean absolute error "
         f"{statistics.fmean(others):.1%} (target 10 %), worst {max(others):.0%} (target 25 %). The best strategy is "
-        f"named in {right} of {len(NETWORKS) * len(RATES)} cells** (target 11; less than 3 % behind counts as best).",
+        f"named in {right} of {len(titles) * len(RATES)} cells** (target 11 of 12; less than 3 % behind counts "
+        f"as best).{without}\n\n{LIMITS}",
         rows,
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 PERIOD = 10_000  # microseconds: short, so that a process is slow rather than stopped for long
+MOST_SHARES = {"cpu.shares": 262_144, "cpu.weight": 10_000}  # before what else the machine does
 
 
 def missing() -> str | None:
@@ -30,6 +31,8 @@ class Group:
         self._old = (ROOT / "cpu").is_dir()
         self.folder = (ROOT / "cpu" if self._old else ROOT) / name
         self.folder.mkdir(exist_ok=True)
+        name = "cpu.shares" if self._old else "cpu.weight"
+        (self.folder / name).write_text(str(MOST_SHARES[name]))
 
     def limit(self, cores: float) -> None:
         """Let its processes use so many cores together."""

@@ -1,92 +1,65 @@
 """What `tune --allow precision` writes against Lightning's defaults, by accuracy on the digits: 5 seeds of each."""
 
+import os
 import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-import yaml
-from bench import HERE, environment, threads
+import torch
+from bench import HERE, threads
+from lightning.pytorch import Trainer, seed_everything
 from pieces import Pieces, parser
 from ranks import report
+from torch import nn
+from tune_networks import resnet_for_digits, vgg_for_digits
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.data import DigitsDataModule
 
 SEEDS = 5
 EPOCHS = 8
-NETWORKS = {"ResNet-20": "tune_networks.resnet_for_digits", "VGG-11": "tune_networks.vgg_for_digits"}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "Lightning's defaults": {},
-    "channels_last, bf16-mixed": {
-        "trainer": {"precision": "bf16-mixed"},
-        "model": {"init_args": {"channels_last": True}},
-    },
+NETWORKS: dict[str, Callable[[], nn.Module]] = {"ResNet-20": resnet_for_digits, "VGG-11": vgg_for_digits}
+# What tune has found for both: arguments of the model, and the trainer's precision.
+SETTINGS: dict[str, tuple[dict[str, Any], Any]] = {
+    "Lightning's defaults": ({}, "32-true"),
+    "channels_last, bf16-mixed": ({"channels_last": True}, "bf16-mixed"),
 }
 
 
 def accuracy(name: str) -> float:
     """Of the test set, after a fit."""
     network, settings, seed = name.split("/")
-    base = {
-        "seed_everything": int(seed),
-        "trainer": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "strategy": "auto",
-            "max_epochs": EPOCHS,
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "limit_val_batches": 0,
-            "num_sanity_val_steps": 0,
-        },
-        "model": {
-            "class_path": "cnnstrategies.ImageClassifier",
-            "init_args": {
-                "num_classes": 10,
-                "network": {"class_path": NETWORKS[network]},
-                "optimizer": {
-                    "class_path": "torch.optim.SGD",
-                    "init_args": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0005},
-                },
-                "lr_scheduler": {
-                    "class_path": "torch.optim.lr_scheduler.CosineAnnealingLR",
-                    "init_args": {"T_max": EPOCHS},
-                },
-            },
-        },
-        "data": {"class_path": "cnnstrategies.data.DigitsDataModule", "init_args": {"seed": int(seed)}},
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / "base.yaml", Path(folder) / "settings.yaml"]
-        for file, content in zip(files, (base, SETTINGS[settings]), strict=True):
-            file.write_text(yaml.safe_dump(content))
-        result = Path(folder) / "accuracy"
-        subprocess.run(
-            [sys.executable, __file__, "--fit", str(result), *(f"--config={file}" for file in files)],
-            env=environment(),
-            check=True,
-            cwd=folder,
-        )
-        return float(result.read_text())
-
-
-def fit(result: str, words: list[str]) -> None:
-    """Train and test in this process."""
-    from cnnstrategies.commands.lightning_cli import CLI
-
-    sys.argv = ["cnnstrategies", *words]
-    cli = CLI(run=False)
-    cli.trainer.fit(cli.model, cli.datamodule)
-    (metrics,) = cli.trainer.test(cli.model, cli.datamodule, verbose=False)
-    Path(result).write_text(str(metrics["test_acc"]))
+    arguments, precision = SETTINGS[settings]
+    torch.set_num_threads(os.cpu_count() or 1)
+    seed_everything(int(seed), verbose=False)
+    model = ImageClassifier(
+        NETWORKS[network](),
+        10,
+        optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.0005),
+        lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=EPOCHS),
+        **arguments,
+    )
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=EPOCHS,
+        precision=precision,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = DigitsDataModule(seed=int(seed))
+    trainer.fit(model, data)
+    (metrics,) = trainer.test(model, data, verbose=False)
+    return float(metrics["test_acc"])
 
 
 def main() -> None:
     """Train what is missing; write the page when nothing is."""
-    if sys.argv[1:2] == ["--fit"]:
-        fit(sys.argv[2], sys.argv[3:])
-        return
     pieces = Pieces(parser(__doc__).parse_args())
     names = [f"{network}/{one}/{seed}" for network in NETWORKS for seed in range(1, SEEDS + 1) for one in SETTINGS]
     if not pieces.measure(names, accuracy):

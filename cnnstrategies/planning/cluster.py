@@ -11,6 +11,7 @@ from cnnstrategies.planning.costs import Link
 AllReduce = Literal["flat", "two_level"]
 ALL_REDUCE: tuple[AllReduce, ...] = ("flat", "two_level")
 SERVER_RATE = 1e9  # bytes of gradients per second that a server adds up and applies; a core of about 2020
+SERVER_MESSAGE = 5e-5  # seconds of a processor for a message of a parameter server, whatever its size
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Cluster:
         all_reduce: ``flat``, one ring through all devices, as torch's backends have it, or ``two_level``, rings inside
             the machines and one between them.
         server_rate: Bytes of gradients per second that a parameter server adds up and applies.
+        server_message: Seconds that each message of it costs who sends or receives it.
         numbering: Which device each rank has, in the order of the machines; all in this order when empty.
         rings: Where ranks are numbered otherwise, how many all-reduces cross the same connections at once.
     """
@@ -71,6 +73,7 @@ class Cluster:
     jitter: float = 0.0
     all_reduce: AllReduce = "flat"
     server_rate: float = SERVER_RATE
+    server_message: float = SERVER_MESSAGE
     numbering: tuple[int, ...] = ()
     rings: int = 1
     _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)

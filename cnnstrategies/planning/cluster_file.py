@@ -30,14 +30,17 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
             "failures": _failures,
             "jitter": number(0.0, most=1.0),
             "all_reduce": one_of(*ALL_REDUCE),
-            "server": lambda value: value.mapping({"gbyte_per_s": number(0.0, above=True)}),
+            "server": lambda value: value.mapping({"gbyte_per_s": number(0.0, above=True), "us": number(0.0)}),
         }
     )
     if "nodes" not in found:
         root.refuse("nodes is missing, a list of machines such as {count: 4, devices: 4, network: {gbit: 10}}")
     options: dict[str, Any] = {name: found[name] for name in ("failures", "jitter", "all_reduce") if name in found}
-    if found.get("server"):
-        options["server_rate"] = found["server"]["gbyte_per_s"] * 1e9
+    server = found.get("server") or {}
+    if "gbyte_per_s" in server:
+        options["server_rate"] = server["gbyte_per_s"] * 1e9
+    if "us" in server:
+        options["server_message"] = server["us"] * 1e-6
     cluster = Cluster(tuple(found["nodes"]), **options)
     if devices is not None and cluster.devices != devices:
         value = next(value for key, value in root.pairs() if key.text == "nodes")

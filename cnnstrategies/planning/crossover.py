@@ -9,7 +9,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from cnnstrategies.planning.candidates import Job
-from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.rank import Ranking, rank
 
 RATES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)  # of the network's
@@ -84,9 +83,7 @@ def _with_more_hosts(job: Job) -> list[Job]:
     jobs: list[Job] = []
     count = 1
     while count * host.devices <= max(MOST, 2 * job.cluster.devices) and len(jobs) < 8:
-        cluster = Cluster(
-            (host,) * count, job.cluster.failures, job.cluster.jitter, job.cluster.all_reduce, job.cluster.server_rate
-        )
+        cluster = replace(job.cluster, hosts=(host,) * count, _memo={})
         if cluster.devices > 1 and (not job.replicas or cluster.devices == job.cluster.devices):
             microbatches = round((job.microbatches or 1) / job.cluster.devices * cluster.devices)
             samples = round(each * cluster.devices)

@@ -98,13 +98,13 @@ class ParameterServer:
         now = 0.0
         for _ in range(3):
             for index, node in enumerate(costs.nodes):
-                now = max(now, arrived[index]) + node.forward / speed
+                now = max(now, arrived[index]) + node.forward / speed + self._messages(node.parameter_bytes)
             pushes: list[tuple[float, int]] = []
             for index in range(len(costs.nodes) - 1, -1, -1):
-                now += costs.nodes[index].backward / speed
+                node = costs.nodes[index]
+                now += node.backward / speed + self._messages(node.parameter_bytes)
                 # A large layer is sent in parts, which are applied and sent back while others still come.
-                parts = -(-costs.nodes[index].parameter_bytes // PART)
-                pushes += [(now, index)] * parts
+                pushes += [(now, index)] * parts_of(node.parameter_bytes)
             arrived = self._arrivals(costs, pushes)
             ends.append(now)
         step = ends[-1] - ends[-2]
@@ -131,7 +131,7 @@ class ParameterServer:
         while waiting:
             ready, is_back, index = heapq.heappop(waiting)
             size = costs.nodes[index].parameter_bytes
-            parts = -(-size // PART)
+            parts = parts_of(size)
             moving = self._moving(size) / parts
             if is_back:
                 free = max(free, ready) + moving
@@ -150,7 +150,11 @@ class ParameterServer:
 
     def _applying(self, size: int) -> float:
         """Seconds in which a server handles its part of a layer from all workers."""
-        return size * self.workers / self.servers / self.job.cluster.server_rate
+        return (size / self.job.cluster.server_rate + self._messages(size)) * self.workers / self.servers
+
+    def _messages(self, size: int) -> float:
+        """Seconds of a processor in which a layer's messages are sent or received."""
+        return parts_of(size) * self.job.cluster.server_message
 
     def _asynchronous(self, costs: GraphCosts) -> tuple[float, Bottleneck]:
         """Seconds in which the workers make as many updates as they are.
@@ -159,10 +163,11 @@ class ParameterServer:
         weights pass through the machines' connections and the servers, a part of it through each at once.
         """
         speeds = self.job.cluster.speeds
-        away = (costs.forward_time + costs.backward_time) / (sum(speeds) / len(speeds))
         size = costs.parameter_bytes
+        messages = sum(self._messages(node.parameter_bytes) for node in costs.nodes)
+        away = (costs.forward_time + costs.backward_time) / (sum(speeds) / len(speeds)) + 2 * messages
         moving = size * self.leaving / self.servers / self.link.rate(size / self.servers) + self.link.latency
-        server = Station("server", size / self.servers / self.job.cluster.server_rate)
+        server = Station("server", (size / self.job.cluster.server_rate + messages) / self.servers)
         ports = [2 * moving] if self.shares else [moving, moving]
         stations = [server, *(Station(self.port, demand) for demand in ports)]
         rate = mean_value_analysis(away, [station.demand for station in stations], self.workers)
@@ -170,6 +175,11 @@ class ParameterServer:
         if step < 1.5 * away:
             return step, "compute"
         return step, max(stations, key=lambda station: station.demand).name
+
+
+def parts_of(size: int) -> int:
+    """In how many messages a layer is sent."""
+    return -(-size // PART)
 
 
 def mean_value_analysis(away: float, demands: Sequence[float], customers: int) -> float:

@@ -18,7 +18,7 @@ nodes:
   - {devices: 2, speed: 0.5, inside: {gbit: 8}, network: {rates: {1KiB: 1, 1MiB: 4}}}
 failures: {device_mtbf_hours: 50000, restart: 10min, checkpoint: 1min}
 jitter: 0.03
-server: {gbyte_per_s: 2}
+server: {gbyte_per_s: 2, us: 80}
 """
 
 
@@ -38,6 +38,7 @@ def test_numbers_become_devices_links_and_failures(tmp_path: Path) -> None:
     assert cluster.link(4, 9).bandwidth == 0.5e9, "the slower of two networks"
     assert cluster.failures == Failures(50000 * 3600.0, 600.0, 60.0)
     assert (cluster.jitter, cluster.server_rate, cluster.hosts[0].price) == (0.03, 2e9, 12.0)
+    assert cluster.server_message == pytest.approx(8e-5)
 
 
 def test_the_rate_is_interpolated_between_sizes(tmp_path: Path) -> None:

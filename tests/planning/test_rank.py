@@ -127,6 +127,9 @@ def test_a_synchronous_server_hides_its_transfers_or_waits_for_them() -> None:
     # Two workers of a machine send the half that is not their own server's, which sends as much to the other two.
     assert made.step >= 2 * 1e8 * 2 * 0.5 / 1e8
     assert made.bottleneck == "nic"
+    busy = replace(pairs, cluster=replace(pairs.cluster, server_message=1.0))
+    # Each layer's gradient in the backward and its new values in the forward; the last is sent in 24 parts.
+    assert ParameterServer(busy).predict(one).step >= 2 * (3 + 24)
     slow = replace(pairs, cluster=replace(pairs.cluster, server_rate=1e7))
     assert ParameterServer(slow).predict(one).bottleneck == "server"
 
