@@ -16,10 +16,8 @@ from cnnstrategies.networks import SmallCNN
 from cnnstrategies.quantize import load_quantized, quantize
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    """A trained network for digits, its data, the file and the report."""
-    path = tmp_path_factory.mktemp("quantize") / "new" / "digits.pt2"
+def trained(path):
+    """A trained network for digits, its data, and the report of what was written to a file."""
 
     def run():
         seed_everything(1, verbose=False)
@@ -41,28 +39,22 @@ def digits(tmp_path_factory):
     network, report = in_fork(run)
     data = DigitsDataModule(batch_size=32)
     data.setup("fit")
-    return network, data, path, report
+    return network, data, report
 
 
-def test_accuracy_stays_and_the_weights_are_a_third(digits):
-    _, _, path, report = digits
+def test_accuracy_stays_the_weights_are_a_third_and_another_process_loads_them(tmp_path):
+    path = tmp_path / "new" / "digits.pt2"
+    network, data, report = trained(path)
     assert report.before.accuracy >= 0.95
     assert report.after.accuracy == pytest.approx(report.before.accuracy, abs=0.015)
     assert report.after.megabytes < 0.35 * report.before.megabytes
     assert report.batch_size == 32
     assert report.before.milliseconds > 0
     assert report.after.milliseconds > 0
-    # No float weights beside the int8 ones.
-    importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")  # The file's operators.
-    stored = torch.export.load(path).state_dict
-    assert {value.dtype for value in stored.values() if value.ndim > 1} == {torch.int8}
 
-
-def test_another_process_loads_the_file_for_any_number_of_images(digits):
-    network, data, path, _ = digits
     assert "torchao" not in sys.modules, "the process that quantised is another one"
     images = torch.cat([images for images, _ in data.val_dataloader()])[:12]
-    quantized = load_quantized(path, batch_size=5)
+    quantized = load_quantized(path, batch_size=5)  # For any number of images.
     exactly_one_batch = torch.cat([quantized(images[:5]), quantized(images[5:10])])
     padded = quantized(images[:3])
     split_and_padded = quantized(images)
@@ -71,6 +63,10 @@ def test_another_process_loads_the_file_for_any_number_of_images(digits):
     with torch.no_grad():
         exact = network(images)
     assert (split_and_padded - exact).norm() < 0.1 * exact.norm()
+    # No float weights beside the int8 ones.
+    importlib.import_module("torchao.quantization.pt2e.quantize_pt2e")  # The file's operators.
+    stored = torch.export.load(path).state_dict
+    assert {value.dtype for value in stored.values() if value.ndim > 1} == {torch.int8}
 
 
 class Shortcut(nn.Module):

@@ -9,7 +9,14 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cnnstrategies._torch_private import add_all, communication_seconds, copy_all, is_compiled, measure_every_step
+from cnnstrategies._torch_private import (
+    add_all,
+    communication_seconds,
+    copy_all,
+    is_compiled,
+    measure_every_step,
+    put_buffer,
+)
 
 
 def step(rank, port):
@@ -47,3 +54,10 @@ def test_many_tensors_are_copied_and_added_to_in_one_call():
     copy_all(targets, others)
     add_all(targets, others)
     assert [float(target.sum()) for target in targets] == [4, 12]
+
+
+def test_a_buffer_is_put_where_the_layer_and_its_state_read_it():
+    layer, mean = nn.BatchNorm2d(2), torch.ones(2)
+    put_buffer(layer, "running_mean", mean)
+    assert layer.running_mean is mean
+    assert layer.state_dict()["running_mean"].data_ptr() == mean.data_ptr()

@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,14 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
         os.setsid()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     above = [fcntl.fcntl(file, fcntl.F_DUPFD, most // 2) for file in files]
-    os.closerange(3, most // 2)
+    # Objects of the tests' process close the descriptors that they had when they are collected: by then, a file of the
+    # program would have the number. So the numbers stay taken.
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if 3 <= file < most // 2:
+            with contextlib.suppress(OSError):  # That of the listing itself.
+                os.fstat(file)
+                os.dup2(nothing, file, inheritable=False)
     for number, file in zip(program["files"], above, strict=True):
         os.dup2(file, number)
         os.close(file)
@@ -235,7 +243,9 @@ def _run(words: list[str], path: str) -> None:
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]
         sys.path.insert(0, "")
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        # Of its own: Lightning starts the program again that `__main__` was made from.
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(module))
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(first).resolve().parent))

@@ -62,7 +62,8 @@ def job_from_files(options: PlanOptions) -> Job:
     if samples is None:
         raise ConfigurationError("batch_size is missing: the samples of a step; or batch_per_device, for each device")
     profile = read_profile(options.profile, options.profile_batch)
-    return Job(profile, cluster, samples, state_copies=2 + options.optimizer_states)
+    states = 2 if options.optimizer_states is None else options.optimizer_states
+    return Job(profile, cluster, samples, state_copies=2 + states)
 
 
 def batch_of(options: PlanOptions, devices: int) -> int | None:

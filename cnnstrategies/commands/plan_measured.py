@@ -1,6 +1,5 @@
 """What ``cnnstrategies plan`` measures: the network of a configuration, on the device that it will train on."""
 
-import contextlib
 import inspect
 import os
 import sys
@@ -14,6 +13,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, fx
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.commands.model_and_data import ModelAndData, device_of
@@ -22,21 +22,17 @@ from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.cluster_file import read_cluster
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.planning.measure_network import profile
-from cnnstrategies.planning.profile import Profile, from_two_sizes
+from cnnstrategies.planning.measure_profile import USUAL_STATES, measure_profile, states_of
+from cnnstrategies.planning.profile import Profile
 from cnnstrategies.planning.profile_csv import read_profile, write_profile
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
-
-AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-SMALLER = 4  # A second batch is so much smaller: microbatches are between the two.
 
 
 class PlanCLI(ModelAndData):
@@ -109,7 +105,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         schedule=asked.schedule if asked else "1f1b",
         activation_checkpointing=asked.activation_checkpointing if asked else "never",
         run_ahead=asked.run_ahead if asked else None,
-        state_copies=2 + options.optimizer_states,
+        state_copies=2 + _states(model, options),
         memory_limit=asked.memory_limit if asked else None,
     )
 
@@ -135,17 +131,23 @@ def _samples(
 def _measure(
     traced: fx.GraphModule, images: Tensor, size: int, device: torch.device, model: LightningModule, trainer: Any
 ) -> Profile:
-    """Costs by the samples, from a device's share of the batch and a fourth of it."""
     if device.type == "cpu":
         # What a launcher of several processes on this machine would leave to each.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // _count(trainer.devices)))
-    precision = AUTOCAST.get(str(trainer.precision))
-    autocast = torch.autocast(device.type, precision) if precision else contextlib.nullcontext()
-    memory_format = torch.channels_last if getattr(model, "channels_last", False) else torch.contiguous_format
-    with autocast:
-        large = profile(traced, _batch_of(images, size, device, memory_format))
-        small = profile(traced, _batch_of(images, max(1, size // SMALLER), device, memory_format))
-    return from_two_sizes(large, small, has_batch_norm(traced))
+    channels_last = bool(getattr(model, "channels_last", False))
+    return measure_profile(traced, images, size, device, str(trainer.precision), channels_last)
+
+
+def _states(model: LightningModule, options: PlanOptions) -> int:
+    """Copies of the parameters that the configuration's optimizer holds, unless the options say it."""
+    if options.optimizer_states is not None:
+        return options.optimizer_states
+    try:
+        configured: Any = model.configure_optimizers()
+    except Exception:  # It may need a trainer.
+        return USUAL_STATES
+    optimizer = configured.get("optimizer") if isinstance(configured, dict) else configured
+    return states_of(optimizer) if isinstance(optimizer, Optimizer) else USUAL_STATES
 
 
 def _operation(traced: fx.GraphModule, node: fx.Node) -> str:
@@ -184,11 +186,6 @@ def _images(data: LightningDataModule) -> tuple[Tensor, int]:
     data.setup("fit")
     images = next(iter(data.train_dataloader()))[0]
     return images, len(images)
-
-
-def _batch_of(images: Tensor, size: int, device: torch.device, memory_format: torch.memory_format) -> Tensor:
-    repeats = -(-size // len(images))
-    return images.repeat(repeats, *[1] * (images.ndim - 1))[:size].to(device).contiguous(memory_format=memory_format)
 
 
 def _link(options: PlanOptions, device: torch.device) -> Link:

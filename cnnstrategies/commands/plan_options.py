@@ -20,7 +20,8 @@ class PlanOptions:
             for each device.
         batch_per_device: The same for each device.
         search: Choose the hybrid pipeline's stages, replicas and microbatches too, where the configuration names them.
-        optimizer_states: Copies of the parameters that the optimizer holds: 2 for Adam, 1 for SGD with momentum.
+        optimizer_states: Copies of the parameters that the optimizer holds: 2 for Adam, 1 for SGD with momentum; when
+            left out, those of the configuration's optimizer, and 2 without one.
         samples_per_epoch: Of the training data, for the cost of an epoch; when left out, that of a million samples is
             shown.
         plot: Draw into this PNG file which strategy is the quickest for other networks and more or fewer machines.
@@ -38,7 +39,7 @@ class PlanOptions:
     batch_size: int | None = None
     batch_per_device: int | None = None
     search: bool = False
-    optimizer_states: int = 2
+    optimizer_states: int | None = None
     samples_per_epoch: int | None = None
     plot: Path | None = None
     write: Path | None = None

@@ -82,6 +82,7 @@ class ShardedImageDataModule(ImageDataModule):
         find_decoder(decoder)
         self.root = Path(root)
         self.decoder = decoder
+        self.resize = resize
         self.shuffle_block = shuffle_block
         self.normalise_on_device = normalise_on_device
         self.val_split = val_split
@@ -144,8 +145,9 @@ class ShardedImageDataModule(ImageDataModule):
 
     @override
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:
-        on_device = self.normalise_on_device
-        if on_device is None:
+        # Whoever iterates without a trainer gets what the network takes.
+        on_device = self.normalise_on_device and self.trainer is not None
+        if self.normalise_on_device is None:
             on_device = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
         if on_device:
             dataset.transform = nn.Identity()

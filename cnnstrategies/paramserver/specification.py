@@ -111,14 +111,14 @@ class Specification:
     def patience(self) -> float:
         """Seconds of silence after which a worker gives up a server: one that is started again from a snapshot is late.
 
-        One without copies and snapshots ends the run when it dies; one with copies is out of the view then.
+        One with copies is out of the view some time after its silence has lasted for the time-out.
         """
-        return self.timeout + (RESTART_SECONDS if self.snapshot_every else 0)
+        return self.timeout * (2 if self.replication > 1 else 1) + (RESTART_SECONDS if self.snapshot_every else 0)
 
     @property
     def deaf_after(self) -> float:
         """Seconds of silence between two servers after which the connection is at fault."""
-        return self.patience + self.timeout
+        return 2 * self.timeout + (RESTART_SECONDS if self.snapshot_every else 0)
 
     @classmethod
     def of(

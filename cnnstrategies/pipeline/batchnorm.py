@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cnnstrategies._torch_private import put_buffer
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.moments import MomentTable
 
@@ -144,6 +145,7 @@ class _Noted:
 
     def __init__(self, layer: Any, index: int, calls: int, moments: MomentTable) -> None:
         self.layer = layer
+        self.channels: int = layer.num_features
         self.slots = [moments.slots.index((call, index)) for call in range(calls)]
         self.places = [[moments.place(row, slot) for slot in self.slots] for row in range(moments.microbatches + 1)]
         self.counts = moments.counts
@@ -157,8 +159,10 @@ class _Noted:
 
     def note(self, row: int, call: int, images: Tensor) -> None:
         """Have the next call write into a row."""
-        self.layer.running_mean, self.layer.running_var = self.places[row][call]
-        self.counts[row][self.slots[call]] = images.numel() / self.layer.num_features
+        mean, variance = self.places[row][call]
+        put_buffer(self.layer, "running_mean", mean)
+        put_buffer(self.layer, "running_var", variance)
+        self.counts[row][self.slots[call]] = images.numel() / self.channels
 
     def restore(self) -> None:
         """Give the layer its running statistics back."""

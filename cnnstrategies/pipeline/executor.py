@@ -24,7 +24,10 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
 from cnnstrategies.pipeline.transport import Transport
 
-AHEAD = 2  # tasks whose receives are posted early: under 1f1b one forward and one backward
+# Tasks whose receives are posted early: under 1f1b two forwards and two backwards, all that a stage that runs ahead may
+# send before. A message that has to wait for its receive is expensive under gloo: it arrives while the receive holds
+# the connection's lock, for which gloo's own thread then waits in a loop, for milliseconds where cores are short.
+AHEAD = 4
 
 
 class Executor:
@@ -236,15 +239,16 @@ class Executor:
         now.restore()
 
     def _expect(self, step: Step, tasks: Sequence[Task]) -> None:
-        """Post receives early, up to the first task for which that is not possible: messages come in order."""
+        """Post receives early: of forwards up to the first whose header is not known, messages come in order.
+
+        A backward is left out whose forward has not run, and with it those after it.
+        """
         for task in tasks:
             size = step.size(task.microbatch)
             if task.kind == "forward":
                 if not step.channels.expect_forward(task.microbatch, size, headers_known_only=True):
                     return
-            elif task.microbatch not in step.held:
-                return
-            else:
+            elif task.microbatch in step.held:
                 step.channels.expect_backward(task.microbatch, size)
 
     def _named(self, step: Step, outputs: tuple[Any, ...]) -> dict[str, Any]:

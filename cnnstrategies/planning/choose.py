@@ -1,37 +1,56 @@
-"""Choose the layout of a network: profile it, then search."""
+"""Choose the layout of a network, from what a job says of it."""
 
-from torch import nn
-
-from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.pipeline.tracing import trace
-from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.pipeline.timetable import Order
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.predict import Predictor, find_layout
 from cnnstrategies.planning.request import Request, check_request
 
-TEN_GIGABIT = Link(bandwidth=1.25e9, latency=5e-5)
+
+def predictor_for(job: Job, microbatches: int, stages: int | None = None, placement: Order | None = None) -> Predictor:
+    """What predicts the layouts of a job, in ``plan`` and in ``fit``.
+
+    Args:
+        job: What is planned for.
+        microbatches: Of a step.
+        stages: Their number; chosen when None.
+        placement: How ranks are numbered; chosen when None.
+    """
+    request = Request(
+        devices=job.cluster.devices,
+        microbatches=microbatches,
+        schedule=job.schedule,
+        stages=stages,
+        spares=False,
+        replicas=job.replicas,
+        cuts=job.cuts,
+        memory_limit=job.memory,
+        activation_checkpointing=job.activation_checkpointing,
+        run_ahead=job.run_ahead,
+        state_copies=job.state_copies,
+        placement=placement,
+    )
+    return Predictor(job.profile.at(job.samples / microbatches), job.cluster, request)
 
 
 def choose_layout(
-    network: nn.Module, microbatch: Images, request: Request, link: Link = TEN_GIGABIT
+    job: Job, microbatches: int, stages: int | None = None, placement: Order | None = None
 ) -> tuple[Layout, bool]:
-    """The layout with the least predicted step time that the request permits, and whether its stages run ahead.
+    """The layout with the least predicted step time that a job permits, and whether its stages run ahead.
 
-    The network is measured on its device and left as it was. Since times vary, two calls may choose differently:
-    in a distributed run one rank chooses and tells the others.
+    Since times vary, two profiles may lead to different ones: in a distributed run one rank chooses and tells the
+    others.
 
     Args:
-        network: The network, on the device that it will train on.
-        microbatch: One microbatch of images (n, C, H, W) on the same device.
-        request: Devices, schedule and what the user has fixed.
-        link: The connection between any two devices.
+        job: The network, the machines and what the user has fixed.
+        microbatches: Of a step.
+        stages: Their number; chosen when None.
+        placement: How ranks are numbered; chosen when None.
 
     Raises:
-        ConfigurationError: The network cannot be traced, or no layout fulfils the request.
+        ConfigurationError: No layout fulfils the request.
     """
-    costs = profile(trace(network), microbatch)
-    check_request(costs, request)
-    predictor = Predictor(costs, link, request)
+    predictor = predictor_for(job, microbatches, stages, placement)
+    check_request(predictor.costs, predictor.request)
     layout = find_layout(predictor)
     return layout, predictor.runs_ahead(layout)

@@ -64,6 +64,8 @@ class Cluster:
             the machines and one between them.
         server_rate: Bytes of gradients per second that a parameter server adds up and applies.
         server_message: Seconds that each message of it costs who sends or receives it.
+        numbering: Which device each rank has, in the order of the machines; all in this order when empty.
+        rings: Where ranks are numbered otherwise, how many all-reduces cross the same connections at once.
     """
 
     hosts: tuple[Host, ...]
@@ -72,6 +74,8 @@ class Cluster:
     all_reduce: AllReduce = "flat"
     server_rate: float = SERVER_RATE
     server_message: float = SERVER_MESSAGE
+    numbering: tuple[int, ...] = ()
+    rings: int = 1
     _memo: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
@@ -87,7 +91,8 @@ class Cluster:
     @cached_property
     def host_of(self) -> tuple[int, ...]:
         """The machine of each device."""
-        return tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
+        of_devices = tuple(index for index, host in enumerate(self.hosts) for _ in range(host.devices))
+        return tuple(of_devices[device] for device in self.numbering) if self.numbering else of_devices
 
     @cached_property
     def speeds(self) -> tuple[float, ...]:
@@ -136,6 +141,10 @@ class Cluster:
             self._memo[key] = replace(self, hosts=tuple(hosts), _memo={})
         cluster: Cluster = self._memo[key]
         return cluster
+
+    def renumbered(self, numbering: Sequence[int], rings: int) -> "Cluster":
+        """The same with ranks on other devices; see the attributes."""
+        return replace(self, numbering=tuple(numbering), rings=rings, _memo={})
 
     def with_network(self, factor: float) -> "Cluster":
         """The same with another rate between the machines."""

@@ -35,13 +35,14 @@ def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
     if count < 2:
         return lambda size: 0.0
     hosts = cluster.host_of[first : first + count]
-    if cluster.all_reduce == "flat" or hosts[0] == hosts[-1]:
+    rings = cluster.rings if len(set(hosts)) > 1 else 1
+    if cluster.all_reduce == "flat" or len(set(hosts)) == 1:
         ring = cluster.ring(first, count)
-        return lambda size: ring.all_reduce_time(size, count)
+        return lambda size: ring.all_reduce_time(size * rings, count)
     inside = slower([cluster.hosts[host].inside for host in set(hosts)])
     between = slower([cluster.hosts[host].network for host in set(hosts)])
     most = max(hosts.count(host) for host in set(hosts))
-    return lambda size: inside.all_reduce_time(size, most) + between.all_reduce_time(size, len(set(hosts)))
+    return lambda size: inside.all_reduce_time(size, most) + between.all_reduce_time(size * rings, len(set(hosts)))
 
 
 def buckets(gradients: Iterable[tuple[float, int]], size: int = BUCKET_BYTES, first: int | None = None) -> list[Bucket]:

@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timetable import Order
 from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.choose import predictor_for
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.stage_costs import messages, stage_costs
 
 SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
@@ -51,7 +53,7 @@ class Hybrid:
             if layout is None or len(layout.replicas) == 1:
                 continue
             best = min(best, predictor.time(layout) / self._samples(layout) * self.job.samples)
-            candidate = self._candidate(layout, microbatches)
+            candidate = self._candidate(layout, microbatches, predictor.placement(layout))
             if candidate.samples and candidate.samples >= 0.98 * self.job.samples:
                 self.chosen[microbatches] = Chosen(layout, predictor)
                 yield candidate
@@ -107,21 +109,7 @@ class Hybrid:
         return microbatches * (costs.forward_time + costs.backward_time) / sum(self.job.cluster.speeds)
 
     def _predictor(self, microbatches: int, stages: int | None = None) -> Predictor:
-        job = self.job
-        request = Request(
-            devices=job.cluster.devices,
-            microbatches=microbatches,
-            schedule=job.schedule,
-            stages=stages,
-            spares=False,
-            replicas=job.replicas,
-            cuts=job.cuts,
-            memory_limit=job.memory,
-            activation_checkpointing=job.activation_checkpointing,
-            run_ahead=job.run_ahead,
-            state_copies=job.state_copies,
-        )
-        return Predictor(job.profile.at(job.samples / microbatches), job.cluster, request)
+        return predictor_for(self.job, microbatches, stages)
 
     def _best(self, predictor: Predictor) -> Layout | None:
         """By a search, or, once some layouts are known, the best of these."""
@@ -140,8 +128,10 @@ class Hybrid:
         """Of a step: the replicas of the first stage load as many each."""
         return self.job.share(layout.replicas[0]) or 1
 
-    def _candidate(self, layout: Layout, microbatches: int) -> Candidate:
-        options = {"replicas": list(layout.replicas), "microbatches": microbatches}
+    def _candidate(self, layout: Layout, microbatches: int, placement: Order) -> Candidate:
+        options: dict[str, Any] = {"replicas": list(layout.replicas), "microbatches": microbatches}
+        if len(self.job.cluster.hosts) > 1:
+            options["placement"] = placement
         effect = Effect.LEARNING if self.job.profile.batch_norm else Effect.ROUNDING
         return Candidate("hybrid", options, effect, layout.devices, self._samples(layout))
 

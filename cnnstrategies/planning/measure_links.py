@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 
 SMALL = 1024
 LARGE = 8 * 2**20
 WARM_UP = 4
 ROUNDS = 12
+# In a run, whose network may be slow.
+MEDIUM = 2**20
+FEW_ROUNDS = 4
 
 
 def measure_local_link(device: torch.device, backend: str) -> Link:
@@ -62,22 +66,54 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
     dist.init_process_group(
         backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
-    fastest = []
-    for size in (SMALL, LARGE):
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        times = []
-        for _ in range(WARM_UP + ROUNDS):
-            start = time.perf_counter()
-            if rank == 0:
-                dist.send(buffer, 1)
-                dist.recv(buffer, 1)
-            else:
-                dist.recv(buffer, 0)
-                dist.send(buffer, 0)
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
-            times.append(time.perf_counter() - start)
-        fastest.append(min(times[WARM_UP:]))  # The others were held up by what else the machine does.
+    fastest = _round_trips(rank == 0, 1 - rank, (SMALL, LARGE), device, ROUNDS)
     if rank == 0:
         (Path(folder) / "times").write_text(" ".join(map(str, fastest)))
     dist.destroy_process_group()
+
+
+def measure_cluster(nodes: int, device: torch.device) -> Cluster:
+    """The devices of a run, as the ranks of the default group see each other; a collective.
+
+    Args:
+        nodes: Machines, each with as many ranks.
+        device: That of this rank.
+
+    Returns:
+        On rank 0 what it has measured to the next rank and to the next machine; on the others nothing to go by.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    inside = _between(rank, 1, device)
+    if nodes == 1:
+        return Cluster.flat(ranks, inside)
+    each = ranks // nodes
+    network = _between(rank, each, device) if each > 1 else inside
+    return Cluster((Host(each, network, inside),) * nodes)
+
+
+def _between(rank: int, peer: int, device: torch.device) -> Link:
+    if rank not in (0, peer):
+        return Link(1.0, 0.0)
+    small, large = _round_trips(rank == 0, peer if rank == 0 else 0, (SMALL, MEDIUM), device, FEW_ROUNDS)
+    return Link(bandwidth=(MEDIUM - SMALL) / max((large - small) / 2, 1e-9), latency=small / 2)
+
+
+def _round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:
+    """Seconds of the fastest round trip of each size; the others were held up by what else the machine does."""
+    fastest = []
+    for size in sizes:
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        times = []
+        for _ in range(WARM_UP + rounds):
+            start = time.perf_counter()
+            if first:
+                dist.send(buffer, peer)
+                dist.recv(buffer, peer)
+            else:
+                dist.recv(buffer, peer)
+                dist.send(buffer, peer)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
+            times.append(time.perf_counter() - start)
+        fastest.append(min(times[WARM_UP:]))
+    return fastest

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
-from cnnstrategies.pipeline.timetable import Task
+from cnnstrategies.pipeline.timetable import Order, Task
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.predict import Predictor, find_layout
@@ -60,6 +60,7 @@ class Plan:
         layout: Cuts and replicas.
         request: What it was made for.
         stages: The stages.
+        placement: How ranks are numbered, and so handed out to the machines.
         step_time: Seconds of forward, backward, transfers and reduction; without the optimizer's update.
         samples: Samples of a step.
         sent_bytes: Bytes that all devices together send in a step.
@@ -70,6 +71,7 @@ class Plan:
     layout: Layout
     request: Request
     stages: tuple[StagePlan, ...]
+    placement: Order
     step_time: float
     samples: float
     sent_bytes: int
@@ -110,7 +112,8 @@ def describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
     """
     costs, request = predictor.costs, predictor.request
     run_ahead = predictor.runs_ahead(layout)
-    simulation = predictor.simulate(layout, run_ahead)
+    placement = predictor.placement(layout)
+    simulation = predictor.simulate(layout, run_ahead, placement)
     stages = stage_costs(costs, layout.cuts)
     passing = messages(costs, layout.cuts)
     memory = predictor.stage_memory(layout, run_ahead)
@@ -137,6 +140,7 @@ def describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
         layout=layout,
         request=request,
         stages=plans,
+        placement=placement,
         step_time=simulation.step_time,
         samples=costs.microbatch_size * request.microbatches,
         sent_bytes=per_microbatch * request.microbatches + reduced,

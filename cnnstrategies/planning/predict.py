@@ -6,17 +6,21 @@ from math import gcd, lcm
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout, even_replicas
-from cnnstrategies.pipeline.timetable import timetable
-from cnnstrategies.planning.cluster import Cluster, Host
+from cnnstrategies.pipeline.timetable import Order, timetable
+from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.partition import best_layout
+from cnnstrategies.planning.place_ranks import one_machine, one_of_equal, orders, placed
 from cnnstrategies.planning.problem import Problem
+from cnnstrategies.planning.programme import propose
 from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
 WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more microbatch
+WORTH_RENUMBERING = 0.01  # of the step time, for ranks that are not numbered stage by stage
+JOINED = 8  # proposals for pipelines beside each other that are simulated
 LONGEST = 3000  # tasks that are simulated; of a longer step a part is, and the rest follows from its period
 
 
@@ -33,6 +37,7 @@ class Predictor:
         self.costs = costs
         self.cluster = network if isinstance(network, Cluster) else Cluster.flat(request.devices, network)
         self.request = request
+        self._placements: dict[Layout, Order] = {}
 
     def fixed_layout(self) -> Layout | None:
         """The layout that the user named, if so."""
@@ -43,9 +48,17 @@ class Predictor:
 
     def search(self) -> Layout | None:
         """The layout with the least predicted time that was found and fits into memory."""
-        problem = self.problem(self.request.memory_limit)
         request = self.request
-        return best_layout(problem, self.time, problem.bound, request.stages, request.replicas, request.spares)
+        problem = self.problem(request.memory_limit)
+        found = best_layout(problem, self.time, problem.bound, request.stages, request.replicas, request.spares)
+        joined = one_machine(self.cluster)
+        if joined is None:
+            return found
+        # What pays where each pipeline has its stages on one machine is not what pays where each stage has.
+        others = propose(replace(problem, cluster=joined), request.stages, request.replicas)
+        likely = [one for one in sorted(others, key=lambda one: others[one]) if orders(self.cluster, one)[1:]][:JOINED]
+        best = min([*likely, *([found] if found else [])], key=self.time, default=None)
+        return best if best is not None and self.time(best) < float("inf") else None
 
     def lightest(self) -> Layout | None:
         """The layout with the least memory that was found."""
@@ -71,7 +84,7 @@ class Predictor:
         limit = self.request.memory_limit
         if limit is not None and self.memory(layout) > limit:
             return float("inf")
-        return self._time_of(layout, self._may_run_ahead(layout))
+        return self._time_of(layout, self._may_run_ahead(layout), self.placement(layout))
 
     def memory(self, layout: Layout) -> float:
         """Bytes that the fullest device holds at least."""
@@ -81,7 +94,20 @@ class Predictor:
         """Whether one more microbatch in flight fits into memory and gains time, unless that is given."""
         if self.request.run_ahead is not None or not self._may_run_ahead(layout):
             return self.request.run_ahead or False
-        return self._time_of(layout, True) <= (1 - WORTH_RUNNING_AHEAD) * self._time_of(layout, False)
+        order = self.placement(layout)
+        ahead, usual = (self._time_of(layout, run_ahead, order) for run_ahead in (True, False))
+        return ahead <= (1 - WORTH_RUNNING_AHEAD) * usual
+
+    def placement(self, layout: Layout) -> Order:
+        """How to number the ranks, and so which are on one machine: stage by stage, unless the other way gains time."""
+        if self.request.placement is not None:
+            return self.request.placement
+        if layout not in self._placements:
+            run_ahead = self._may_run_ahead(layout)
+            found = {order: self._time_of(layout, run_ahead, order) for order in orders(self.cluster, layout)}
+            pays = found.get("replicas", float("inf")) <= (1 - WORTH_RENUMBERING) * found["stages"]
+            self._placements[layout] = "replicas" if pays else "stages"
+        return self._placements[layout]
 
     def _may_run_ahead(self, layout: Layout) -> bool:
         if self.request.run_ahead is not None:
@@ -89,12 +115,12 @@ class Predictor:
         limit = self.request.memory_limit
         return limit is None or max(self.stage_memory(layout, True)) <= limit
 
-    def simulate(self, layout: Layout, run_ahead: bool) -> Simulation:
+    def simulate(self, layout: Layout, run_ahead: bool, order: Order = "stages") -> Simulation:
         """The predicted step, with all of its tasks."""
         request = self.request
         tasks = timetable(layout.replicas, request.microbatches, request.schedule, run_ahead)
         passing = messages(self.costs, layout.cuts)
-        return simulate(tasks, self._stages(layout), passing, self.cluster.taken(layout.devices))
+        return simulate(tasks, self._stages(layout), passing, placed(self.cluster, layout, order))
 
     def stage_memory(self, layout: Layout, run_ahead: bool) -> list[int]:
         """Bytes that a device of each stage holds at most: training state and activations in flight."""
@@ -117,7 +143,7 @@ class Predictor:
             return stages
         return [replace(stage, backward=stage.forward + stage.backward) for stage in stages]
 
-    def _time_of(self, layout: Layout, run_ahead: bool) -> float:
+    def _time_of(self, layout: Layout, run_ahead: bool, order: Order) -> float:
         """Predicted step time in seconds, by simulation.
 
         Where that is long, of one of several equal pipelines beside each other, and of fewer microbatches, from which
@@ -125,12 +151,12 @@ class Predictor:
         """
         request = self.request
         if 2 * request.microbatches * len(layout.replicas) <= LONGEST:
-            return self.simulate(layout, run_ahead).step_time
+            return self.simulate(layout, run_ahead, order).step_time
         beside = gcd(*layout.replicas)
         replicas = tuple(count // beside for count in layout.replicas)
         microbatches = -(-request.microbatches // beside)
         stages, passing = self._stages(layout), messages(self.costs, layout.cuts)
-        cluster = self.cluster.taken(layout.devices)
+        cluster = placed(self.cluster, layout, order)
         firsts = [sum(layout.replicas[:stage]) for stage in range(len(replicas))]
         reductions = [all_reduce(cluster, first, count) for first, count in zip(firsts, layout.replicas, strict=True)]
         one = one_of_equal(cluster, layout.replicas, beside)
@@ -170,20 +196,3 @@ def find_layout(predictor: Predictor) -> Layout:
         f"microbatches a device needs {predictor.memory(smallest):.0f} bytes; raise the limit, use more stages "
         "or microbatches, or set activation_checkpointing='always'"
     )
-
-
-def one_of_equal(cluster: Cluster, replicas: tuple[int, ...], beside: int) -> Cluster:
-    """The devices of the first of some equal pipelines beside each other, with its share of what they share."""
-    if beside == 1:
-        return cluster
-    first = 0
-    members: list[int] = []
-    for count in replicas:
-        members += range(first, first + count, beside)
-        first += count
-    hosts: list[Host] = []
-    for number in dict.fromkeys(cluster.host_of[member] for member in members):
-        host = cluster.hosts[number]
-        count = sum(cluster.host_of[member] == number for member in members)
-        hosts.append(replace(host, devices=count, shared=host.devices / count))
-    return replace(cluster, hosts=tuple(hosts), _memo={})

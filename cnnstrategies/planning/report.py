@@ -104,10 +104,13 @@ def stages_table(plan: Plan) -> Group:
 def summary(plan: Plan) -> str:
     """One sentence on the predicted step."""
     request = plan.request
+    placed = ""
+    if plan.placement == "replicas":
+        placed = "; each pipeline has its stages on one machine as far as they fit (placement: replicas)"
     return (
         f"Predicted step: {plan.step_time * 1e3:.1f} ms for {plan.samples:.0f} samples ({plan.samples_per_second:.0f} "
         f"samples/s) on {plan.layout.devices} devices, {request.schedule} with {request.microbatches} microbatches; "
-        f"{format_bytes(plan.sent_bytes)} sent per step. In the table times and sends are those of one "
+        f"{format_bytes(plan.sent_bytes)} sent per step{placed}. In the table times and sends are those of one "
         "microbatch; memory and busy are those of one device."
     )
 

@@ -8,6 +8,7 @@ from cnnstrategies.planning.costs import GraphCosts
 
 if TYPE_CHECKING:  # It imports torch, which a plan from a file does without.
     from cnnstrategies.pipeline.recompute import Checkpointing
+    from cnnstrategies.pipeline.timetable import Order
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Request:
             None: where it gains time and fits into memory.
         state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
         spares: Whether devices may be left out that gain little, where neither stages nor replicas are given.
+        placement: How ranks are numbered; chosen when None.
     """
 
     devices: int
@@ -41,6 +43,7 @@ class Request:
     run_ahead: bool | None = None
     state_copies: int = 3
     spares: bool = True
+    placement: "Order | None" = None
 
 
 def check_request(costs: GraphCosts, request: Request) -> None:

@@ -4,15 +4,19 @@ import dataclasses
 import errno
 import itertools
 import json
+import math
 import os
 import pickle
 import random
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.plugins import DoublePrecision
 from PIL import Image
 
 from cnnstrategies import ConfigurationError
@@ -157,12 +161,35 @@ def test_batch_k_is_the_same_for_any_number_of_processes_and_workers_and_every_i
             assert torch.equal(before, after[0])
 
 
+def test_with_a_block_shuffle_storage_is_asked_for_each_block_once_and_as_a_whole(packed, monkeypatch):
+    loaded, asked = module(shuffle_block=3), []
+    source = loaded.train_source
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args))
+    for _ in loaded.train_dataloader():
+        pass
+    shards = {file: shard for shard, file in source._files.items()}
+    covered = [
+        {
+            number
+            for number in range(len(source))
+            if source.columns["shard"][number] == shards[file]
+            and start <= source.columns["offset"][number] < (start + count if count else math.inf)
+        }
+        for file, start, count, _ in asked
+    ]
+    assert sorted(itertools.chain(*covered)) == list(range(12)), "each once"
+    for numbers in covered:
+        assert len({number // 3 for number in numbers}) <= 1, "of one block, or none of this source's"
+
+
 def test_bytes_go_to_the_device_and_are_normalised_there_to_the_same(packed):
     plain, late = module(), module(normalise_on_device=True)
+    assert next(iter(late.train_dataloader()))[0].dtype == torch.float32, "without a trainer nobody would do it"
+    late.trainer = SimpleNamespace(accelerator=CPUAccelerator(), precision_plugin=DoublePrecision())
     for (images, targets), batch in zip(plain.train_dataloader(), late.train_dataloader(), strict=True):
         assert batch[0].dtype == torch.uint8
         moved, moved_targets = late.transfer_batch_to_device(list(batch), torch.device("cpu"), 0)
-        assert torch.equal(moved, images)
+        assert torch.equal(moved, images.double()), "of the type that the trainer's precision asks for"
         assert moved.is_contiguous()
         assert torch.equal(moved_targets, targets)
 

@@ -96,6 +96,9 @@ def test_a_microbatch_is_received_while_the_one_before_it_is_computed() -> None:
     for microbatch in range(MICROBATCHES - 1):
         expected = last.index(f"expect the activations of microbatch {microbatch + 1}")
         assert expected < last.index(f"send the gradients of microbatch {microbatch}")
+    for microbatch in range(MICROBATCHES - 3):
+        expected = last.index(f"expect the activations of microbatch {microbatch + 3}")
+        assert expected < last.index(f"send the gradients of microbatch {microbatch + 1}"), "also of a stage ahead"
 
 
 def test_replicas_add_up_gradients_while_the_last_backward_runs() -> None:

@@ -1,14 +1,18 @@
 """Choosing the layout of a real network."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.tracing import cut_positions, trace
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.choose import choose_layout
+from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.measure_profile import measure_profile, states_of
 
 pytestmark = pytest.mark.light
 
@@ -21,20 +25,44 @@ def alexnet_like() -> nn.Module:
     return nn.Sequential(*layers, nn.MaxPool2d(8), nn.Flatten(), nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 10))
 
 
+def job(devices: int, link: Link, samples: int, precision: str = "32-true", **fixed: Any) -> Job:
+    images, cpu = torch.randn(8, 3, 32, 32), torch.device("cpu")
+    profile = measure_profile(trace(alexnet_like()), images, 16, cpu, precision, channels_last=False)
+    return Job(profile, Cluster.flat(devices, link), samples, **fixed)
+
+
+FAST = Link(1.25e9, 5e-5)
+
+
 def test_the_parameter_heavy_classifier_is_not_replicated_over_a_slow_link() -> None:
-    network = alexnet_like()
-    link = Link(bandwidth=12.5e6, latency=1e-4)
-    layout, _ = choose_layout(network, torch.randn(8, 3, 32, 32), Request(4, 8, stages=2), link)
+    layout, _ = choose_layout(job(4, Link(bandwidth=12.5e6, latency=1e-4), 64), 8, stages=2)
     assert layout.replicas[0] > layout.replicas[1]
     assert layout.replicas[1] == 1
-    assert layout.cuts[0] in cut_positions(trace(network))
+    assert layout.cuts[0] in cut_positions(trace(alexnet_like()))
 
 
 def test_stages_and_even_replicas_are_kept() -> None:
-    layout, _ = choose_layout(alexnet_like(), torch.randn(4, 3, 32, 32), Request(4, 4, replicas=(2, 2)))
+    layout, _ = choose_layout(job(4, FAST, 16, replicas=(2, 2)), 4)
     assert layout.replicas == (2, 2)
 
 
 def test_a_network_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="memory_limit=1000: on 2 devices with 4 microbatches a device needs"):
-        choose_layout(alexnet_like(), torch.randn(4, 3, 32, 32), Request(2, 4, replicas=(1, 1), memory_limit=1000))
+        choose_layout(job(2, FAST, 16, replicas=(1, 1), memory_limit=1000), 4)
+
+
+def test_half_precision_halves_what_is_sent() -> None:
+    whole, half = (job(2, FAST, 16, precision).profile.costs.values for precision in ("32-true", "bf16-mixed"))
+    assert half[0].bytes * 2 == whole[0].bytes
+
+
+def test_an_optimizer_holds_what_its_kind_and_options_say() -> None:
+    parameters = [nn.Parameter(torch.zeros(3))]
+    kinds = (
+        (torch.optim.SGD(parameters, 0.1), 0),
+        (torch.optim.SGD(parameters, 0.1, momentum=0.9), 1),
+        (torch.optim.AdamW(parameters), 2),
+        (torch.optim.AdamW(parameters, amsgrad=True), 3),
+    )
+    for optimizer, states in kinds:
+        assert states_of(optimizer) == states

@@ -1,6 +1,7 @@
 """The layout that a pipeline gets from its arguments, the network and the data."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from conftest import PlainCNN
 
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster import Cluster
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.profile import Profile
+from cnnstrategies.planning.rank import rank
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
 
 
 @pytest.mark.parametrize(
@@ -29,3 +36,57 @@ def test_batch_normalisation_and_the_batch_decide_on_the_microbatches(network, d
     trainer = SimpleNamespace(datamodule=data)
     layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size: None)
     assert layout.microbatches == expected
+
+
+def uneven() -> Profile:
+    """A network whose best cut is another one where messages, or parameters, cost much."""
+    sizes = (400_000, 2_000_000, 300_000, 100, 200_000)
+    times = (0.010, 0.012, 0.008, 0.004, 0.012, 0.009)
+    parameters = (10_000, 20_000, 10_000, 30_000, 400_000, 800_000)
+    nodes = tuple(
+        NodeCost(f"n{i}", time, 2 * time, size, 1000)
+        for i, (time, size) in enumerate(zip(times, parameters, strict=True))
+    )
+    values = tuple(Value(i, (i + 1,), size, size) for i, size in enumerate(sizes))
+    return Profile(GraphCosts(nodes, values, (1, 2, 3, 4, 5), 8, 700), ((0.001, 0.001),) * 6)
+
+
+def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the measured link, in the trainer's precision, with what the optimizer holds; each has a say."""
+    seen: list[Any] = []
+
+    def measured(*arguments: Any) -> Profile:
+        seen.append(arguments[4])
+        return uneven()
+
+    monkeypatch.setattr(layout_module, "measure_profile", measured)
+    monkeypatch.setattr(layout_module.dist, "broadcast_object_list", lambda values, source: None)
+    network, found = PlainCNN(), {}
+    parameters = list(network.parameters())
+    for name, bandwidth, limit, optimizer in (
+        ("fast", 1e10, None, torch.optim.SGD(parameters, 0.1)),
+        ("slow", 1e6, None, torch.optim.SGD(parameters, 0.1)),
+        ("sgd", 1e10, 2_200_000, torch.optim.SGD(parameters, 0.1)),
+        ("adam", 1e10, 4_450_000, torch.optim.AdamW(parameters)),
+        ("room", 1e10, 10_000_000, torch.optim.AdamW(parameters)),
+    ):
+        cluster = Cluster.flat(2, Link(bandwidth, 5e-5))
+        monkeypatch.setattr(layout_module, "measure_cluster", lambda nodes, device, cluster=cluster: cluster)
+        trainer: Any = SimpleNamespace(
+            datamodule=SimpleNamespace(batch_size=64), num_nodes=1, global_rank=0, precision="bf16-mixed",
+            strategy=SimpleNamespace(optimizers=[optimizer]), lightning_module=None,
+        )  # fmt: skip
+        request = HybridPipelineStrategy(replicas=[1, 1], microbatches=8, memory_limit=limit).request
+        images = torch.randn(32, 1, 8, 8)
+        layout = request.choose(network, trainer, 2, torch.device("cpu"), lambda size, images=images: images)
+        copies = 4 if isinstance(optimizer, torch.optim.AdamW) else 2
+        options: dict[str, Any] = {"microbatches": 8, "replicas": (1, 1), "families": ("hybrid",)}
+        job = Job(uneven(), cluster, 64, state_copies=copies, memory_limit=limit, **options)
+        chosen = rank(job).hybrid
+        assert chosen is not None
+        assert layout.cuts == list(chosen.layout.cuts), name
+        assert layout.run_ahead == chosen.predictor.runs_ahead(chosen.layout), name
+        found[name] = layout.cuts
+    assert set(seen) == {"bf16-mixed"}
+    assert found["fast"] != found["slow"], "the link has a say"
+    assert found["adam"] != found["room"], "the memory has one"

@@ -107,9 +107,9 @@ class ShardSource:
         Raises:
             ConfigurationError: The shard ends before it, or is of another packing.
         """
-        offset, length = int(self.columns["offset"][number]), int(self.columns["length"][number])
+        shard, offset, length = self._place(number)
         # With the entry's header before it, which says whose it is.
-        content = os.pread(self._file(int(self.columns["shard"][number])), tar.BLOCK + length, offset - tar.BLOCK)
+        content = os.pread(self._file(shard), tar.BLOCK + length, offset - tar.BLOCK)
         if len(content) < tar.BLOCK + length:
             raise ConfigurationError(
                 f"{self._path(number)} is truncated: it ends within {self.name(number)}; copy it again, or pack again"
@@ -142,6 +142,11 @@ class ShardSource:
             part = F.interpolate(part, out.shape[1:], mode="bilinear", antialias=True)
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
 
+    def _place(self, number: int) -> tuple[int, int, int]:
+        """The shard of an image, its first byte there and how many they are."""
+        shard, offset, length = (int(self.columns[name][number]) for name in ("shard", "offset", "length"))
+        return shard, offset, length
+
     def _path(self, number: int) -> Path:
         return self.paths[int(self.columns["shard"][number])]
 
@@ -171,10 +176,8 @@ class ShardSource:
                 continue
             self._asked[block] = True
             numbers = range(block * self.block, min(len(self), (block + 1) * self.block))
-            (first, begin, _), (last, offset, length) = (
-                (int(self.columns[name][number]) for name in ("shard", "offset", "length"))
-                for number in (numbers[0], numbers[-1])
-            )
+            first, begin, _ = self._place(numbers[0])
+            last, offset, length = self._place(numbers[-1])
             for shard in range(first, last + 1):
                 start = begin if shard == first else 0
                 count = offset + length - start if shard == last else 0  # 0 is all to the end.

@@ -38,6 +38,8 @@ class Asynchronous:
         self._begun: dict[int, tuple[int, Begin]] = {}
         self._held: dict[int, tuple[list[int], Pull]] = {}
         self._lives: dict[int, int] = {}
+        self._expected = specification.workers
+        self._begun_with = False  # A view has named workers.
         self._given: dict[tuple[int, int], Tensor] = {}
 
     @property
@@ -45,9 +47,18 @@ class Asynchronous:
         """Updates of all own slices."""
         return self.updates // max(1, len(self._shard.own))
 
+    @property
+    def entries(self) -> int:
+        """Workers of which something is kept."""
+        return len(self._begun.keys() | self._held.keys())
+
     def follow(self, view: View) -> None:
         """Wait no longer for workers that are gone."""
         lives = {worker.id: worker.incarnation for worker in view.workers}
+        if lives and not self._begun_with:
+            self._begun_with = True
+            for missing in set(range(self._expected)) - lives.keys():
+                self.clock.leave(missing)  # It has died before this server has heard of it.
         for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
             self.leave(worker)
             self._begun.pop(worker, None)

@@ -22,6 +22,11 @@ class Backlog:
         self._shard = shard
         self._steps: dict[int, Pushes] = {}
 
+    @property
+    def steps(self) -> int:
+        """How many steps there are pushes of."""
+        return len(self._steps)
+
     def lowest(self, default: int) -> int:
         """The first step that is not applied to all own slices; without own slices the default."""
         return min((self._shard.store.versions[key] for key in self._shard.own), default=default)

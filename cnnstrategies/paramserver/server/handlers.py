@@ -119,15 +119,21 @@ class Handlers:
         if header.base > self._view:
             return  # It knows a newer view, and asks again until this server does too.
         step = None if header.step == NO_STEP else header.step
-        if step is not None and self._restored:
-            self._catch_up((worker, header.incarnation), step, frozenset(unpack_keys(payload[header.meta :])))
-        # Only a question, at first: a newcomer becomes a member when it says from which step on.
         said = unpack_json(payload, header)
+        behind: dict[int, int] = {}
+        if step is not None:
+            answered, who = frozenset(unpack_keys(payload[header.meta :])), (worker, header.incarnation)
+            first = int(said["first"])
+            behind = self._behind(who, step, answered, first)
+            if behind and self._restored:
+                self._catch_up(who, behind, first)
+                behind = {}
+        # Only a question, at first: a newcomer becomes a member when it says from which step on.
         joins, request = said.get("joins") is True, said.get("request")
-        first = self._mode.join(worker, step) if joins else 0
+        begins = self._mode.join(worker, step) if joins else 0
         self._mode.here(worker)
         answer = {
-            "ready": self._shard.ready,
+            "ready": self._shard.ready and not behind,
             "leader": self._leads(),
             "asked": header.sequence,
             "counted": self._mode.clock.counts(worker),
@@ -135,7 +141,7 @@ class Handlers:
             "held": type(request) is int,
         }
         held = self._held((worker, header.incarnation), request) if type(request) is int else []
-        self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=first, json=answer, encoding=Encoding.KEYS)
+        self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=begins, json=answer, encoding=Encoding.KEYS)
 
     def _held(self, who: Who, request: int) -> list[int]:
         """The slices that a worker will get without asking again: its pull and the push before it are here."""
@@ -144,31 +150,41 @@ class Handlers:
     def _leads(self) -> bool:
         return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
 
-    def _catch_up(self, who: Who, step: int, answered: frozenset[int]) -> None:
-        """Go on from a snapshot where a worker is, and say what is missing.
+    def _behind(self, who: Who, step: int, answered: frozenset[int], first: int) -> dict[int, int]:
+        """The own slices that lack updates that a worker knows of, and how many.
 
         Args:
             who: The worker.
             step: The step that it works on, or whose answers it waits for.
             answered: Slices that it has had that step's answer for: it pushes and pulls them no more.
+            first: The step that it has begun with.
         """
-        store, own = self._shard.store, self._shard.own
-        updates = {key: step + 1 if key in answered else step for key in own}
-        if isinstance(self._mode, Synchronous):
-            missing = {key: count - store.versions[key] for key, count in updates.items()}
-        else:
-            missing = {key: count - 1 - store.seen[key].get(who, -1) for key, count in updates.items()}
-        behind = [key for key in own if missing[key] > 0]
-        if not behind:
-            return
-        for key in behind:
-            self._lost[key] += missing[key]
+        store, missing = self._shard.store, {}
+        for key in self._shard.own:
+            last = step if key in answered else step - 1
             if isinstance(self._mode, Synchronous):
-                store.versions[key] = updates[key]
+                missing[key] = last + 1 - max(0, store.versions[key])
             else:
-                store.seen[key][who] = updates[key] - 1
+                missing[key] = last - max(store.seen[key].get(who, -1), first - 1)
+        return {key: count for key, count in missing.items() if count > 0}
+
+    def _catch_up(self, who: Who, behind: dict[int, int], first: int) -> None:
+        """Go on from a snapshot where a worker is, and say what is missing.
+
+        Args:
+            who: The worker.
+            behind: The slices that lack updates, and how many.
+            first: The step that the worker has begun with.
+        """
+        store = self._shard.store
+        self._lost.update(behind)
+        for key, count in behind.items():
+            if isinstance(self._mode, Synchronous):
+                store.versions[key] += count
+            else:
+                store.seen[key][who] = max(store.seen[key].get(who, -1), first - 1) + count
         if isinstance(self._mode, Synchronous):
-            self._mode.caught_up(min(store.versions[key] for key in own))
+            self._mode.caught_up(min(store.versions[key] for key in self._shard.own))
             self._shard.copy_to_backups()
         lost = max(self._lost.values())
         if lost > self.lost_updates:

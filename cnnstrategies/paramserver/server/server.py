@@ -58,7 +58,7 @@ class Server:
         self.store = store
         self.dropped: Counter[str] = Counter()
         self._outbox = Outbox(id, specification.session)
-        shard = Shard(specification, id, self._outbox, store)
+        shard = self._shard = Shard(specification, id, self._outbox, store)
         self.mode: Mode = (
             Synchronous(specification, shard, id, self._outbox)
             if specification.aggregates
@@ -76,9 +76,9 @@ class Server:
         self._snapshots = Snapshots(specification.snapshot_every, restored)
         self._sign_seconds = min(1.0, specification.timeout / 4)
         self._deaf_after = specification.deaf_after
+        self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
         self._now = 0.0
         self._pinged = self._signed = 0.0
-        self._looked: float | None = None
         self._heard: dict[int, float] = {}  # when each other server was
         self._heard_workers: set[int] = set()
 
@@ -105,7 +105,7 @@ class Server:
 
     def follow(self, now: float, view: View) -> Effects:
         """Go on with a view, if it is newer."""
-        self._now = now
+        self._goes_on(now)
         if view.number <= self.view.number:
             return []
         if self.id in {server.id for server in self.view.servers} - {server.id for server in view.servers}:
@@ -135,7 +135,7 @@ class Server:
             header: The message's, not checked against the view yet.
             payload: What follows.
         """
-        self._now = now
+        self._goes_on(now)
         try:
             self._handle(route, user, header, payload)
         except InvalidMessageError as error:
@@ -149,11 +149,7 @@ class Server:
 
         Now and then other servers are told what has been missed of theirs; it also shows them what they missed.
         """
-        self._now = now
-        passed = 0.0 if self._looked is None else now - self._looked
-        if passed > STOPPED_SECONDS:  # This process was stopped, not the others silent.
-            self._heard = {server: heard + passed for server, heard in self._heard.items()}
-        self._looked = now
+        self._goes_on(now)
         if now - self._signed > self._sign_seconds:
             self._signed = now
             self._outbox.sign(self._heard_workers)
@@ -200,6 +196,7 @@ class Server:
         if header.sender >= SERVER:
             self._heard[peer] = self._now
             if missed:
+                self._shard.relays_lost(peer)
                 self._outbox.to_server(peer, Kind.PING, base=self._gaps.found[peer])
         else:
             self._heard_workers.add(peer)
@@ -209,6 +206,13 @@ class Server:
                 # Answers on the old connection may be lost: have the worker send again what is not answered.
                 self._outbox.ask_again(peer)
         self.handlers.handle(peer, header, payload)
+
+    def _goes_on(self, now: float) -> None:
+        """Note the time. It is looked at several times a second, unless this process is stopped."""
+        passed = now - self._now
+        self._now = now
+        if passed > self._stopped_seconds:  # Then the others were not silent.
+            self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
 
     def _deaf(self) -> list[int]:
         """The servers of the view of which nothing has come for too long: a dead one is out of the view by then."""

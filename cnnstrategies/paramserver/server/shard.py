@@ -168,6 +168,10 @@ class Shard:
         """The hyper-parameters of the updates that a primary sends next."""
         self._relayed_options[primary] = options
 
+    def relays_lost(self, primary: int) -> None:
+        """Messages of a primary were lost: maybe those with the hyper-parameters of what it sends next."""
+        self._relayed_options.pop(primary, None)
+
     def relayed(self, primary: int, header: Header, payload: memoryview) -> None:
         """Apply an update that the slice's primary has applied.
 

@@ -53,12 +53,19 @@ class Synchronous:
         self._voted: set[tuple[int, int]] = set()
         self._votes: list[tuple[int, int]] = []
         self._lives: dict[int, int] = {}
+        self._expected = specification.workers
+        self._begun_with = False  # A view has named workers.
         self._early: set[int] = set()
 
     @property
     def finished(self) -> int:
         """Steps that are applied to all own slices."""
         return self._updater.finished
+
+    @property
+    def entries(self) -> int:
+        """Steps of which pushes are kept."""
+        return self._backlog.steps
 
     @property
     def leader(self) -> int:
@@ -75,6 +82,10 @@ class Synchronous:
         """Go on with another view: without the dead workers, and with what this server now is the primary of."""
         self._view = view
         lives = {worker.id: worker.incarnation for worker in view.workers}
+        if lives and not self._begun_with:
+            self._begun_with = True
+            for missing in set(range(self._expected)) - lives.keys():
+                self.clock.leave(missing)  # It has died before this server has heard of it.
         for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
             self.clock.leave(worker)
             self._backlog.forget_worker(worker, self.clock.step)

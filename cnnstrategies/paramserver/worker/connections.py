@@ -38,11 +38,16 @@ class Connections:
         self._heard: dict[int, float] = {}
         self._probed: dict[int, float] = {}
         self._orphaned_since: float | None = None
+        self._meets_until = 0.0
         self._was_member = False
 
     # Membership
 
-    def met(self, now: float, until: float) -> bool:
+    def begin_meeting(self, now: float) -> None:
+        """From now on :meth:`met` waits, not for ever."""
+        self._meets_until = now + self._specification.timeout
+
+    def met(self, now: float) -> bool:
         """Whether this worker and all servers are in the view, but those that have died already.
 
         Raises:
@@ -53,7 +58,7 @@ class Connections:
         if not missing and self._is_member():
             self._was_member = True
             return True
-        if now > until:
+        if now > self._meets_until:
             who = f"servers {sorted(missing)}" if missing else f"worker {self._id} itself"
             raise ServersUnreachableError(
                 f"worker {self._id}: {who} did not join within {self._specification.timeout} s: look at their "
@@ -139,6 +144,14 @@ class Connections:
         """From now on silence counts."""
         self._heard = dict.fromkeys(self._servers, now)
         self._probed = dict.fromkeys(self._servers, now)
+
+    def stopped(self, now: float, seconds: float) -> None:
+        """This process was stopped for some seconds, up to now: nobody was silent meanwhile."""
+        for times in (self._heard, self._probed):
+            times.update({server: min(time + seconds, now) for server, time in times.items()})
+        self._meets_until += seconds
+        if self._orphaned_since is not None:
+            self._orphaned_since = min(self._orphaned_since + seconds, now)
 
     def unanswering(self, now: float, seconds: float) -> list[int]:
         """The servers that have answered no request, and not been asked, for some seconds; they count as asked now."""

@@ -29,6 +29,7 @@ from cnnstrategies.paramserver.worker.state_transfer import InitialValues, State
 
 PROBE_SECONDS = 1.0  # without an answer before a server is asked whether it is there
 REPEAT_SECONDS = 0.05
+STOPPED_SECONDS = 1.0  # between two looks at the time: then this process was stopped
 
 
 class Wait(NamedTuple):
@@ -86,8 +87,12 @@ class WorkerRole:
         self._now = 0.0
         self._repeat: Callable[[], object] | None = None
         self._next_repeat = 0.0
-        self._probe_seconds = min(PROBE_SECONDS, specification.timeout / 4)
+        self._probe_seconds = min(PROBE_SECONDS, specification.timeout / 8)
+        self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
         self._joined = False
+        self._first = 0  # step
+        self._replaces = incarnation > 0
+        self._unready: dict[int, float] = {}  # servers without values, and since when
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._initial: InitialValues | None = None
         self._moved = False  # The parameters are no longer those of the run's start.
@@ -128,7 +133,7 @@ class WorkerRole:
         # Never back where servers take a push with the number of an older one for the same push again.
         self.step = max(steps) if aggregates else max(self.step, *steps)
         self._moved = self._moved or self.step > 0
-        self._joined = True
+        self._joined, self._first = True, self.step
         for server in self.view.servers:
             self._hello(server.id)
         self._request(refresh=True)
@@ -199,6 +204,8 @@ class WorkerRole:
         Raises:
             ServersUnreachableError: A server was silent for too long.
         """
+        if now - self._now > self._stopped_seconds:
+            self._connections.stopped(now, now - self._now)
         self._now = now
         if self._repeat is not None and now >= self._next_repeat:
             self._repeat()
@@ -266,17 +273,24 @@ class WorkerRole:
                 self._send_again(lost)
         if self._state is not None and asked > self._state.asked(server):
             self._ask_for_part(server)
-        if values["ready"] is False and self._moved:
+        if values["ready"] is not False:
+            self._unready.pop(server, None)
+        elif self._moved or self._waits_in_vain(server):
             self._connections.lost(server)
-        elif values["ready"] is False and self._initial is not None:
+        elif self._initial is not None:
             self._initial.send(server)  # It was started again before it had made a step.
+
+    def _waits_in_vain(self, server: int) -> bool:
+        """Whether a worker that takes another's place has waited for values for long: those who had some are gone."""
+        since = self._unready.setdefault(server, self._now)
+        return self._replaces and self._initial is None and self._now - since > self._specification.timeout
 
     # Questions
 
     def _meet(self, now: float) -> Generator[Wait]:
         """Wait until the run's servers are there and know this worker."""
-        until = now + self._specification.timeout
-        yield Wait(lambda: not self._connections.met(self._now, until))
+        self._connections.begin_meeting(now)
+        yield Wait(lambda: not self._connections.met(self._now))
         self._place()
         yield from self._ask(self._everyone(), joins=False)
 
@@ -329,7 +343,7 @@ class WorkerRole:
 
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
         view, keys = self.view.number, pack_keys(answered)
-        said = {"joins": joins, "request": self._pulls.step if self._pulls.under_way else None}
+        said = {"joins": joins, "first": self._first, "request": self._pulls.step if self._pulls.under_way else None}
         self._connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
 
     def _hello(self, server: int) -> None:

@@ -18,8 +18,10 @@ from cnnstrategies.pipeline.microbatches import default_microbatches
 from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
 from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.choose import choose_layout
-from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.measure_links import measure_cluster
+from cnnstrategies.planning.measure_profile import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 
 BATCH_NORM = ("microbatch", "deferred")
@@ -162,26 +164,38 @@ class LayoutRequest:
             # Without a profile nobody knows what fits.
             run_ahead = self.memory_limit is None if self.run_ahead is None else self.run_ahead
             return ChosenLayout(self.cuts or [], replicas, microbatches, run_ahead)
-        images = example((samples or USUAL_SAMPLES) * replicas[0] // microbatches)
+        whole = (samples or USUAL_SAMPLES) * replicas[0]
+        images = example(max(1, whole // devices))
         if images is None:
             raise ConfigurationError(
                 "cuts are chosen by a profile, and the size of the images is not known: name the cuts, set "
                 "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
             )
+        cluster = measure_cluster(trainer.num_nodes, device)
         chosen: list[Any] = [None]
         if trainer.global_rank == 0:
-            request = Request(
-                devices,
-                microbatches,
-                self.schedule,
-                replicas=replicas,
-                memory_limit=self.memory_limit,
-                activation_checkpointing=self.activation_checkpointing,
-                run_ahead=self.run_ahead,
-            )
             network.to(device)
+            optimizers = trainer.strategy.optimizers
             try:
-                layout, run_ahead = choose_layout(network, on_device_of(network, images), request)
+                job = Job(
+                    profile=measure_profile(
+                        trace(network),
+                        on_device_of(network, images),
+                        max(1, whole // devices),
+                        device,
+                        str(trainer.precision),
+                        bool(getattr(trainer.lightning_module, "channels_last", False)),
+                    ),
+                    cluster=cluster,
+                    samples=whole,
+                    replicas=replicas,
+                    schedule=self.schedule,
+                    activation_checkpointing=self.activation_checkpointing,
+                    run_ahead=self.run_ahead,
+                    state_copies=2 + (states_of(optimizers[0]) if optimizers else USUAL_STATES),
+                    memory_limit=self.memory_limit,
+                )
+                layout, run_ahead = choose_layout(job, microbatches, placement=self.placement)
                 chosen = [(list(layout.cuts), run_ahead)]
             except ConfigurationError as error:
                 chosen = [str(error)]
