@@ -44,6 +44,18 @@ CALIBRATED = "VGG-11"
 ROUNDS = 3
 
 
+LIMITS = """\
+What limits it: on a CPU the exchange takes processor time from the same quota as the network's layers. torch's gloo,
+the pipeline's engine and a server's messages take some milliseconds of a step whatever the network, which is nothing
+beside VGG-11's 0.4 s and a fifth of ResNet-20's; the profile does not see them, and VGG-11 cannot tell them from a
+slower device. Predictions of small networks over a quick link are too low for all strategies, most for the hybrid,
+which works on six microbatches; so the order is better than the times. Tried, and kept: the connection of a machine
+priced once for its workers and its server (a parameter server's error for ResNet-20 at 100 Mbit/s: from -36 to -4 %
+in a first run), a price for each of a server's messages, links whose limit small messages notice too (before, a token
+bucket let 256 KB through at once, and the hybrid at 100 Mbit/s was 30 % quicker than predicted). VGG-11 was measured
+before that last change and beside other work, so its speed of 1.1 is probably too high for the others."""
+
+
 class Hosts:
     """Three hosts that work on one network.
 
@@ -219,7 +231,8 @@ def main() -> None:
             print(f"skipped: {why}")
             return
     pieces = Pieces(given)
-    if pieces.measure(list(NETWORKS), measured):
+    pieces.measure(list(NETWORKS), measured)
+    if CALIBRATED in pieces.known and len(pieces.known) > 1:
         page(pieces)
 
 
@@ -227,9 +240,11 @@ def page(pieces: Pieces) -> None:
     """Write the page."""
     numbers = fitted(pieces.known[CALIBRATED])
     rows: list[Sequence[str]] = [("network", "Mbit/s", *STRATEGIES, "best measured", "best predicted")]
-    off: dict[str, list[float]] = {title: [] for title in NETWORKS}
+    titles = [title for title in NETWORKS if title in pieces.known]
+    without = "".join(f" {title} is not measured yet." for title in NETWORKS if title not in titles)
+    off: dict[str, list[float]] = {title: [] for title in titles}
     right = 0
-    for title in NETWORKS:
+    for title in titles:
         found = pieces.known[title]
         for rate in RATES:
             made = predicted(found, rate, numbers)
@@ -258,7 +273,8 @@ def page(pieces: Pieces) -> None:
         "mean absolute error there "
         f"{statistics.fmean(own):.1%}. **The {len(others)} other points: mean absolute error "
         f"{statistics.fmean(others):.1%} (target 10 %), worst {max(others):.0%} (target 25 %). The best strategy is "
-        f"named in {right} of {len(NETWORKS) * len(RATES)} cells** (target 11; less than 3 % behind counts as best).",
+        f"named in {right} of {len(titles) * len(RATES)} cells** (target 11 of 12; less than 3 % behind counts "
+        f"as best).{without}\n\n{LIMITS}",
         rows,
     )
 
