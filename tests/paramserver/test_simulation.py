@@ -9,8 +9,9 @@ from protocol_mutants import MUTANTS, apply
 
 from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, TIMER, Answering, Asking
+from cnnstrategies.paramserver.simulation.control import BUSY, TIMEOUT, simulate
 from cnnstrategies.paramserver.simulation.faults import Faults
-from cnnstrategies.paramserver.simulation.run import BUSY, TIMEOUT, explain, simulate
+from cnnstrategies.paramserver.simulation.run import explain
 from cnnstrategies.paramserver.simulation.shrink import shrink
 from cnnstrategies.paramserver.simulation.world import Ask, World
 
@@ -116,7 +117,7 @@ def test_nothing_is_violated_in_the_first_seeds():
     counts = Counter()
     for seed in range(SEEDS):
         outcome = simulate(seed)
-        assert outcome.violation is None, explain(seed, outcome)
+        assert outcome.violation is None, explain(seed, outcome, simulate)
         counts += outcome.counts
     for kind in ("kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"):
         assert counts[kind], kind
@@ -157,7 +158,7 @@ def test_each_mutant_is_killed(mutant, monkeypatch):
 def test_a_failing_seed_is_explained_by_few_faults(monkeypatch):
     apply(MUTANTS[0], monkeypatch)
     seed, outcome = next((seed, found) for seed in range(SEEDS) if (found := simulate(seed)).violation)
-    faults, _, trace = explain(seed, outcome).partition("\n   0.0000")
+    faults, _, trace = explain(seed, outcome, simulate).partition("\n   0.0000")
     assert faults.startswith(f"seed {seed}: 17: ")
     assert 1 <= faults.count("\n  ") < len(outcome.faults)
     assert "coordinator 0 starts" in trace

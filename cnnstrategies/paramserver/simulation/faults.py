@@ -57,6 +57,7 @@ class Faults:
         timeout: The run's; faults are short or long compared with it.
         busy: Seconds in which the faults happen.
         removed: Those that do not happen, of what this seed has.
+        tcp: Whether every seed's network is like TCP.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class Faults:
         timeout: float,
         busy: float,
         removed: frozenset[Fault | MessageFault] = frozenset(),
+        tcp: bool = False,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.met: list[MessageFault] = []
-        self.tcp = draw(seed, 1) < 0.5
+        self.tcp = tcp or draw(seed, 1) < 0.5
         self._seed = seed
         self._timeout = timeout
         self._removed = removed

@@ -7,14 +7,11 @@ from cnnstrategies.paramserver.core.node import Peer, Send
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.simulation.faults import DEADLY
 from cnnstrategies.paramserver.simulation.toys import SAMPLES, Toys, contents
+from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.simulation.world import Process, World
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
 ENTRIES = 16  # that the coordinator keeps of each member's requests
-
-
-class ViolationError(Exception):
-    """An invariant does not hold."""
 
 
 class Invariants:

@@ -100,7 +100,9 @@ class World:
         progress: When a program last had a result.
         trace: Filled with a line for each event if it is a list.
         on_send: Called with each message that is sent.
+        on_lost: Called with each message that is lost.
         on_death: Called with each process that was killed.
+        tcp: Whether what a process has sent is partly lost with it when it is killed.
         on_node: Says which processes run on a node, but for its supervision.
     """
 
@@ -112,10 +114,13 @@ class World:
         self.progress = 0.0
         self.trace: list[str] | None = None
         self.on_send: Callable[[Process, Send], None] = lambda sender, send: None
+        self.on_lost: Callable[[Peer, Peer], None] = lambda sender, receiver: None
         self.on_death: Callable[[Process], None] = lambda process: None
         self.on_node: Callable[[int], list[Process]] = lambda node: []
         self.on_step: Callable[[Process], None] = lambda process: None
+        self.tcp = False
         self._seed = seed
+        self._died_at: dict[Peer, float] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._sent: dict[int, int] = {}
         self._links: dict[tuple[str, int, str, int], int] = {}
@@ -153,10 +158,24 @@ class World:
         if self.trace is not None:
             self.trace.append(f"{self.now:9.4f}  {text}")
 
+    def tell(self, process: Process, call: Call) -> None:
+        """Have a process hear of something that no message says; later, if it is paused or cut off."""
+        place = (process.peer.role, process.peer.id)
+        reached = max(self._blocked.get((*place, outgoing), 0.0) for outgoing in (False, True))
+        if reached > self.now:
+            self.at(reached, lambda: self.tell(process, call))
+        else:
+            self._run(process, lambda: self._hear(process, call))
+
+    def _hear(self, process: Process, call: Call) -> None:
+        if process.ended is None:
+            self._call(process, call)
+
     def kill(self, process: Process) -> None:
         """End a process at once."""
         if process.alive:
             process.alive = False
+            self._died_at[process.peer] = self.now
             process.program.close()
             self.note(f"{process} is killed")
             self.on_death(process)
@@ -244,10 +263,16 @@ class World:
         if self.trace is not None:
             fate = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
             self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{fate}")
+        if not arrivals:
+            self.on_lost(sender.peer, send.to)
         for arrival in arrivals:
-            self.at(arrival, lambda: self._deliver(sender.peer, send))
+            self.at(arrival, lambda: self._deliver(sender.peer, send, link))
 
-    def _deliver(self, sender: Peer, send: Send) -> None:
+    def _deliver(self, sender: Peer, send: Send, link: int) -> None:
+        if self.tcp and sender in self._died_at and draw(self._seed, 15, link, sender.life) < 0.5:
+            self.faults.counts["lost with a process"] += 1
+            self.note(f"what {sender} sent to {send.to} is lost with it: {send.message.kind}")
+            return
         process = self.processes.get((send.to.role, send.to.id))
         if process is None or process.ended is not None or (process.peer != send.to and send.to.role != "coordinator"):
             return
@@ -324,6 +349,9 @@ def _link(ends: tuple[str, int, str, int]) -> int:
 
 
 def _short(message: Message) -> str:
+    header = message.fields.get("header")
+    if header is not None:
+        return f"key {header.key} step {header.step} base {header.base} number {header.sequence}"
     fields = {name: value for name, value in message.fields.items() if name not in ("session", "floor")}
     if "view" in fields and isinstance(fields["view"], dict):
         view = fields["view"]

@@ -1,0 +1,52 @@
+"""A simulated run of the control plane: the coordinator and its members."""
+
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, draw
+from cnnstrategies.paramserver.simulation.invariants import Invariants
+from cnnstrategies.paramserver.simulation.outcome import Outcome
+from cnnstrategies.paramserver.simulation.toys import Toys
+from cnnstrategies.paramserver.simulation.violation import ViolationError
+from cnnstrategies.paramserver.simulation.world import World
+
+TIMEOUT = 1.0
+BUSY = 1.5  # seconds in which faults begin
+HORIZON = 100.0  # no run takes longer
+
+
+def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False) -> Outcome:
+    """Run one seed.
+
+    Args:
+        seed: Decides everything.
+        removed: Faults that do not happen.
+        traced: Whether to write down what happens.
+    """
+    workers, servers = 1 + int(4 * draw(seed, 41)), int(4 * draw(seed, 42))
+    survivable = int(draw(seed, 43) < 0.5 and servers > 1)
+    restarts, epochs, nodes = int(3 * draw(seed, 44)), 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
+    settings = CoordinatorSettings(
+        "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), supervised=restarts > 0
+    )
+    places = [("worker", one) for one in range(workers)] + [("server", one) for one in range(servers)]
+    places += [("coordinator", 0), *(("supervision", node) for node in range(nodes))]
+    faults = Faults(seed, places, TIMEOUT, BUSY, removed)
+    world = World(seed, faults)
+    if traced:
+        world.trace = []
+    toys = Toys(world, settings, epochs, restarts, nodes, seed)
+    invariants = Invariants(world, toys, settings, epochs)
+    violation = None
+    looked = 0.0
+    try:
+        toys.start()
+        while not invariants.over and world.now < HORIZON and world.step():
+            if world.now - looked > TIMEOUT / 4:
+                looked = world.now
+                invariants.look()
+        if not invariants.over:
+            raise ViolationError(f"17: the run is not over after {world.now:.1f} s")
+        invariants.check()
+    except ViolationError as error:
+        violation = str(error)
+    met: list[Fault | MessageFault] = [*faults.timed, *faults.met]
+    return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [])

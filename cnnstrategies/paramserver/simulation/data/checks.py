@@ -1,0 +1,128 @@
+"""What must hold of the members in every simulated run of workers and servers, numbered as in the design."""
+
+from cnnstrategies.paramserver.simulation.data.members import Members
+from cnnstrategies.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker
+from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
+from cnnstrategies.paramserver.simulation.faults import DEADLY
+from cnnstrategies.paramserver.simulation.violation import ViolationError
+from cnnstrategies.paramserver.simulation.world import Process, World
+from cnnstrategies.paramserver.specification import Specification
+
+WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
+HARD = 0.55  # times the time-out: a fault that a run may have to go on without its victim
+ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something
+
+
+class Checks:
+    """Watches a run.
+
+    Args:
+        world: Where it is.
+        members: Its processes.
+        specification: Its specification.
+    """
+
+    def __init__(self, world: World, members: Members, specification: Specification) -> None:
+        self._world = world
+        self._members = members
+        self._specification = specification
+        self._progressed = 0.0
+        members.on_begin = self._begun
+
+    def _begun(self, worker: int, step: int) -> None:
+        """A worker begins a step."""
+        self._progressed = self._world.now
+        self._members.watch.highest = max(self._members.watch.highest, step)
+        if self._specification.mode != "ssp":
+            return
+        for other, process in self._members.workers.items():
+            simulated = process.role
+            assert isinstance(simulated, SimulatedWorker)
+            if not process.alive or not simulated.joined or process.ended is not None:
+                continue
+            if ("worker", other, process.peer.life) in self._members.gone:
+                continue
+            if step - simulated.role.step > self._specification.staleness:
+                raise ViolationError(
+                    f"8: worker {worker} begins step {step}, worker {other} is at {simulated.role.step}"
+                )
+
+    @property
+    def over(self) -> bool:
+        """Whether every worker has come to its end, or nothing can go on."""
+        return self._members.over is not None or all(
+            not process.alive or process.ended is not None for process in self._members.workers.values()
+        )
+
+    def look(self) -> None:
+        """Raise if nothing has gone on for long; take out workers that have ended with an error.
+
+        Raises:
+            ViolationError: So it is.
+        """
+        for worker, process in self._members.workers.items():
+            if process.ended is not None and process.ended.clean and worker not in self._members.left:
+                self._members.left.add(worker)
+                self._progressed = self._world.now
+            elif process.ended is not None and not process.ended.clean and process.alive:
+                self._check_end(process)
+                process.alive = False
+                self._members.dead(process)
+        since = max(self._progressed, self._last_fault())
+        patience = WITHIN * self._specification.timeout + (self._specification.patience - self._specification.timeout)
+        if self._world.now - since > patience:
+            stuck = [str(one) for one in self._members.workers.values() if one.alive and one.ended is None]
+            raise ViolationError(f"17: nothing has happened for {self._world.now - since:.1f} s: {', '.join(stuck)}")
+
+    def _last_fault(self) -> float:
+        timed = [fault.at + fault.seconds * (fault.kind not in DEADLY) for fault in self._world.faults.timed]
+        return max([*timed, self._members.died_at])
+
+    def _victims(self) -> set[str]:
+        """Who was hit so hard that a run may have to go on without it."""
+        hit: dict[str, float] = {}
+        for fault in self._world.faults.timed:
+            name = f"{fault.role} {fault.id}"
+            seconds = 2 * self._specification.timeout if fault.kind in DEADLY else fault.seconds
+            if fault.kind != "sleep" and fault.at <= self._world.now:
+                hit[name] = hit.get(name, 0.0) + seconds
+        return {name for name, seconds in hit.items() if seconds > HARD * self._specification.timeout}
+
+    def _check_end(self, process: Process) -> None:
+        assert process.ended is not None
+        reason, name = process.ended.reason, str(process.peer)
+        victims = self._victims() | self._members.died
+        for server in self._members.restored:
+            if f"server {server} was started again" in reason:
+                raise ViolationError(f"1: {name} ends although server {server} has a snapshot: {reason}")
+        if name.partition(" (")[0] in victims:
+            return
+        if not any(victim in reason for victim in victims):
+            raise ViolationError(f"17: {name} ends naming no cause: {reason}; victims: {sorted(victims)}")
+        servers = [victim for victim in victims if victim.startswith("server")]
+        if len(servers) < self._specification.replication:
+            raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
+
+    def check(self) -> None:
+        """Raise if something is not as it should be at the end.
+
+        Raises:
+            ViolationError: So it is.
+        """
+        told_all = not any(name.startswith("worker") for name in self._members.died)
+        for identity, process in self._members.servers.items():
+            simulated = process.role
+            assert isinstance(simulated, SimulatedServer)
+            server = simulated.server
+            expected = self._members.lost_updates.get(process.peer)
+            said = server.handlers.lost_updates
+            exact = told_all and not self._short()
+            counts = expected is not None and self._members.over is None and process.alive
+            if expected is not None and counts and (said > expected or (exact and said < expected)):
+                raise ViolationError(f"1: server {identity} says that {said} updates are lost, and {expected} are")
+            if server.mode.entries > ENTRIES:
+                raise ViolationError(f"14: server {identity} keeps {server.mode.entries} entries")
+
+    def _short(self) -> bool:
+        """Whether a server was restarted more than once, or as the run ended: then nobody tells it what is lost."""
+        return any(process.peer.life > 1 for process in self._members.servers.values()) or bool(self._members.left)

@@ -1,0 +1,251 @@
+"""Workers and servers, who says who is a member, and the disks: what the coordinator and the supervisions do.
+
+That all members hear of all views is what the coordinator's own simulation shows; here views come for certain, but
+late, to each process at another time.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+from cnnstrategies.paramserver.core.node import Call, Peer, Send
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.messages import Kind
+from cnnstrategies.paramserver.server.server import Server
+from cnnstrategies.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
+from cnnstrategies.paramserver.simulation.data.watch import Watch, WatchedStore
+from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, draw
+from cnnstrategies.paramserver.simulation.world import Process, Program, Sleep, World
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import Specification
+
+STEPS = 14
+
+
+@dataclass
+class Disk:
+    """What a server's snapshots are on."""
+
+    contents: dict[str, Any] | None = None
+    full: bool = False
+
+
+class Members:
+    """The processes of a run.
+
+    Args:
+        seed: Decides everything.
+        world: Where.
+        specification: The run's.
+        restarts: How often a process that is lost is started again.
+        busy: Seconds in which faults begin.
+
+    Attributes:
+        servers: By id; a new life takes the place of an older.
+        workers: The same.
+        watch: Looks at the values.
+        on_begin: Called with each worker that begins a step, and the step.
+        left: The workers that have come to the end.
+        died: Who has died, or was missed.
+        died_at: When one last died that no fault of the schedule has hit.
+        gone: Role, id and life of each.
+        over: Why the run cannot go on.
+        lost_updates: How many a server lacks that began with a snapshot, of those that workers have seen.
+        restored: The servers that did.
+    """
+
+    def __init__(self, seed: int, world: World, specification: Specification, restarts: int, busy: float) -> None:
+        self.servers: dict[int, Process] = {}
+        self.workers: dict[int, Process] = {}
+        self.watch = Watch(specification)
+        self.on_begin: Callable[[int, int], None] = lambda worker, step: None
+        self.left: set[int] = set()
+        self.died: set[str] = set()
+        self.died_at = 0.0
+        self.gone: set[tuple[str, int, int]] = set()
+        self.over: str | None = None
+        self.lost_updates: dict[Peer, int] = {}
+        self.restored: set[int] = set()
+        self._seed = seed
+        self._draws = 0
+        self._world = world
+        self._specification = specification
+        self._restarts = restarts
+        self._slices = cut(specification)
+        self._wires = Wires()
+        self._disks = [Disk() for _ in range(specification.servers)]
+        self._view = View(0, (), ())
+        self._lost: set[int] = set()
+        self._answers_left = int(60 * draw(seed, 70)) if draw(seed, 71) < 0.3 else -1
+        world.on_send = self._sent
+        world.on_death = self.dead
+        world.on_lost = lambda one, other: self._wires.cut(one, other) if "worker" in (one.role, other.role) else None
+        timeout = specification.timeout
+        for fault in world.faults.timed:
+            if fault.seconds > timeout and fault.kind not in (*DEADLY, "sleep"):
+                world.at(fault.at + timeout * self._seconds(1.0, 1.2), lambda fault=fault: self._silent(fault))  # type: ignore[misc]
+        if specification.snapshot_every and draw(seed, 68) < 0.5:
+            world.at(self._seconds(0.0, busy), lambda: self._fill(True))
+            world.at(self._seconds(0.0, 2 * busy), lambda: self._fill(False))
+
+    def _seconds(self, least: float, most: float) -> float:
+        self._draws += 1
+        return least + (most - least) * draw(self._seed, 69, self._draws)
+
+    # Processes
+
+    def start(self) -> None:
+        """Start all, and tell them of each other."""
+        for server in range(self._specification.servers):
+            self.servers[server] = self._serve(server, 0)
+        for worker in range(self._specification.workers):
+            self.workers[worker] = self._work(worker, 0)
+        self._publish(
+            servers=tuple(ServerInfo(one, "0", since=1) for one in self.servers),
+            workers=tuple(WorkerInfo(one) for one in self.workers),
+        )
+
+    def _serve(self, identity: int, life: int) -> Process:
+        peer = Peer("server", identity, life)
+        own = [slice_ for slice_ in self._slices if identity in slice_.servers]
+        store = WatchedStore(self._specification, own, self.watch)
+        contents = self._disks[identity].contents if self._specification.snapshot_every else None
+        if contents is not None:
+            store.restore(deepcopy(contents))
+            self.restored.add(identity)
+        if life:
+            alone = [key for key in store.slices if self._is_alone(identity, key)]
+            lost = [self.watch.restored(key, store.values[key]) for key in alone]
+            if contents is not None and life == 1:  # Else workers that know more than the first values end.
+                self.lost_updates[peer] = max(lost, default=0)
+        role = Server(self._specification, identity, store, contents is not None)
+        simulated = SimulatedServer(
+            role,
+            peer,
+            self._wires,
+            self._seconds,
+            lambda found: self._save(peer, found),
+            lambda: self._world.now,
+            self._world.note,
+        )
+        return self._world.spawn(peer, simulated, _idle())
+
+    def _is_alone(self, identity: int, key: int) -> bool:
+        return not any(
+            one != identity and self.servers[one].alive and one not in self._lost for one in self._slices[key].servers
+        )
+
+    def _work(self, identity: int, life: int) -> Process:
+        steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
+        simulated = SimulatedWorker(
+            self._specification, self._slices, Peer("worker", identity, life), steps, self._wires, self.watch,
+            self._seconds, lambda: self._world.now, lambda worker, step: self.on_begin(worker, step),
+        )  # fmt: skip
+        return self._world.spawn(Peer("worker", identity, life), simulated, _idle())
+
+    # Snapshots
+
+    def _fill(self, full: bool) -> None:
+        self._world.faults.counts["full disk"] += full
+        for disk in self._disks:
+            disk.full = full
+
+    def _save(self, peer: Peer, contents: dict[str, Any]) -> None:
+        self._world.at(self._world.now + self._seconds(0.01, 0.2), lambda: self._saved(peer, contents))
+
+    def _saved(self, peer: Peer, contents: dict[str, Any]) -> None:
+        process, disk = self.servers[peer.id], self._disks[peer.id]
+        if process.peer != peer or not process.alive:
+            return
+        if not disk.full:
+            disk.contents = contents
+        self._world.tell(process, Call(0, "saved", {"error": "the disk is full" if disk.full else None}))
+
+    # Membership
+
+    def _sent(self, sender: Process, send: Send) -> None:
+        """In some runs a server is killed just when it gives an answer."""
+        if self._answers_left < 0 or send.message.kind != Kind.PULLED.name:
+            return
+        self._answers_left -= 1
+        if self._answers_left < 0:
+            self._world.faults.counts["kill as it answers"] += 1
+            self.died_at = self._world.now
+            self.died.add(str(sender.peer))
+            self._world.at(self._world.now + 0.0001, lambda: self._world.kill(sender))
+
+    def _publish(self, **changes: Any) -> None:
+        values = {"servers": self._view.servers, "workers": self._view.workers, **changes}
+        lost = tuple(sorted(self._lost)) if len(self._lost) < self._specification.replication else ()
+        self._view = View(self._view.number + 1, lost=lost, **values)
+        self._world.note(
+            f"view {self._view.number}: servers {[(one.id, one.since) for one in self._view.servers]}, "
+            f"workers {[(one.id, one.incarnation) for one in self._view.workers]}"
+        )
+        for process in [*self.servers.values(), *self.workers.values()]:
+            self._show(process, self._view)
+
+    def _show(self, process: Process, view: View) -> None:
+        late = self._seconds(0.0, 1.0) ** 4 * 0.4
+        self._world.at(self._world.now + late, lambda: self._world.tell(process, Call(0, "view", {"view": view})))
+
+    def _silent(self, fault: Fault) -> None:
+        """A process is missed, and ended unless nobody can reach it."""
+        process = self._at(fault.role, fault.id)
+        if not process.alive or process.ended is not None:
+            return
+        if self._seconds(0.0, 1.0) < 0.5:
+            self._world.kill(process)
+        else:
+            self.dead(process)
+
+    def _at(self, role: str, identity: int) -> Process:
+        return self.servers[identity] if role == "server" else self.workers[identity]
+
+    def dead(self, process: Process) -> None:
+        """A process has died, or counts as dead."""
+        role, identity, life, _ = process.peer
+        if (role, identity, life) in self.gone:
+            return
+        self.gone.add((role, identity, life))
+        self.died.add(f"{role} {identity}")
+        self._world.at(self._world.now + self._seconds(0.01, 0.3), lambda: self._without(role, identity, life))
+
+    def _without(self, role: str, identity: int, life: int) -> None:
+        """Go on without a process; another may take its place."""
+        replaced = life < self._restarts and self.over is None
+        if role == "worker":
+            self._publish(workers=tuple(one for one in self._view.workers if one.id != identity))
+        else:
+            self._lost.add(identity)
+            if len(self._lost) < self._specification.replication:
+                self._publish(servers=tuple(one for one in self._view.servers if one.id != identity))
+            elif not replaced:
+                self._end(f"server {identity} was lost: its parameters are lost")
+        if replaced:
+            self._world.at(self._world.now + self._seconds(0.05, 0.5), lambda: self._replace(role, identity, life + 1))
+
+    def _replace(self, role: str, identity: int, life: int) -> None:
+        if self.over is not None:
+            return
+        if role == "worker":
+            if identity in self.left:
+                return
+            others = tuple(one for one in self._view.workers if one.id != identity)
+            self.workers[identity] = self._work(identity, life)
+            self._publish(workers=(*others, WorkerInfo(identity, life)))
+        else:
+            self.servers[identity] = self._serve(identity, life)
+            self._lost.discard(identity)
+            rest = tuple(one for one in self._view.servers if one.id != identity)
+            self._publish(servers=(*rest, ServerInfo(identity, str(life), since=self._view.number + 1)))
+
+    def _end(self, reason: str) -> None:
+        """The run cannot go on: all are told."""
+        self.over = self.over or reason
+
+
+def _idle() -> Program:
+    while True:
+        yield Sleep(1000.0)

@@ -1,0 +1,306 @@
+"""The real roles of workers and servers as processes of a simulated world: what their drivers do, in virtual time."""
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from cnnstrategies.paramserver.core.node import Call, Effect, End, Message, Peer, Send, Timer
+from cnnstrategies.paramserver.core.node import Effects as NodeEffects
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.effects import Effects, Parcel, Save
+from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.messages import Header, Kind
+from cnnstrategies.paramserver.server.server import Server
+from cnnstrategies.paramserver.simulation.data.watch import Watch, gradient, rate
+from cnnstrategies.paramserver.slicing import Slice
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
+
+LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
+Draw = Callable[[float, float], float]
+"""Some seconds between two bounds."""
+Steps = Generator[Wait | float, None, None]
+
+
+class Wires:
+    """Which connection between a worker and a server is the present one: answers on an older one are lost."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Peer, Peer], int] = {}
+
+    def cut(self, one: Peer, other: Peer) -> None:
+        """A message was lost between two processes: with TCP that is the end of their connection."""
+        worker, server = (one, other) if one.role == "worker" else (other, one)
+        self._numbers[worker, server] = self._numbers.get((worker, server), 0) + 1
+
+    def route(self, worker: Peer, server: Peer) -> bytes:
+        """What a server calls the present connection of a worker."""
+        return f"{worker.id}.{worker.life}.{self._numbers.get((worker, server), 0)}".encode()
+
+    def worker(self, route: bytes, server: Peer) -> Peer | None:
+        """Who is at the other end, if there still is one."""
+        identity, life, _ = route.decode().split(".")
+        peer = Peer("worker", int(identity), int(life))
+        return peer if self.route(peer, server) == route else None
+
+
+def _message(header: Header, payload: Any, sent: float, route: bytes = b"") -> Message:
+    return Message(header.kind.name, {"header": header, "sent": sent, "route": route}, (bytes(payload),))
+
+
+def _lives(view: View) -> dict[int, int]:
+    """Which life of each server a view names."""
+    return {server.id: int(server.endpoint) for server in view.servers}
+
+
+class SimulatedServer:
+    """A server's process.
+
+    Args:
+        server: The role.
+        peer: Who it is.
+        wires: The connections.
+        seconds: Draws how long things take.
+        save: Begins to write a snapshot.
+        clock: The world's time.
+        note: Writes a line of the trace.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        peer: Peer,
+        wires: Wires,
+        seconds: Draw,
+        save: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float],
+        note: Callable[[str], None],
+    ) -> None:
+        self.server = server
+        self._note = note
+        self._peer = peer
+        self._wires = wires
+        self._seconds = seconds
+        self._save = save
+        self._clock = clock
+        self._slow = seconds(0.0, 1.0) ** 6 * 0.03
+        self._working = False
+
+    def start(self, now: float) -> NodeEffects:
+        """Begin to look at the time."""
+        return [Timer("look", now)]
+
+    def on_message(self, now: float, sender: Peer, message: Message) -> NodeEffects:
+        """A message of the data plane has come."""
+        header, route = message.fields["header"], message.fields["route"]
+        payload = memoryview(bytearray(message.frames[0]))
+        effects = self.server.on_message(now, route, "", header, payload)
+        return self._act(now, effects + self.server.flush())
+
+    def on_timer(self, now: float, name: str) -> NodeEffects:
+        """Something is due."""
+        if name == "look":
+            return [*self._act(now, self.server.on_time(now)), Timer("look", now + LOOK_SERVER)]
+        self._working = False
+        return self._act(now, self.server.work() if self.server.busy else [])
+
+    def on_call(self, now: float, call: Call) -> NodeEffects:
+        """A view has come, or a snapshot was written."""
+        if call.kind == "saved":
+            return self._act(now, self.server.on_saved(call.fields["error"]))
+        return self._act(now, self.server.follow(now, call.fields["view"]))
+
+    def _act(self, now: float, effects: Effects) -> NodeEffects:
+        done: list[Effect] = []
+        for effect in effects:
+            if isinstance(effect, Parcel):
+                to = self._receiver(effect.to)
+                if to is not None:
+                    done.append(Send(to, _message(effect.header, effect.payload, self._clock())))
+            elif isinstance(effect, Save):
+                self._save(effect.contents)
+            elif isinstance(effect, End):
+                done.append(effect)
+            else:
+                self._note(effect.text)
+        if self.server.busy and not self._working:
+            self._working = True
+            done.append(Timer("work", now + self._slow + self._seconds(0.0, 0.002)))
+        return done
+
+    def _receiver(self, to: int | bytes) -> Peer | None:
+        if isinstance(to, bytes):
+            return self._wires.worker(to, self._peer)
+        return Peer("server", to, _lives(self.server.view)[to])
+
+
+class SimulatedWorker:
+    """A worker's process: trains some steps with known gradients.
+
+    Args:
+        specification: The run's.
+        slices: All slices.
+        peer: Who it is.
+        steps: To train.
+        wires: The connections.
+        watch: Told of what comes.
+        seconds: Draws how long things take.
+        clock: The world's time.
+        progress: Called with each step that is begun.
+    """
+
+    def __init__(
+        self,
+        specification: Specification,
+        slices: tuple[Slice, ...],
+        peer: Peer,
+        steps: int,
+        wires: Wires,
+        watch: Watch,
+        seconds: Draw,
+        clock: Callable[[], float],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
+        self.role = WorkerRole(specification, slices, self.values, peer.id, peer.life)
+        self.joined = False
+        self.finished = False
+        self._specification = specification
+        self._peer = peer
+        self._steps = steps
+        self._wires = wires
+        self._watch = watch
+        self._seconds = seconds
+        self._clock = clock
+        self._progress = progress
+        self._now = 0.0
+        self._program = self._train()
+        self._wait: Wait | None = None
+        self._inbox: list[tuple[Peer, Message]] = []
+        self._view: View | None = None
+
+    # What it does
+
+    def _train(self) -> Steps:
+        role, groups = self.role, self._specification.groups
+        yield self._seconds(0.0, 0.2)
+        if self._peer.life == 0 or self._watch.highest < 0:  # One that takes another's place takes what is there.
+            yield from role.initialise(self._now, None)
+        yield from role.join(self._now)
+        self.joined = True
+        while role.step < self._steps:
+            yield role.all_here()
+            self._progress(self._peer.id, role.step)
+            step = role.step
+            role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
+            for index in reversed(range(len(self.values))):
+                role.push(index, gradient(self._peer.id, step, self._peer.life))
+                yield self._seconds(0.0, 0.01)
+            yield self._seconds(0.0, 0.06)
+            role.end_step()
+            for index in range(len(self.values)):
+                yield role.here(index)
+        self.joined = False
+        yield from role.leave()
+
+    # What happens
+
+    def start(self, now: float) -> NodeEffects:
+        """Begin."""
+        self._now = now
+        return self._advance(now)
+
+    def on_message(self, now: float, sender: Peer, message: Message) -> NodeEffects:
+        """A message of the data plane has come."""
+        lives = _lives(self.role.view)
+        if lives.get(sender.id) != sender.life or not self.role.heard(now, sender.id, message.fields["header"]):
+            return []
+        self._inbox.append((sender, message))
+        return self._waited(now)
+
+    def on_call(self, now: float, call: Call) -> NodeEffects:
+        """A view has come."""
+        self._view = call.fields["view"]
+        return self._waited(now)
+
+    def on_timer(self, now: float, name: str) -> NodeEffects:
+        """It has computed, or looks at the time."""
+        if name == "computed":
+            return self._advance(now)
+        if self._wait is None:
+            return []
+        return [*self._waited(now, look=True), *([Timer("look", now + LOOK_WORKER)] if self._wait else [])]
+
+    def _waited(self, now: float, look: bool = False) -> NodeEffects:
+        """Act on what has come, if this worker waits."""
+        self._now = now
+        try:
+            if self._wait is None:
+                return []
+            self._follow(now)
+            if look:
+                self.role.on_time(now)
+            while self._inbox and self._wait.waiting():
+                sender, message = self._inbox.pop(0)
+                self._handle(sender.id, message)
+            done = not self._wait.waiting()
+        except (ServersUnreachableError, RemovedError) as error:
+            return [End(str(error), False)]
+        return self._advance(now) if done else self._send()
+
+    def _follow(self, now: float) -> None:
+        if self._view is not None and self._view.number > self.role.view.number:
+            self.role.follow(now, self._view)
+            lives = _lives(self.role.view)
+            self._inbox = [(sender, one) for sender, one in self._inbox if lives.get(sender.id) == sender.life]
+
+    def _handle(self, server: int, message: Message) -> None:
+        header: Header = message.fields["header"]
+        payload = memoryview(bytearray(message.frames[0]))
+        pulls = self.role._pulls
+        waited = header.kind == Kind.PULLED and pulls.open_among([header.key]) and header.step == pulls.step
+        whole = pulls.refreshing
+        self.role.on_message(server, header, payload)
+        if waited:
+            value = torch.frombuffer(payload, dtype=torch.float64)
+            self._watch.received(
+                self._peer.id,
+                self._peer.life,
+                header.key,
+                header.base,
+                value,
+                header.step,
+                whole,
+                message.fields["sent"],
+                self._clock(),
+            )
+
+    def _advance(self, now: float) -> NodeEffects:
+        """Go on to the next thing that takes time."""
+        self._now = now
+        self._wait = None
+        try:
+            while True:
+                wanted = next(self._program)
+                if isinstance(wanted, float):
+                    return [*self._send(), Timer("computed", now + wanted)]
+                if wanted.waiting():
+                    self._wait = wanted
+                    self.role.begin_waiting(now, wanted)
+                    return [*self._send(), Timer("look", now)]
+        except StopIteration:
+            self.finished = True
+            return [*self._send(), End("it has finished", True)]
+        except (ServersUnreachableError, RemovedError) as error:
+            return [End(str(error), False)]
+
+    def _send(self) -> NodeEffects:
+        sends: NodeEffects = []
+        lives = _lives(self.role.view)
+        for parcel in self.role.take():
+            assert isinstance(parcel.to, int)
+            to = Peer("server", parcel.to, lives[parcel.to])
+            route = self._wires.route(self._peer, to)
+            sends.append(Send(to, _message(parcel.header, parcel.payload, self._clock(), route)))
+        return sends

@@ -1,0 +1,163 @@
+"""What must hold of the values in every simulated run of workers and servers, with the numbers of the design's list.
+
+Each gradient is a token: its only element that is not zero says whose it is, and the value of which step. So a mean
+tells whose gradients it is made of.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cnnstrategies.paramserver.server.store import Options, Store
+from cnnstrategies.paramserver.simulation.violation import ViolationError
+from cnnstrategies.paramserver.slicing import Slice
+from cnnstrategies.paramserver.specification import Specification
+
+MOST_WORKERS = 4
+LIVES = 8
+Token = tuple[int, int, int]
+"""A worker, a step, and the worker's life."""
+Content = tuple[int, bytes]
+"""A slice, and its bytes: its version jumps where a server goes on from a snapshot."""
+
+
+def gradient(worker: int, step: int, life: int) -> Tensor:
+    """A worker's gradient of a step, of every parameter."""
+    token = torch.zeros(MOST_WORKERS, dtype=torch.float64)
+    token[worker] = 1.0 + step + life / LIVES
+    return token
+
+
+def rate(step: int) -> float:
+    """The learning rate of a step: another than that of the steps beside it."""
+    return (1.0, 0.7, 0.45)[step % 3]
+
+
+class Watch:
+    """Knows what each content of a slice is made of, and which of them workers have seen.
+
+    Args:
+        specification: The run's.
+    """
+
+    def __init__(self, specification: Specification) -> None:
+        self.aggregates = specification.aggregates
+        self.clipped = specification.clip_norm is not None
+        self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
+        self._visible: dict[tuple[int, int, int], bytes] = {}
+        self._epochs: dict[int, int] = {}
+        self._forgiven: dict[int, int] = {}
+        self._members: dict[tuple[int, int], frozenset[Token]] = {}
+        self._answered: dict[int, dict[Token, float]] = {}
+        self.highest = -1  # step that a worker has begun
+
+    def made_of(self, key: int, value: Tensor) -> frozenset[Token]:
+        """The tokens in a content."""
+        return self._made_of.get(_content(key, value), (frozenset(), frozenset()))[0]
+
+    def applied(self, key: int, version: int, before: frozenset[Token], update: Tensor | None, options: Options) -> Any:
+        """A server applies an update to a version: its tokens; :meth:`became` comes next."""
+        tokens = self._tokens(update, version)
+        twice = tokens & before
+        if twice:
+            raise ViolationError(f"2: slice {key} holds {sorted(twice)} twice from version {version + 1} on")
+        if self.aggregates and any(step != version for _, step, _ in tokens):
+            raise ViolationError(f"3: version {version + 1} of slice {key} is made of {sorted(tokens)}")
+        if any(options[0]["lr"] != rate(step) for _, step, _ in tokens):
+            raise ViolationError(f"5: {sorted(tokens)} of slice {key} are applied with another step's learning rate")
+        return before | tokens, tokens
+
+    def _tokens(self, update: Tensor | None, version: int) -> frozenset[Token]:
+        values = [] if update is None else update.view(-1).tolist()
+        members = [worker for worker, value in enumerate(values) if value]
+        if self.clipped:
+            return frozenset((worker, version, 0) for worker in members)
+        share = len(members) if self.aggregates else 1
+        numbers = {worker: round(LIVES * (values[worker] * share - 1)) for worker in members}
+        return frozenset((worker, number // LIVES, number % LIVES) for worker, number in numbers.items())
+
+    def became(self, key: int, value: Tensor, made_of: Any) -> None:
+        """A server has a new content."""
+        self._made_of[_content(key, value)] = made_of
+
+    # What workers see
+
+    def received(
+        self,
+        worker: int,
+        life: int,
+        key: int,
+        version: int,
+        value: Tensor,
+        request: int,
+        whole: bool,
+        sent: float,
+        now: float,
+    ) -> None:
+        """A worker takes a content that it waits for."""
+        content = value.view(-1).numpy().tobytes()
+        epoch = self._epochs.get(key, 0)
+        seen = self._visible.setdefault((epoch, key, version), content)
+        tokens, last = self._made_of.get((key, content), (None, frozenset()))
+        forgiven = request - 1 <= self._forgiven.get(key, -1)
+        if self.aggregates and seen != content and not forgiven:
+            raise ViolationError(f"6: version {version} of slice {key} has two contents")
+        if tokens is None:
+            if not forgiven and version > 0:
+                raise ViolationError(f"5: version {version} of slice {key} at worker {worker} is no update's result")
+            return
+        missing = {token for token, at in self._answered.get(key, {}).items() if at < sent} - tokens
+        if missing and not forgiven:
+            raise ViolationError(f"7: slice {key} lacks {sorted(missing)}, which were answered, in version {version}")
+        if whole:
+            return
+        own = (worker, request - 1, 0 if self.clipped else life)
+        if own not in tokens and not forgiven:
+            raise ViolationError(f"3: worker {worker} gets slice {key} without its own push of step {request - 1}")
+        if self.aggregates and last and not forgiven:
+            told = self._members.setdefault((epoch, version), last)
+            if told != last:
+                raise ViolationError(f"4: step {version - 1} has {sorted(told)} in one slice, {sorted(last)} in {key}")
+        answered = self._answered.setdefault(key, {})
+        for token in tokens if self.aggregates else {own}:
+            answered.setdefault(token, now)
+
+    def restored(self, key: int, value: Tensor) -> int:
+        """The only holder of a slice is started from a snapshot; how many updates that workers have seen are lost."""
+        kept = self.made_of(key, value)
+        lost = {token for token in self._answered.get(key, {}) if token not in kept}
+        self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
+        self._epochs[key] = self._epochs.get(key, 0) + 1
+        self._forgiven[key] = self.highest + 1
+        return len({step for _, step, _ in lost}) if self.aggregates else len(lost)
+
+
+def _content(key: int, value: Tensor) -> Content:
+    return key, value.view(-1).numpy().tobytes()
+
+
+class WatchedStore(Store):
+    """A server's slices, of which each update is looked at.
+
+    Args:
+        specification: The run's.
+        slices: The slices to hold.
+        watch: Looks at them.
+    """
+
+    def __init__(self, specification: Specification, slices: Iterable[Slice], watch: Watch) -> None:
+        super().__init__(specification, slices)
+        self._watch = watch
+
+    def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
+        """Look at an update of some slices, and apply it."""
+        made = {}
+        for key, update in updates.items():
+            version = self.versions[key]
+            before = self._watch.made_of(key, self.values[key])
+            made[key] = self._watch.applied(key, version, before, update, options)
+        super().apply(updates, options)
+        for key, made_of in made.items():
+            self._watch.became(key, self.values[key], made_of)

@@ -1,0 +1,26 @@
+"""What came of a simulated run."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from cnnstrategies.paramserver.simulation.faults import Fault, MessageFault
+
+
+class Outcome(NamedTuple):
+    """What came of a seed.
+
+    Attributes:
+        violation: The invariant that did not hold; None if all did.
+        events: How many there were.
+        seconds: Of virtual time.
+        counts: Injected faults, by kind.
+        faults: The same one by one.
+        trace: A line for each event, if it was asked for.
+    """
+
+    violation: str | None
+    events: int
+    seconds: float
+    counts: Counter[str]
+    faults: list[Fault | MessageFault]
+    trace: list[str]

@@ -1,0 +1,47 @@
+"""Workers and servers in virtual time, with faults: the code that runs is the code that is simulated."""
+
+from collections import Counter
+
+import pytest
+from data_mutants import MUTANTS
+from protocol_mutants import ProtocolMutant, apply
+
+from cnnstrategies.paramserver.simulation.data.run import simulate
+from cnnstrategies.paramserver.simulation.run import explain
+
+pytestmark = pytest.mark.light
+SEEDS = 100
+# Which have found something that was not right.
+FOUND = (224, 262, 324, 846, 884, 886, 932)
+
+
+def test_nothing_is_violated_in_some_seeds() -> None:
+    counts: Counter[str] = Counter()
+    for seed in (*range(50), *FOUND):
+        outcome = simulate(seed)
+        assert outcome.violation is None, explain(seed, outcome, simulate)
+        counts += outcome.counts
+    kinds = [f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for role in ("worker", "server")]
+    for kind in (*kinds, "sleep", "full disk", "lost with a connection", "delayed"):
+        assert counts[kind], kind
+
+
+def test_a_seed_is_all_that_is_needed_to_repeat_a_run() -> None:
+    assert simulate(3, traced=True) == simulate(3, traced=True)
+    assert simulate(3).events == simulate(3, traced=True).events
+
+
+def fails(seed: int) -> bool:
+    """Whether an invariant is violated, or a role cannot go on at all."""
+    try:
+        return simulate(seed).violation is not None
+    except Exception:
+        return True
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_mutant_is_killed(mutant: ProtocolMutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply(mutant, monkeypatch)
+    killer = next((seed for seed in (mutant.seed, *range(SEEDS)) if fails(seed)), None)
+    assert killer is not None, f"nothing is violated in {SEEDS} seeds although {mutant.name}"
+    assert killer == mutant.seed, f"seed {killer} kills it: write that down, it saves time"
