@@ -68,6 +68,11 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     assert "int8" in output
     assert Path("int8.pt2").is_file()
 
+    code, output = run_cli("export", *quick, best, "--format=safetensors")
+    assert code == 0, output
+    assert "100.00% have the same class" in output
+    assert Path("exported/model.safetensors").is_file()
+
 
 def _test_targets() -> list[str]:
     from cnnstrategies.data import DigitsDataModule

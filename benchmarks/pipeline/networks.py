@@ -19,6 +19,14 @@ def resnet_like() -> nn.Sequential:
     return SmallResNet(10)
 
 
+def resnet_blocks() -> nn.Sequential:
+    """The same, with a child for each block, so that a peer can be cut after any of them."""
+    blocks: list[nn.Module] = []
+    for child in SmallResNet(10):
+        blocks += child if isinstance(child, nn.Sequential) else [child]
+    return nn.Sequential(*blocks)
+
+
 def mobilenet() -> nn.Module:
     """MobileNetV3-Small for 100 classes; without dropout."""
     return torchvision.models.mobilenet_v3_small(num_classes=100, dropout=0.0)

@@ -17,14 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from cutting import cuts_of_both
 from emulated import FORWARD, delay_messages, two_slow_layers
-from networks import images, resnet_like, vgg_like
+from networks import images, resnet_blocks, vgg_like
 from peer import Peer
 from ranks import report, run_ranks
 from torch import nn
 
 from cnnstrategies.pipeline.engine import Pipeline
 
-NETWORKS = {"VGG-11 with BatchNorm": (vgg_like, 32, 100), "ResNet-20": (resnet_like, 32, 10)}
+NETWORKS = {"VGG-11 with BatchNorm": (vgg_like, 32, 100), "ResNet-20": (resnet_blocks, 32, 10)}
 MICROBATCHES = 8
 SAMPLES = 64
 Times = list[list[float]]

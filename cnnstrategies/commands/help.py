@@ -46,6 +46,11 @@ QUANTISATION = (
     ("--output FILE", "where the int8 network goes (default: quantized.pt2)"),
     ("--calibration_batches N", "training batches that set the ranges of the activations (default: 16)"),
 )
+EXPORT = (
+    ("--ckpt_path FILE", "the trained checkpoint"),
+    ("--format NAME", "safetensors (weights), torch_export (default) or onnx"),
+    ("--output FOLDER", "where the network and export.json go (default: exported)"),
+)
 SUBMISSION = (("--dry_run", "print the script and submit nothing"),)
 PARSERS = {"doctor": doctor_parser, "pack": pack_parser}  # Of the commands that take no configuration.
 EVERYTHING = (
@@ -103,6 +108,7 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "test": EVALUATION,
         "predict": EVALUATION,
         "quantize": QUANTISATION,
+        "export": EXPORT,
         "plan": list(_fields(PlanOptions, "")),
         "tune": list(_fields(TuneOptions, "")),
         "submit": [*SUBMISSION, *_fields(ClusterOptions, "cluster.")],

@@ -31,6 +31,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.processes import ended_by
 
+FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
+
 
 class CLI(LightningCLI):
     """``fit``, ``validate``, ``test`` and ``predict`` from YAML.
@@ -61,7 +63,7 @@ class CLI(LightningCLI):
     @staticmethod
     @override
     def subcommands() -> dict[str, set[str]]:
-        every = {**LightningCLI.subcommands(), "quantize": {"model", "datamodule"}}
+        every = {**LightningCLI.subcommands(), **{name: {"model", "datamodule"} for name in FROM_WEIGHTS}}
         # Building the parsers is much of a start: that of the one that is asked for will do.
         asked = [name for name in sys.argv[1:2] if name in every]
         return {name: every[name] for name in asked or every}
@@ -87,7 +89,7 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
-        if self.subcommand == "quantize":
+        if self.subcommand in FROM_WEIGHTS:
             check_checkpoint(config.ckpt_path, words=())
         else:
             check_checkpoint(config.ckpt_path)
@@ -156,7 +158,7 @@ class CLI(LightningCLI):
 
 
 def main(args: Sequence[str]) -> None:
-    """Run ``fit``, ``validate``, ``test``, ``predict`` or ``quantize``.
+    """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``.
 
     Args:
         args: The command line from the command's name on.

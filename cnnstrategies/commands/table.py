@@ -37,6 +37,7 @@ COMMANDS = {
     "test": Command("measure on the test data", f"test {_FROM_CHECKPOINT}", "lightning_cli"),
     "predict": Command("write predictions to a file", f"predict {_FROM_CHECKPOINT}", "lightning_cli"),
     "quantize": Command("turn a trained network into int8", f"quantize {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
+    "export": Command("write a trained network for use elsewhere", f"export {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
     "plan": Command("price all strategies before a run", "plan --config quickstart --trainer.devices 4", "plan"),
     "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune"),
     "submit": Command("send a run to SLURM", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"),

@@ -10,11 +10,12 @@ from rich.table import Table
 
 from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.commands.quiet import quieten
+from cnnstrategies.export import Format, export
 from cnnstrategies.quantize import quantize
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer with ``quantize``; a rank that is spawned with it is as quiet as the command line."""
+    """Lightning's Trainer with ``quantize`` and ``export``; a rank spawned with it is as quiet as the command line."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -40,9 +41,7 @@ class Trainer(LightningTrainer):
         Raises:
             ConfigurationError: The checkpoint is of another network.
         """
-        check_weights(model, ckpt_path, weights_only=True)
-        checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
-        model.load_state_dict(checkpoint["state_dict"])
+        self._load(model, ckpt_path)
         report = quantize(model, datamodule, output, calibration_batches)
         table = Table("", "float32", "int8", "ratio", title=f"Quantisation, batches of {report.batch_size} on the CPU")
         before, after = report.before, report.after
@@ -57,3 +56,37 @@ class Trainer(LightningTrainer):
         if not report.lowered:
             console.print("This processor has no int8 kernels in oneDNN: the time is that of dequantised arithmetic.")
         console.print(f"Saved: {output}; load it with cnnstrategies.quantize.load_quantized({str(output)!r})")
+
+    def export(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        ckpt_path: Path,
+        output: Path = Path("exported"),
+        format: Format = "torch_export",
+    ) -> None:
+        """Write a trained checkpoint for use without this package, and print how far its logits are from it.
+
+        Args:
+            model: Whose network is exported.
+            datamodule: Compares with validation data, and says what is done to images and what classes are called.
+            ckpt_path: The checkpoint.
+            output: The folder to make.
+            format: ``safetensors``, ``torch_export`` or ``onnx``.
+
+        Raises:
+            ConfigurationError: The checkpoint is of another network, or the network cannot be exported.
+        """
+        self._load(model, ckpt_path)
+        found = export(model, datamodule, output, format)
+        console = Console(soft_wrap=True)
+        console.print(
+            f"On {found.images} validation images the logits differ by {found.difference:.2g} at most (the largest is "
+            f"{found.largest:.3g}), and {found.agreement:.2%} have the same class"
+        )
+        console.print(f"Saved: {found.file}, and export.json beside it")
+
+    def _load(self, model: LightningModule, ckpt_path: Path) -> None:
+        check_weights(model, ckpt_path, weights_only=True)
+        checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
+        model.load_state_dict(checkpoint["state_dict"])

@@ -84,6 +84,7 @@ class ImageFolderDataModule(ImageDataModule):
         resize = -(-image_size * 8 // 7) if resize is None else resize
         if not 0 < image_size <= resize:
             raise ConfigurationError(f"image_size={image_size} and resize={resize}: 0 < image_size <= resize is needed")
+        self.resize = resize
         self.training_root = self.root / "train" if (self.root / "train").is_dir() else self.root
         if not self.training_root.is_dir():
             raise ConfigurationError(f"no directory {self.root.resolve()}: set data.init_args.root")

@@ -17,14 +17,15 @@ from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.connections import neighbours
 from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
+from cnnstrategies.pipeline.layout import check_layout
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
-from cnnstrategies.pipeline.stage import Blueprint, divide
+from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of
-from cnnstrategies.pipeline.tracing import find_cut, trace
 from cnnstrategies.pipeline.transport import Transport, new_group
+from cnnstrategies.pipeline.whole import collect, merge
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -181,17 +182,8 @@ class Pipeline:
         Returns:
             On rank 0 the values in the order of the stages; None on the other ranks.
         """
-        if self.rank == 0:
-            others = range(1, self.placement.stages)
-            what = "the state of a stage"
-            received = [self.transport.receive_object(self.placement.ranks(stage)[0], what) for stage in others]
-            return [value, *received]
-        if self.place.replica == 0:
-            for one in self.transport.send_object(value, 0, "the state of a stage"):
-                one.wait()
-        return None
+        return collect(value, self.placement, self.transport)
 
-    @torch.no_grad()
     def merge(self, copy: tuple[nn.Module, nn.Module] | None = None) -> dict[str, Tensor]:
         """All parameters and buffers of the network, on the CPU of every rank; a collective.
 
@@ -200,21 +192,7 @@ class Pipeline:
                 it and the whole; by default the one that is trained.
         """
         module, network = copy or (self.module, self.blueprint.network)
-        # A tensor with two names has here perhaps another one first than in the network.
-        own = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)))
-        everything = dict((*network.named_parameters(), *network.named_buffers()))
-        merged = {}
-        for stage, names in enumerate(self.blueprint.state):
-            source = self.placement.ranks(stage)[0]
-            for name in names:
-                if stage == self.place.stage:
-                    tensor = own[name].detach().cpu().contiguous()
-                else:
-                    tensor = torch.empty(self.shapes[name], dtype=everything[name].dtype)
-                if self.placement.world_size > 1:
-                    dist.broadcast(tensor, source, group=self.transport.control)
-                merged[name] = tensor
-        return merged
+        return merge(module, network, self.blueprint.state, self.shapes, self.placement, self.transport)
 
     def train(
         self,
@@ -373,41 +351,3 @@ class Pipeline:
 
 def _same(some: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
-
-
-def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
-    """Divide a network after the modules that are named, or at positions.
-
-    Raises:
-        ConfigurationError: A name is unknown, a cut is impossible, or the cuts are not in the order of the network.
-    """
-    traced = trace(network)
-    positions = [cut if isinstance(cut, int) else find_cut(traced, cut) for cut in cuts]
-    if sorted(set(positions)) != positions:
-        raise ConfigurationError(f"cuts={list(cuts)}: name each cut once, in the order in which the network runs")
-    return divide(network, positions)
-
-
-def check_layout(cuts: int, replicas: Sequence[int], microbatches: int, ranks: int) -> None:
-    """Refuse a layout that cannot run.
-
-    Raises:
-        ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together.
-    """
-    if not replicas or min(replicas) < 1:
-        raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
-    if len(replicas) != cuts + 1:
-        raise ConfigurationError(
-            f"replicas={list(replicas)} are for {len(replicas)} stages, but {cuts} cuts make {cuts + 1}: give one "
-            "number per stage"
-        )
-    if sum(replicas) != ranks:
-        raise ConfigurationError(
-            f"replicas={list(replicas)} need {sum(replicas)} devices, but there are {ranks}: change replicas or the "
-            "number of devices"
-        )
-    if microbatches < max(replicas):
-        raise ConfigurationError(
-            f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, some of which would "
-            f"have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
-        )

@@ -1,5 +1,6 @@
 """A layout of a network on devices."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cnnstrategies.errors import ConfigurationError
@@ -39,3 +40,28 @@ def even_replicas(devices: int, stages: int) -> tuple[int, ...]:
             f"the sum {devices}, or use a multiple of {stages} devices"
         )
     return (devices // stages,) * stages
+
+
+def check_layout(cuts: int, replicas: Sequence[int], microbatches: int, ranks: int) -> None:
+    """Refuse a layout that cannot run.
+
+    Raises:
+        ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together.
+    """
+    if not replicas or min(replicas) < 1:
+        raise ConfigurationError(f"replicas={list(replicas)}: every stage needs at least 1 replica")
+    if len(replicas) != cuts + 1:
+        raise ConfigurationError(
+            f"replicas={list(replicas)} are for {len(replicas)} stages, but {cuts} cuts make {cuts + 1}: give one "
+            "number per stage"
+        )
+    if sum(replicas) != ranks:
+        raise ConfigurationError(
+            f"replicas={list(replicas)} need {sum(replicas)} devices, but there are {ranks}: change replicas or the "
+            "number of devices"
+        )
+    if microbatches < max(replicas):
+        raise ConfigurationError(
+            f"microbatches={microbatches} are fewer than the {max(replicas)} replicas of a stage, some of which would "
+            f"have nothing to do: use at least {max(replicas)}, better {4 * max(replicas)}"
+        )

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import Traced
-from cnnstrategies.pipeline.tracing import changed_in_place, ordered_nodes, state_names, trace
+from cnnstrategies.pipeline.tracing import changed_in_place, find_cut, ordered_nodes, state_names, trace
 
 IMAGES = "images"
 
@@ -158,6 +158,19 @@ def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
     for name in names:
         state[owner.get(name, 0)].append(name)
     return Blueprint(network, first, second, tuple(map(tuple, state)), used)
+
+
+def divide_by_names(network: nn.Module, cuts: Sequence[str | int]) -> Blueprint:
+    """Divide a network after the modules that are named, or at positions.
+
+    Raises:
+        ConfigurationError: A name is unknown, a cut is impossible, or the cuts are not in the order of the network.
+    """
+    traced = trace(network)
+    positions = [cut if isinstance(cut, int) else find_cut(traced, cut) for cut in cuts]
+    if sorted(set(positions)) != positions:
+        raise ConfigurationError(f"cuts={list(cuts)}: name each cut once, in the order in which the network runs")
+    return divide(network, positions)
 
 
 def _stages_by_state(traced: fx.GraphModule, owner: dict[str, int]) -> dict[fx.Node, int]:

@@ -86,6 +86,7 @@ REFUSED = {
     "fit --model=nowhere.Lit": "model: cannot use 'nowhere.Lit': No module named 'nowhere'",
     "fit --trainer.accelerator=gpu": "No supported gpu backend found: with --trainer.accelerator=cpu it runs here",
     "quantize": "no ckpt_path: give the checkpoint, --ckpt_path FILE",
+    "export": "no ckpt_path: give the checkpoint, --ckpt_path FILE",
 }
 
 

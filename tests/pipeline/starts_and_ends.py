@@ -28,7 +28,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from cnnstrategies.pipeline.engine import Pipeline, divide_by_names
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.stage import divide_by_names
 
 LAYOUTS = ((1, 2), (2, 1), (1, 1, 1))
 RANKS = 3

@@ -13,7 +13,9 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.engine import Pipeline, check_layout, divide_by_names
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.layout import check_layout
+from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.pipeline.timetable import in_flight
 
 LAYOUTS = [(1, 1), (2, 2), (3, 1), (1, 2, 1)]

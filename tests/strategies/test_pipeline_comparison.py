@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.engine import divide_by_names
+from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.strategies.hybrid_pipeline import example
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
-from cnnstrategies.pipeline.engine import divide_by_names
 from cnnstrategies.pipeline.preserved import preserved
-from cnnstrategies.pipeline.stage import IMAGES, Blueprint
+from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide_by_names
 from cnnstrategies.pipeline.tracing import mode
 from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 

@@ -12,10 +12,10 @@ from torch import nn
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, has_batch_norm
-from cnnstrategies.pipeline.engine import check_layout, divide_by_names
-from cnnstrategies.pipeline.layout import even_replicas
+from cnnstrategies.pipeline.layout import check_layout, even_replicas
 from cnnstrategies.pipeline.microbatches import default_microbatches
 from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
+from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.planning.candidates import Job

@@ -1,0 +1,198 @@
+"""A trained network as files that need neither Lightning nor this package."""
+
+import contextlib
+import copy
+import importlib.util
+import itertools
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torchvision.transforms import v2
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.logits import main_logits
+
+Format = Literal["safetensors", "torch_export", "onnx"]
+FILES = {"safetensors": "model.safetensors", "torch_export": "model.pt2", "onnx": "model.onnx"}
+NEEDS = {"safetensors": ("safetensors",), "torch_export": (), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+DESCRIPTION = "export.json"
+BATCHES = 4  # That the exported network is compared on.
+TOLERANCE = 1e-3  # Of the largest logit: another compiler adds up in another order.
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An exported network beside the checkpoint's, on validation images.
+
+    Attributes:
+        file: The exported network.
+        images: How many were compared.
+        difference: Largest of two logits.
+        largest: Largest logit.
+        agreement: Share of the images with the same class.
+    """
+
+    file: Path
+    images: int
+    difference: float
+    largest: float
+    agreement: float
+
+
+def export(model: LightningModule, datamodule: LightningDataModule, output: Path, kind: Format) -> Comparison:
+    """Write ``model.network`` and what belongs to it, and compare what was written with it.
+
+    Beside the network comes ``export.json`` with the shape of an image, what is done to it before, and the names of the
+    classes.
+
+    Args:
+        model: Its ``network`` is exported; it is moved to the CPU and to eval mode.
+        datamodule: Whose validation images are compared, and whose preprocessing and classes are described.
+        output: The folder to make.
+        kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
+
+    Raises:
+        ConfigurationError: A package is missing, the folder is there, the model has no network, the network cannot be
+            exported, or what was written gives other results.
+    """
+    network = getattr(model, "network", None)
+    if not isinstance(network, nn.Module):
+        raise ConfigurationError(f"export: {type(model).__name__} has no `network`, the module to export; give it that")
+    if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
+        raise ConfigurationError(f"export to {kind} needs packages that are not here: pip install {' '.join(missing)}")
+    if output.exists():
+        raise ConfigurationError(f"{output} is there already: give another --output, or remove it")
+    network.cpu().eval()
+    datamodule.prepare_data()
+    datamodule.setup("validate")
+    batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
+    scratch = output.with_name(f"{output.name}.unfinished")
+    shutil.rmtree(scratch, ignore_errors=True)  # Of an export that was killed.
+    scratch.mkdir(parents=True)
+    try:
+        exported = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
+            network, batches[0], scratch / FILES[kind]
+        )
+        compared = _compare(network, exported, batches, output / FILES[kind])
+        if compared.difference > TOLERANCE * max(1.0, compared.largest):
+            raise ConfigurationError(
+                f"the network as {kind} gives other logits than the checkpoint, by up to {compared.difference:.3g}: "
+                "use another --format"
+            )
+        description = {"format": kind, "file": FILES[kind], **describe(datamodule, batches[0])}
+        (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
+        scratch.rename(output)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return compared
+
+
+def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
+    """What is done to an image before the network, and what the network's classes are called.
+
+    Args:
+        datamodule: As far as it says so.
+        images: A batch of it.
+    """
+    transform = getattr(datamodule, "eval_transform", None)
+    steps = list(transform.modules()) if isinstance(transform, nn.Module) else []
+    normalised = next((step for step in steps if isinstance(step, v2.Normalize)), None)
+    return {
+        "image_shape": list(images.shape[1:]),
+        "preprocessing": {
+            "resize_shorter_side": getattr(datamodule, "resize", None),
+            "crop_centre": list(images.shape[2:]),
+            "scale": None if normalised is None else 1 / 255,
+            "mean": None if normalised is None else list(normalised.mean),
+            "std": None if normalised is None else list(normalised.std),
+        },
+        "class_names": getattr(datamodule, "class_names", None),
+    }
+
+
+def _compare(network: nn.Module, exported: Callable[[Tensor], Any], batches: list[Tensor], file: Path) -> Comparison:
+    difference = largest = 0.0
+    same = total = 0
+    with torch.no_grad():
+        for images in batches:
+            expected, found = main_logits(network(images)), main_logits(exported(images))
+            difference = max(difference, float((expected - found).abs().max()))
+            largest = max(largest, float(expected.abs().max()))
+            same += int((expected.argmax(1) == found.argmax(1)).sum())
+            total += len(images)
+    return Comparison(file, total, difference, largest, same / total)
+
+
+def _safetensors(network: nn.Module, example: Tensor, file: Path) -> Callable[[Tensor], Any]:
+    from safetensors.torch import load_model, save_model
+
+    save_model(network, str(file))  # Tensors that are shared are written once.
+    loaded = copy.deepcopy(network)
+    with torch.no_grad():
+        for value in loaded.state_dict().values():
+            value.zero_()
+    load_model(loaded, str(file))
+    return loaded
+
+
+def _torch_export(network: nn.Module, example: Tensor, file: Path) -> Callable[[Tensor], Any]:
+    # With one image, export would fix the batch size to one.
+    example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)
+    try:
+        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    except Exception as error:
+        raise ConfigurationError(
+            f"torch.export cannot export {type(network).__name__}: {str(error).strip().splitlines()[0]}; export its "
+            "weights with --format safetensors"
+        ) from error
+    torch.export.save(program, file)
+    loaded: Callable[[Tensor], Any] = torch.export.load(file).module()
+    return loaded
+
+
+def _onnx(network: nn.Module, example: Tensor, file: Path) -> Callable[[Tensor], Any]:
+    import onnxruntime
+
+    example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)
+    try:
+        with warnings.catch_warnings(), _silent("torch.onnx", "onnxscript"):
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                network,
+                (example,),
+                file,
+                dynamo=True,
+                external_data=False,
+                input_names=["images"],
+                output_names=["logits"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                verbose=False,
+            )
+    except Exception as error:
+        why = str(error).strip().splitlines()[0]
+        raise ConfigurationError(
+            f"torch.onnx cannot export {type(network).__name__}: {why}; use another --format"
+        ) from error
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+@contextlib.contextmanager
+def _silent(*names: str) -> Any:
+    levels = [logging.getLogger(name).level for name in names]
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for name, level in zip(names, levels, strict=True):
+            logging.getLogger(name).setLevel(level)
