@@ -138,6 +138,7 @@ def run_forked(
                 sys.stdout, sys.stderr = streams
             code = 1
             try:
+                assert not torch._C._cuda_isInBadFork(), "a test marked `light` has asked for CUDA before this one"
                 function()
                 code = 0
             except SystemExit as stop:
