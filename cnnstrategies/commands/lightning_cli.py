@@ -29,6 +29,7 @@ from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse know
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.processes import ended_by
 
 FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
@@ -187,7 +188,7 @@ def main(args: Sequence[str]) -> None:
         words = ended_by(ended.error_index, ended.exit_code) if killed else str(ended)
         print(f"The run cannot go on: {_with_notes(ended, words)}", file=sys.stderr)
         sys.exit(1)
-    except RunEnded as ended:
+    except (RunEnded, ServersUnreachableError, RemovedError) as ended:
         print(f"The run cannot go on: {_with_notes(ended)}", file=sys.stderr)
         sys.exit(1)
 

@@ -111,9 +111,10 @@ class Specification:
     def patience(self) -> float:
         """Seconds of silence after which a worker gives up a server: one that is started again from a snapshot is late.
 
-        One with copies is out of the view some time after its silence has lasted for the time-out.
+        The coordinator speaks before: after the time-out it knows who has died, or is silent itself. One with copies is
+        out of the view some time after that.
         """
-        return self.timeout * (2 if self.replication > 1 else 1) + (RESTART_SECONDS if self.snapshot_every else 0)
+        return self.timeout * (2 if self.replication > 1 else 1.25) + (RESTART_SECONDS if self.snapshot_every else 0)
 
     @property
     def deaf_after(self) -> float:

@@ -79,6 +79,12 @@ class Programme:
         # Where it is left open, a stage runs ahead if there is memory.
         self.ahead = problem.memory_limit is None if problem.run_ahead is None else problem.run_ahead
         self.prunes = self.stages is None and self.devices > SMALL
+        # Numbers of devices with as much room in their machine, a row each; one more than there are fills it.
+        alike = [np.flatnonzero(self.places.room == room) for room in np.unique(self.places.room)]
+        longest = max(map(len, alike))
+        self.by_room = np.array(
+            [np.pad(rows, (0, longest - len(rows)), constant_values=self.devices + 1) for rows in alike]
+        )
 
     def solve(self, bound: float) -> dict[Layout, float]:
         """The best layouts whose slowest stage stays within the bound.
@@ -224,13 +230,10 @@ class Programme:
     def _prune(self, tail: Floats, start: int) -> None:
         """Forget tails that another one with fewer devices, and as much room in its machine, is no slower than."""
         column = tail[:, start]
-        for room in np.unique(self.places.room):
-            rows = np.flatnonzero(self.places.room == room)
-            times = column[rows]
-            before = np.minimum.accumulate(np.concatenate([[np.inf], times[:-1]]))
-            # All devices in use is an end of its own.
-            times[(times >= before) & (rows < self.devices)] = np.inf
-            column[rows] = times
+        times = np.append(column, np.inf)[self.by_room]
+        before = np.minimum.accumulate(np.pad(times[:, :-1], ((0, 0), (1, 0)), constant_values=np.inf), axis=1)
+        # All devices in use is an end of its own.
+        column[self.by_room[(times >= before) & (self.by_room < self.devices)]] = np.inf
 
     def _layouts(self, tail: Floats, choices: Integers) -> dict[Layout, float]:
         found = {}

@@ -13,7 +13,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from cnnstrategies import ConfigurationError
+from cnnstrategies.commands import lightning_cli
 from cnnstrategies.commands.failures import explain_build_error, explain_run_error, refusal_in
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 
 
 def raised(function) -> Exception:
@@ -203,3 +206,17 @@ def test_a_killed_rank_is_named_in_one_line():
     assert ended.returncode == 1, ended.stderr
     assert "The run cannot go on: rank 1 was ended by SIGKILL, as the system does when memory is short" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("error", [ServersUnreachableError, RemovedError, RunEnded])
+def test_why_a_parameter_servers_worker_cannot_go_on_is_one_line(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> None:
+        raise error("worker 1 had no answer")
+
+    monkeypatch.setattr(lightning_cli, "CLI", fail)
+    with pytest.raises(SystemExit) as ended:
+        lightning_cli.main(["fit"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "The run cannot go on: worker 1 had no answer\n"
