@@ -29,7 +29,7 @@ class Pretended:
         (folder / f"{name}.log").touch()
         values = yaml.safe_load(Path(words[-1]).read_text()) if "--config" in words else {}
         self.kind = values.get("kind")
-        self.draw = random.Random(hash(self.kind))
+        self.draw = random.Random(str(self.kind))  # Not its hash, which differs from process to process.
         Pretended.open.add(self)
         Pretended.most = max(Pretended.most, len(Pretended.open))
 
