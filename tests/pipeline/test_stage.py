@@ -18,18 +18,16 @@ from cnnstrategies.pipeline.tracing import cut_positions, trace
 STAGES = 4
 TORCHVISION = [
     "alexnet",
-    "efficientnet_b0",
     "googlenet",
     "mnasnet0_5",
     "mobilenet_v2",
     "mobilenet_v3_small",
-    "regnet_y_400mf",
     "resnet18",
     "shufflenet_v2_x0_5",
     "squeezenet1_1",
 ]
 TIMM = ["convnextv2_atto", "nf_regnet_b0", "resnet26d"]
-LARGE_TORCHVISION = ["convnext_tiny", "densenet121", "resnet50"]
+LARGE_TORCHVISION = ["convnext_tiny", "densenet121", "efficientnet_b0", "regnet_y_400mf", "resnet50"]
 LARGE_TIMM = ["regnetz_b16", "res2net50_14w_8s", "inception_v3"]
 
 
