@@ -29,7 +29,7 @@ MUTANTS = [
         "server.server:Server",
         "self._shard.relays_lost(peer)",
         "pass",
-        seed=8,
+        seed=22,
     ),
     ProtocolMutant(
         "what one server missed of another is not told again",
@@ -141,7 +141,7 @@ MUTANTS = [
         "server.server:Server",
         "        if view.number <= self.view.number:\n            return []\n",
         "",
-        seed=49,
+        seed=164,
     ),
     ProtocolMutant(
         "one that takes a worker's place waits for values that nobody has any more",
@@ -149,5 +149,12 @@ MUTANTS = [
         "elif self._moved or self._waits_in_vain(server):",
         "elif self._moved:",
         seed=4,
+    ),
+    ProtocolMutant(
+        "a backup that comes before the first values is never given them",
+        "server.shard:Shard",
+        "                for backup in self._replicas.backups(header.key):",
+        "                for backup in ():",
+        seed=1296,
     ),
 ]

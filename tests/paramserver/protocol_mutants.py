@@ -19,7 +19,7 @@ class ProtocolMutant(NamedTuple):
         place: Module and class.
         old: The text that is replaced; it is there once.
         new: What replaces it.
-        seed: One that notices, under 100.
+        seed: One that notices.
     """
 
     name: str

@@ -267,6 +267,10 @@ class Shard:
         check_length(len(payload), Encoding.DENSE, slice_.numel, slice_.dtype)
         if self.store.versions[header.key] < 0:
             self.store.put(header.key, from_bytes(payload, slice_.dtype), 0)
+            if header.key in self.owned:
+                # One that came while there was nothing to copy may not be among those whom the worker gives them.
+                for backup in self._replicas.backups(header.key):
+                    self._copy(header.key, backup)
         if header.key in self.owned:
             self.answer(header.key)
         else:
