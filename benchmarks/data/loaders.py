@@ -275,7 +275,7 @@ def page(folder: Path, path: Path) -> None:
     versions = [f"{name} {found}" for name in PACKAGES if (found := _version(name))]
     lines = [
         "# Loading images", "", __doc__.split("\n\n")[-1].strip(), "",
-        f"- {date.today()}; {len(os.sched_getaffinity(0))} cores {_processor()}, Linux {platform.release()}",
+        f"- {date.today()}; {len(os.sched_getaffinity(0))} cores {_processor()}, Linux",
         f"- Python {platform.python_version()}, {', '.join(versions)}",
         f"- {len(files)} images of {size:.0f} kB on average, JPEG of quality {QUALITY}", "",
     ]  # fmt: skip
