@@ -42,6 +42,7 @@ def trained(path):
     return network, data, report
 
 
+@pytest.mark.cluster  # It takes long.
 def test_accuracy_stays_the_weights_are_a_third_and_another_process_loads_them(tmp_path):
     path = tmp_path / "new" / "digits.pt2"
     network, data, report = trained(path)

@@ -177,6 +177,7 @@ def test_averages_and_replicas_across_stages_equal_one_device(tmp_path: Path) ->
         assert all(torch.allclose(got[key], expected[key], rtol=1e-9) for key in expected), name
 
 
+@pytest.mark.cluster  # It takes long.
 def test_asynchronous_servers_are_left_with_weights_that_everything_after_them_has(tmp_path: Path) -> None:
     """Their result depends on the timing: it is compared with what one device makes of the checkpoints."""
     strategy = names("parameter_server_async")
