@@ -153,8 +153,8 @@ MUTANTS = [
     ProtocolMutant(
         "a backup that comes before the first values is never given them",
         "server.shard:Shard",
-        "                for backup in self._replicas.backups(header.key):",
-        "                for backup in ():",
+        "                self._copy_to_all(header.key)",
+        "                pass",
         seed=1296,
     ),
 ]

@@ -87,8 +87,7 @@ class Shard:
     def copy_to_backups(self) -> None:
         """Bring the backups to the own slices' values and versions, which have jumped."""
         for key in self.own:
-            for backup in self._replicas.backups(key):
-                self._copy(key, backup)
+            self._copy_to_all(key)
             self.answer(key)
 
     def _sort(self) -> None:
@@ -202,6 +201,10 @@ class Shard:
         if key not in self.store.slices or self._replicas.primary(key) != server:
             raise InvalidMessageError("an update from a server that is not the slice's primary")
 
+    def _copy_to_all(self, key: int) -> None:
+        for backup in self._replicas.backups(key):
+            self._copy(key, backup)
+
     def _copy(self, key: int, backup: int) -> None:
         if self.store.versions[key] < 0:
             return
@@ -269,8 +272,7 @@ class Shard:
             self.store.put(header.key, from_bytes(payload, slice_.dtype), 0)
             if header.key in self.owned:
                 # One that came while there was nothing to copy may not be among those whom the worker gives them.
-                for backup in self._replicas.backups(header.key):
-                    self._copy(header.key, backup)
+                self._copy_to_all(header.key)
         if header.key in self.owned:
             self.answer(header.key)
         else:
