@@ -52,10 +52,10 @@ def draw(chance):
 def children(parent):
     """Number and name of the processes that a process has started, in order."""
     found = []
-    for directory in Path("/proc").iterdir():
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            number, _, rest = directory.joinpath("stat").read_text().partition(" (")
-        except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
+            number, _, rest = path.read_text().partition(" (")
+        except (FileNotFoundError, ProcessLookupError):
             continue
         name, _, rest = rest.rpartition(") ")
         if int(rest.split()[1]) == parent:
@@ -110,7 +110,7 @@ class Fault(threading.Thread):
         self.victim, self.servers, self.how, self.after = victim, servers, how, after
         self.place = ["coordinator", *(f"server {n}" for n in range(servers)), "worker 0", "worker 1"].index(victim)
         self.moment = None
-        self.over = False
+        self.looked = self.over = False
 
     def run(self):
         began = None
@@ -120,6 +120,7 @@ class Fault(threading.Thread):
                 names = [name for _, name in processes]
                 if began is None and "ps-coordinator" in names:
                     began = time.monotonic()
+                    self.looked = True
                 if began is not None and time.monotonic() - began >= self.after and "ps-coordinator" in names:
                     started = [number for number, _ in processes[names.index("ps-coordinator") :]]
                     if self.place < len(started):
@@ -168,6 +169,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
         fault.over = True
         fault.join()
     print(fault.moment, output, sep="\n")
+    assert fault.looked, "the run's processes were not seen"
     assert (GOES_ON if code == 0 else ENDS) in promised(options, victim, fault.moment)
     if code != 0:
         assert f"{victim} (process {fault.moment.process}" in output
