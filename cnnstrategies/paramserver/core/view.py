@@ -55,6 +55,10 @@ class View:
     lost: tuple[int, ...] = ()
     begun: int = 0
 
+    def age(self, server: ServerInfo) -> int:
+        """Number of the view since which one of its servers has had state, or its place."""
+        return max(server.since, self.begun)
+
     def as_dict(self) -> dict[str, Any]:
         """This view as what JSON can hold."""
         return asdict(self)
