@@ -157,4 +157,11 @@ MUTANTS = [
         "                pass",
         seed=1296,
     ),
+    ProtocolMutant(
+        "values with updates of others in them are given as first values",
+        "worker.worker:WorkerRole",
+        "if not self._pulls.refreshing or header.base > 0:",
+        "if not self._pulls.refreshing:",
+        seed=2421,
+    ),
 ]

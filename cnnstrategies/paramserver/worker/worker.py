@@ -237,7 +237,7 @@ class WorkerRole:
     def _pulled(self, header: Header, payload: memoryview) -> None:
         if not self._pulls.take(header, payload):
             return
-        if not self._pulls.refreshing:
+        if not self._pulls.refreshing or header.base > 0:  # Others may have made steps before this one came.
             self._moved, self._initial = True, None
         self.counters.bytes_received += len(payload)
         self._outgoing.answered(header.key)
