@@ -164,4 +164,25 @@ MUTANTS = [
         "if not self._pulls.refreshing:",
         seed=2421,
     ),
+    ProtocolMutant(
+        "a newcomer says that it has had what it waits for",
+        "server.handlers:Handlers",
+        'step if said["given"] is True else step - 1',
+        "step",
+        seed=25,
+    ),
+    ProtocolMutant(
+        "a dead worker's push is expected of the one that takes its place",
+        "server.updater:Updater",
+        "if self._lives.get(worker) == life",
+        "if worker in self._lives",
+        seed=1860,
+    ),
+    ProtocolMutant(
+        "a server without slices waits for a leader that knows no decision",
+        "server.synchronous:Synchronous",
+        "if step is not None and step > self.clock.step and not self._shard.own:",
+        "if False:",
+        seed=2212,
+    ),
 ]
