@@ -128,8 +128,8 @@ MUTANTS = [
     ProtocolMutant(
         "a coordinator that follows another begins with the same numbers",
         "coordinator.roster:Roster",
-        "View(term * TERM, (), ())",
-        "View(0, (), ())",
+        "View(term * TERM, (), (), begun=begun)",
+        "View(0, (), (), begun=begun)",
     ),
     ProtocolMutant(
         "the first half of a restart is skipped",

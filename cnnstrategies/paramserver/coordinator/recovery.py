@@ -177,7 +177,7 @@ def _newest(report: Report) -> dict[str, dict[str, Any]]:
         newest = json.loads(report.newest)
         view, state = newest["view"], newest["roster"]
         numbers = [one for place in (*state["members"], *state["begun"]) for one in place[1:]]
-        numbers += [*state["group"], *state["lost"], state["sealed"], state["reached"]]
+        numbers += [*state["group"], *state["lost"], state["sealed"], state["reached"], view["begun"]]
         numbers += [one[name] for one in view["servers"] for name in ("id", "since")]
         numbers += [one[name] for one in view["workers"] for name in ("id", "incarnation")]
         if any(type(number) is not int for number in numbers) or any(len(one) != 5 for one in state["gone"]):

@@ -113,7 +113,7 @@ class Restart:
     def _take_up(self, now: float, recovery: Recovery) -> None:
         roster, admission = self._parts.roster, self._parts.admission
         missing = recovery.missing()
-        roster.follow(self._settings.term, recovery.state)
+        roster.follow(self._settings.term, recovery.view.get("begun", 0), recovery.state)
         for fate in recovery.fates.values():
             if fate.how is None:
                 self._left(fate.life)

@@ -168,6 +168,7 @@ class Roster:
             tuple(ServerInfo(m.peer.id, m.endpoint, m.public_key, m.since) for m in servers),
             tuple(WorkerInfo(m.peer.id, m.peer.life, m.public_key) for m in workers),
             tuple(sorted(self.lost_servers)) if self.copies_are_left else (),
+            self._view.begun or (self.number + 1 if self.sealed else 0),
         )
 
     def not_seen(self, number: int) -> list[str]:
@@ -203,14 +204,15 @@ class Roster:
             "lost": sorted(self.lost_servers),
         }
 
-    def follow(self, term: int, state: Mapping[str, Any]) -> None:
+    def follow(self, term: int, begun: int, state: Mapping[str, Any]) -> None:
         """Go on where a coordinator has stopped that was killed.
 
         Args:
             term: How many there were before.
-            state: What the last one has told the members.
+            begun: Number of the first view of training.
+            state: What the last one has told the members beside the view.
         """
-        self._view = View(term * TERM, (), ())
+        self._view = View(term * TERM, (), (), begun=begun)
         if not state:
             return
         self.group = set(state["group"])

@@ -9,10 +9,14 @@ from cnnstrategies.paramserver.server.store import Options
 
 @dataclass(frozen=True)
 class Decision:
-    """Who makes up a step, with which hyper-parameters, and the factor that clips it once it is known."""
+    """Who makes up a step, with which hyper-parameters, and the factor that clips it once it is known.
+
+    One that takes a dead member's place has its number and another life: its push of this step will not come.
+    """
 
     step: int
     members: tuple[int, ...]
+    lives: tuple[int, ...]
     options: Options
     scale: float | None
 
@@ -32,4 +36,7 @@ class Decision:
         if not isinstance(options, list) or not all(isinstance(group, dict) for group in options):
             raise InvalidMessageError("hyper-parameters that are no list of objects")
         members = tuple(int(worker) for worker in values["members"])
-        return cls(int(values["step"]), members, options, None if scale is None else float(scale))
+        lives = tuple(int(life) for life in values["lives"])
+        if len(lives) != len(members):
+            raise InvalidMessageError("members without a life")
+        return cls(int(values["step"]), members, lives, options, None if scale is None else float(scale))

@@ -6,6 +6,7 @@ once all servers have those of all live workers. With clipping by the global nor
 squared norms and sends the factor. After a change of the view every server tells the leader again what it has.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import View
@@ -70,7 +71,7 @@ class Synchronous:
     @property
     def leader(self) -> int:
         """The server that decides: the one that has been there longest."""
-        return min(((server.since, server.id) for server in self._view.servers), default=(0, self._server))[1]
+        return min(((self._view.age(server), server.id) for server in self._view.servers), default=(0, self._server))[1]
 
     @property
     def _servers(self) -> set[int]:
@@ -123,6 +124,10 @@ class Synchronous:
 
     def join(self, worker: int, step: int | None) -> int:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next."""
+        if step is not None and step > self.clock.step and not self._shard.own:
+            # It has been through the steps before. A leader that has come back from a snapshot has no decision to tell.
+            self.clock.decide(step - 1, ())
+            self._ask_the_early()
         return self.clock.join(worker, step)
 
     def here(self, worker: int) -> None:
@@ -180,7 +185,7 @@ class Synchronous:
         if pull is None:
             return False
         there = self._shard.store.versions[key] >= pull.version
-        return there or self._backlog.has(who[0], pull.version - 1, key)
+        return there or pull.whole or self._backlog.has(who[0], pull.version - 1, key)
 
     # Decisions
 
@@ -211,7 +216,8 @@ class Synchronous:
             return
         options = self._backlog.of(step).begun[min(members)].options
         scale = None if self._clips else 1.0
-        decision = Decision(step, tuple(sorted(members)), options, scale)
+        lives = tuple(self._lives.get(worker, 0) for worker in sorted(members))
+        decision = Decision(step, tuple(sorted(members)), lives, options, scale)
         self._tell_all(Kind.DECIDE, decision.as_dict())
         self._decide(decision)
 
@@ -319,7 +325,7 @@ class Synchronous:
     def _scale(self, step: int, factor: float) -> None:
         decision = self._decision
         if decision is not None and decision.step == step and decision.scale is None:
-            self._decide(Decision(step, decision.members, decision.options, factor))
+            self._decide(replace(decision, scale=factor))
 
 
 def _entries(values: dict[str, Any]) -> set[tuple[int, int]]:

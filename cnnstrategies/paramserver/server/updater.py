@@ -37,11 +37,11 @@ class Updater:
         self._keeps_means = specification.clip_norm is not None or specification.replication > 1
         self._buffers: dict[int | torch.dtype, Tensor] = {}
         self._todo: deque[int] = deque()
-        self._alive: set[int] = set()
+        self._lives: dict[int, int] = {}
 
     def follow(self, view: View) -> None:
         """Wait only for pushes of the workers of a view."""
-        self._alive = {worker.id for worker in view.workers}
+        self._lives = {worker.id: worker.incarnation for worker in view.workers}
 
     def plan(self, decision: Decision | None) -> None:
         """List the slices that the decided step is still to be applied to."""
@@ -111,7 +111,8 @@ class Updater:
         return squared_norm([self._mean(pushes, key, decision.members, 0) for key in keys])
 
     def _present(self, decision: Decision) -> list[int]:
-        return [worker for worker in decision.members if worker in self._alive]
+        members = zip(decision.members, decision.lives, strict=True)
+        return [worker for worker, life in members if self._lives.get(worker) == life]
 
     def _mean(self, pushes: Pushes, key: int, members: tuple[int, ...], start: int) -> Tensor | None:
         """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.

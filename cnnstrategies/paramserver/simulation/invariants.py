@@ -35,7 +35,7 @@ class Invariants:
         self._begun: set[int] = set()
         self._members: dict[int, dict[int, int]] = {}
         self._counted: dict[int, int] = {}  # collectives that were complete, of each coordinator
-        self._known: dict[Peer, int] = {}
+        self._known: dict[Peer, tuple[int, int]] = {}
         self._deaths: list[Process] = []
         self._sealed_at: float | None = None
         world.on_send = self._sent
@@ -97,9 +97,12 @@ class Invariants:
             return
         view = getattr(process.role, "view", None)
         number = -1 if view is None else view.number
-        if number < self._known.get(process.peer, -1):
+        known, begun = self._known.get(process.peer, (-1, 0))
+        if number < known:
             raise ViolationError(f"11: {process} goes back to view {number}")
-        self._known[process.peer] = number
+        if view is not None and begun not in (0, view.begun):
+            raise ViolationError(f"11: training begins for {process} with view {begun} and with {view.begun}")
+        self._known[process.peer] = number, 0 if view is None else view.begun
 
     def look(self) -> None:
         """Raise if nothing has gone on for long; to be called now and then.

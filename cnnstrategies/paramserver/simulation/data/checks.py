@@ -32,7 +32,7 @@ class Checks:
     def _begun(self, worker: int, step: int) -> None:
         """A worker begins a step."""
         self._progressed = self._world.now
-        self._members.watch.highest = max(self._members.watch.highest, step)
+        self._members.watch.begun(step, self._world.now)
         if self._specification.mode != "ssp":
             return
         for other, process in self._members.workers.items():

@@ -119,6 +119,9 @@ class Members:
             lost = [self.watch.restored(key, store.values[key]) for key in alone]
             if contents is not None and life == 1:  # Else workers that know more than the first values end.
                 self.lost_updates[peer] = max(lost, default=0)
+            store.look(alone)
+        else:
+            store.look(store.slices)
         role = Server(self._specification, identity, store, contents is not None)
         simulated = SimulatedServer(
             role,
@@ -135,6 +138,20 @@ class Members:
         return not any(
             one != identity and self.servers[one].alive and one not in self._lost for one in self._slices[key].servers
         )
+
+    def _unfilled(self, identity: int) -> None:
+        """A server is lost before one that was started again had its copies: those are two losses at once."""
+        for slice_ in self._slices:
+            others = [] if identity not in slice_.servers else [one for one in slice_.servers if one != identity]
+            left = [process for one in others if one not in self._lost and (process := self.servers[one]).alive]
+            roles = [process.role for process in left]
+            stores = [role.server.store for role in roles if isinstance(role, SimulatedServer)]
+            if not stores or any(slice_.key in store.whole for store in stores if isinstance(store, WatchedStore)):
+                continue
+            peer = left[0].peer
+            lost = self.watch.restored(slice_.key, stores[0].values[slice_.key])
+            if peer in self.lost_updates:
+                self.lost_updates[peer] = max(lost, self.lost_updates[peer])
 
     def _work(self, identity: int, life: int) -> Process:
         steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
@@ -210,6 +227,7 @@ class Members:
             return
         self.gone.add((role, identity, life))
         self.died.add(f"{role} {identity}")
+        self.watch.died(role, identity, self._world.now)
         self._world.at(self._world.now + self._seconds(0.01, 0.3), lambda: self._without(role, identity, life))
 
     def _without(self, role: str, identity: int, life: int) -> None:
@@ -219,6 +237,7 @@ class Members:
             self._publish(workers=tuple(one for one in self._view.workers if one.id != identity))
         else:
             self._lost.add(identity)
+            self._unfilled(identity)
             if len(self._lost) < self._specification.replication:
                 self._publish(servers=tuple(one for one in self._view.servers if one.id != identity))
             elif not replaced:

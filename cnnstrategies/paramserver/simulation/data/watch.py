@@ -51,7 +51,21 @@ class Watch:
         self._forgiven: dict[int, int] = {}
         self._members: dict[tuple[int, int], frozenset[Token]] = {}
         self._answered: dict[int, dict[Token, float]] = {}
-        self.highest = -1  # step that a worker has begun
+        self._begun: dict[int, float] = {}
+        self._deaths: dict[str, list[tuple[float, int]]] = {"worker": [], "server": []}
+
+    @property
+    def highest(self) -> int:
+        """The last step that a worker has begun."""
+        return max(self._begun, default=-1)
+
+    def begun(self, step: int, now: float) -> None:
+        """A worker begins a step."""
+        self._begun.setdefault(step, now)
+
+    def died(self, role: str, identity: int, now: float) -> None:
+        """A process has died, or counts as dead."""
+        self._deaths[role].append((now, identity))
 
     def made_of(self, key: int, value: Tensor) -> frozenset[Token]:
         """The tokens in a content."""
@@ -118,14 +132,27 @@ class Watch:
             raise ViolationError(f"3: worker {worker} gets slice {key} without its own push of step {request - 1}")
         if self.aggregates and last and not forgiven:
             told = self._members.setdefault((epoch, version), last)
-            if told != last:
+            if told != last and not self._torn(version - 1, told ^ last):
                 raise ViolationError(f"4: step {version - 1} has {sorted(told)} in one slice, {sorted(last)} in {key}")
         answered = self._answered.setdefault(key, {})
         for token in tokens if self.aggregates else {own}:
             answered.setdefault(token, now)
 
+    def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
+        """Whether workers have died, and a server with what they had pushed: nobody can push that again."""
+        since = self._begun.get(step, 0.0)
+        workers = {identity for at, identity in self._deaths["worker"] if at >= since}
+        return workers >= {worker for worker, _, _ in tokens} and any(at >= since for at, _ in self._deaths["server"])
+
+    def holds_all(self, key: int, value: Tensor) -> bool:
+        """Whether a content has everything in it that was answered."""
+        return self._answered.get(key, {}).keys() <= self.made_of(key, value)
+
     def restored(self, key: int, value: Tensor) -> int:
-        """The only holder of a slice is started from a snapshot; how many updates that workers have seen are lost."""
+        """A slice goes on from a snapshot, or from a copy that was never filled; how many updates are lost.
+
+        They are those that workers have seen.
+        """
         kept = self.made_of(key, value)
         lost = {token for token in self._answered.get(key, {}) if token not in kept}
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
@@ -145,11 +172,26 @@ class WatchedStore(Store):
         specification: The run's.
         slices: The slices to hold.
         watch: Looks at them.
+
+    Attributes:
+        whole: The slices that have once had everything in them that was answered before.
     """
 
     def __init__(self, specification: Specification, slices: Iterable[Slice], watch: Watch) -> None:
         super().__init__(specification, slices)
         self._watch = watch
+        self.whole: set[int] = set()
+
+    def look(self, keys: Iterable[int]) -> None:
+        """See which slices have everything in them that was answered."""
+        for key in keys:
+            if key not in self.whole and self._watch.holds_all(key, self.values[key]):
+                self.whole.add(key)
+
+    def put(self, key: int, value: Tensor, version: int) -> None:
+        """Replace a slice's values."""
+        super().put(key, value, version)
+        self.look((key,))
 
     def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
         """Look at an update of some slices, and apply it."""
@@ -161,3 +203,4 @@ class WatchedStore(Store):
         super().apply(updates, options)
         for key, made_of in made.items():
             self._watch.became(key, self.values[key], made_of)
+        self.look(updates)
