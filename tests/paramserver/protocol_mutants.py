@@ -156,24 +156,6 @@ MUTANTS = [
         "{*(), ",
     ),
     ProtocolMutant(
-        "a coordinator that follows another is not told who has died",
-        "coordinator.reporter:Reporter",
-        "for call in self._ends:",
-        "for call in ():",
-    ),
-    ProtocolMutant(
-        "a coordinator that is no more is heard",
-        "coordinator.participant:Participant",
-        "if sender.life < self._term:",
-        "if False:",
-    ),
-    ProtocolMutant(
-        "who leaves takes along what nobody else knows",
-        "coordinator.coordinator:Coordinator",
-        "and self._is_needed(leaving)",
-        "and False",
-    ),
-    ProtocolMutant(
         "a server that goes on is taken for a new one",
         "coordinator.restart:Restart",
         "since=since,",
@@ -183,12 +165,6 @@ MUTANTS = [
         "values go down with the coordinator",
         "coordinator.restart:Restart",
         "self._parts.values.give(item.removeprefix(VALUE), message.frames)",
-        "pass",
-    ),
-    ProtocolMutant(
-        "who was taken for dead before a restart is a member after it",
-        "coordinator.roster:Roster",
-        'self.gone = {Peer(*one[:4]): bool(one[4]) for one in state["gone"]}',
         "pass",
     ),
 ]

@@ -144,8 +144,8 @@ class Coordinator:
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
+        self._restart.look(awake)
         if self._restart.waits:
-            self._restart.look(awake)
             return [*self._take_effects(), Timer(TICK, now + self._tick)]
         overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
         self._admission.look(awake, self._ended is not None, overdue)
@@ -202,7 +202,7 @@ class Coordinator:
             if member is not None:
                 self._roster.remove(member, left=True)
         elif member is None:
-            self._turn_away(sender, message)
+            self._turn_away(now, sender, message)
         elif message.kind == "beat":
             self._beat(now, member, message)
         else:
@@ -266,13 +266,16 @@ class Coordinator:
         """Whether a server has a part of the parameters, and the others go on without it."""
         return sender.role == SERVER and self._roster.find(sender) is None and was_member(sender, message)
 
-    def _turn_away(self, sender: Peer, message: Message) -> None:
+    def _turn_away(self, now: float, sender: Peer, message: Message) -> None:
         """Tell a process that is no member that it is none."""
         if self._roster.gone.get(sender):
+            self._restart.leaves(now, sender)
             if message.kind == "leave":
-                known = self._leaving.get(sender)
-                number, told = (0, 0) if known is None else (known.number, known.told)
-                self._leaving[sender] = _Leaving(message.request, number, told)
+                number = self._leaving[sender].number if sender in self._leaving else self._roster.number
+                self._leaving[sender] = _Leaving(message.request, number, message.integer("told"))
+            elif message.kind == "give":
+                self._restart.give(now, message)
+                self._send(sender, Message(DONE, request=message.request))
             return
         refusal = self._admission.refusal(sender)
         if refusal is not None:
@@ -354,16 +357,16 @@ class Coordinator:
     def _let_go(self) -> None:
         """Answer those that leave, as soon as the others know what they alone could tell the next coordinator."""
         for peer, leaving in list(self._leaving.items()):
-            if self._ended is None and self._settings.restartable and self._is_needed(leaving):
+            if self._ended is None and self._settings.restartable and self._is_needed(peer, leaving):
                 continue
             del self._leaving[peer]
             self._send(peer, Message(DONE, request=leaving.request))
 
-    def _is_needed(self, leaving: "_Leaving") -> bool:
+    def _is_needed(self, peer: Peer, leaving: "_Leaving") -> bool:
         members = self._roster.members
         workers = [one for one in members if one.peer.role == WORKER and one.peer.id in self._roster.group]
         known = not members or any(one.here >= leaving.number for one in members)
-        return not known or any(one.told < leaving.told for one in workers)
+        return self._restart.needs(peer) or not known or any(one.told < leaving.told for one in workers)
 
     # What is agreed on
 

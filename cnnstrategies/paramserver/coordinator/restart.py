@@ -59,6 +59,7 @@ class Restart:
         self._finish = finish
         self._recovery: Recovery | None = None
         self._holders: dict[str, list[Peer]] = {}
+        self._leaving: dict[Peer, float] = {}  # who has left and may know what nobody else does; when it was heard
 
     def begin(self, now: float) -> None:
         """Wait for reports from now on, if there was a coordinator before."""
@@ -98,7 +99,10 @@ class Restart:
         return self._recovery is not None
 
     def look(self, now: float) -> None:
-        """Go on as soon as the reports are there."""
+        """Go on as soon as the reports are there; to be called several times a second."""
+        for peer, heard in list(self._leaving.items()):
+            if now - heard > self._settings.timeout:
+                self.forget(now, peer)
         recovery = self._recovery
         if recovery is not None and recovery.complete(now):
             self._recovery = None
@@ -142,8 +146,9 @@ class Restart:
             self._hello(recovery.seen[peer], peer, message)
         for item in [item for item, peers in self._holders.items() if not peers]:
             self._lose(now, item)
-        for member in roster.members:
-            self.ask(member.peer)
+        self._leaving = {peer: seen for peer, seen in recovery.seen.items() if roster.gone.get(peer)}
+        for peer in [*self._leaving, *(member.peer for member in roster.members)]:
+            self.ask(peer)
 
     def _rounds_needed(self, sequence: int) -> list[int]:
         """The set-up's results, for workers that are started again, and the last one for who has not got it."""
@@ -191,6 +196,16 @@ class Restart:
 
     # What is lacking
 
+    def leaves(self, now: float, peer: Peer) -> None:
+        """One that has left says something."""
+        if peer in self._leaving:
+            self._leaving[peer] = now
+            self.ask(peer)
+
+    def needs(self, peer: Peer) -> bool:
+        """Whether one is to hand over something."""
+        return any(peers[:1] == [peer] for peers in self._holders.values())
+
     def ask(self, peer: Peer) -> None:
         """Ask a member for what it alone is to hand over; to be called now and then."""
         items = [item for item, peers in self._holders.items() if peers[:1] == [peer]]
@@ -209,7 +224,11 @@ class Restart:
         del self._holders[item]
 
     def forget(self, now: float, peer: Peer) -> None:
-        """A member is gone."""
+        """A member is gone; one that has left hands over first what nobody else may know."""
+        if self._parts.roster.gone.get(peer) and self.needs(peer) and peer not in self._leaving:
+            self._leaving[peer] = now
+            return
+        self._leaving.pop(peer, None)
         for item, peers in list(self._holders.items()):
             if peer in peers:
                 peers.remove(peer)
