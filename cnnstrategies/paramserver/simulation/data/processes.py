@@ -221,7 +221,9 @@ class SimulatedWorker:
 
     def on_call(self, now: float, call: Call) -> NodeEffects:
         """A view has come."""
-        self._view = call.fields["view"]
+        view = call.fields["view"]
+        if self._view is None or view.number > self._view.number:
+            self._view = view
         return self._waited(now)
 
     def on_timer(self, now: float, name: str) -> NodeEffects:

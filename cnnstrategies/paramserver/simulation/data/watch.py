@@ -51,6 +51,8 @@ class Watch:
         self._forgiven: dict[int, int] = {}
         self._members: dict[tuple[int, int], frozenset[Token]] = {}
         self._answered: dict[int, dict[Token, float]] = {}
+        self._restored: dict[int, tuple[float, frozenset[Token]]] = {}
+        self._lost: dict[int, set[Token]] = {}
         self._begun: dict[int, float] = {}
         self._deaths: dict[str, list[tuple[float, int]]] = {"worker": [], "server": []}
 
@@ -134,9 +136,16 @@ class Watch:
             told = self._members.setdefault((epoch, version), last)
             if told != last and not self._torn(version - 1, told ^ last):
                 raise ViolationError(f"4: step {version - 1} has {sorted(told)} in one slice, {sorted(last)} in {key}")
-        answered = self._answered.setdefault(key, {})
-        for token in tokens if self.aggregates else {own}:
-            answered.setdefault(token, now)
+        self._seen(key, tokens if self.aggregates else {own}, sent, now)
+
+    def _seen(self, key: int, tokens: Iterable[Token], sent: float, now: float) -> None:
+        """A worker has had an answer with some tokens, maybe of a server that has been replaced since."""
+        answered, (restored, kept) = self._answered.setdefault(key, {}), self._restored.get(key, (0.0, frozenset()))
+        for token in tokens:
+            if sent < restored and token not in kept:
+                self._lost[key].add(token)
+            else:
+                answered.setdefault(token, now)
 
     def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
         """Whether workers have died, and a server with what they had pushed: nobody can push that again."""
@@ -148,16 +157,18 @@ class Watch:
         """Whether a content has everything in it that was answered."""
         return self._answered.get(key, {}).keys() <= self.made_of(key, value)
 
-    def restored(self, key: int, value: Tensor) -> int:
-        """A slice goes on from a snapshot, or from a copy that was never filled; how many updates are lost.
-
-        They are those that workers have seen.
-        """
+    def restored(self, key: int, value: Tensor, now: float) -> None:
+        """A slice goes on from a snapshot, or from a copy that was never filled."""
         kept = self.made_of(key, value)
-        lost = {token for token in self._answered.get(key, {}) if token not in kept}
+        self._lost[key] = {token for token in self._answered.get(key, {}) if token not in kept}
+        self._restored[key] = now, kept
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
         self._epochs[key] = self._epochs.get(key, 0) + 1
         self._forgiven[key] = self.highest + 1
+
+    def lost(self, key: int) -> int:
+        """How many updates that workers have seen were lost when a slice was last restored."""
+        lost = self._lost.get(key, set())
         return len({step for _, step, _ in lost}) if self.aggregates else len(lost)
 
 
@@ -174,7 +185,7 @@ class WatchedStore(Store):
         watch: Looks at them.
 
     Attributes:
-        whole: The slices that have once had everything in them that was answered before.
+        whole: The slices that have once had everything in them that was answered before, as their primary's copies.
     """
 
     def __init__(self, specification: Specification, slices: Iterable[Slice], watch: Watch) -> None:
@@ -187,6 +198,11 @@ class WatchedStore(Store):
         for key in keys:
             if key not in self.whole and self._watch.holds_all(key, self.values[key]):
                 self.whole.add(key)
+
+    def restore(self, contents: Mapping[str, Any]) -> None:
+        """Begin with a snapshot, of which no primary knows."""
+        super().restore(contents)
+        self.whole.clear()
 
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values."""
