@@ -53,16 +53,13 @@ class SyncClock:
         self._first.pop(worker, None)
         self._count()
 
-    def ready(self, complete: Collection[int], step: int | None = None) -> frozenset[int] | None:
-        """The workers that make up a step, or None while one of them is waited for.
+    def ready(self, complete: Collection[int]) -> frozenset[int] | None:
+        """The workers that make up the present step, or None while one of them is waited for.
 
         Args:
-            complete: Workers whose pushes of the step have all arrived.
-            step: The step; by default the present one.
+            complete: Workers whose pushes of the present step have all arrived.
         """
         members = self.members
-        if step is not None and step != self.step:
-            members = frozenset(worker for worker, first in self._first.items() if first <= step)
         if not members or len(complete) < len(members):  # Asked for each vote: the common answer costs nothing.
             return None
         started = self.step > 0 or len(self._first.keys() | self._gone) >= self._expected

@@ -228,7 +228,7 @@ class Members:
             return
         self.gone.add((role, identity, life))
         self.died.add(f"{role} {identity}")
-        self.watch.died(role, identity, self._world.now)
+        self.watch.died(process.peer, self._world.now)
         self._world.at(self._world.now + self._seconds(0.01, 0.3), lambda: self._without(role, identity, life))
 
     def leave(self, worker: int) -> None:
