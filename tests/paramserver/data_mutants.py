@@ -213,4 +213,11 @@ MUTANTS = [
         "",
         seed=3790,
     ),
+    ProtocolMutant(
+        "a push is waited for of slices that a snapshot is past the step of",
+        "server.synchronous:Synchronous",
+        "self._vote(reached, worker)",
+        "pass",
+        seed=5377,
+    ),
 ]

@@ -217,25 +217,19 @@ class Synchronous:
             self._votes = []
 
     def _consider(self) -> None:
-        """As leader: decide the present step if all servers have what it needs.
-
-        One that has come back from a snapshot also decides the step before anew: of those that knew the decision, maybe
-        nobody is left, and others wait for it.
-        """
+        """As leader: decide the present step if all servers have what it needs."""
         if self.leader != self._server or not self.roll.complete:
             return
         step = self.clock.step
-        known = -1 if self._decision is None else self._decision.step
-        for one in (step,) if known >= step - 1 else (step - 1, step):
-            complete = self._reports.complete(one)
-            members = None if complete is None else self.clock.ready(complete, one)
-            if members is not None:
-                self._decide_on(one, sorted(members))
-
-    def _decide_on(self, step: int, members: list[int]) -> None:
+        complete = self._reports.complete(step)
+        ready = None if complete is None else self.clock.ready(complete)
+        if ready is None:
+            return
+        members = tuple(sorted(ready))
         lives = tuple(self._lives[worker] for worker in members)
         options = self._backlog.of(step).begun[members[0], lives[0]].options
-        decision = Decision(step, tuple(members), lives, options, None if self._clips else 1.0)
+        scale = None if self._clips else 1.0
+        decision = Decision(step, members, lives, options, scale)
         self._tell_all(Kind.DECIDE, decision.as_dict())
         self._decide(decision)
 
