@@ -35,4 +35,6 @@ def test_a_view_is_one_message_for_all_and_its_number_has_one_content():
     roster.remove(roster.at(WORKER, 1))
     assert roster.view_message is sent[0]  # Who asks again before the next view is told what the others were.
     view = View.from_dict(sent[0].fields["view"])
-    assert (view.number, [worker.id for worker in view.workers]) == (1, [0, 1, 2])
+    assert (view.number, [worker.id for worker in view.workers], view.begun) == (1, [0, 1, 2], 1)
+    roster.publish()
+    assert View.from_dict(sent[-1].fields["view"]).begun == 1, "that of the first"

@@ -155,6 +155,7 @@ class Roster:
             tuple(ServerInfo(m.peer.id, m.endpoint, m.public_key, m.since) for m in servers),
             tuple(WorkerInfo(m.peer.id, m.peer.life, m.public_key) for m in workers),
             tuple(sorted(self.lost_servers)) if self.copies_are_left else (),
+            self._view.begun or (self.number + 1 if self.sealed else 0),
         )
 
     def not_seen(self, number: int) -> list[str]:

@@ -71,7 +71,7 @@ class Synchronous:
     @property
     def leader(self) -> int:
         """The server that decides: the one that has been there longest."""
-        return min(((server.since, server.id) for server in self._view.servers), default=(0, self._server))[1]
+        return min(((self._view.age(server), server.id) for server in self._view.servers), default=(0, self._server))[1]
 
     @property
     def _servers(self) -> set[int]:
