@@ -146,7 +146,13 @@ class Supervision:
             at_once: Also when workers, of other nodes maybe, have not left yet and need them.
         """
         self._stopping = True
-        while not (at_once or self._over or self._ended_at is not None) and self._ask():
+        heard = time.monotonic()
+        while not (at_once or self._over or self._ended_at is not None):
+            if self._ask():
+                heard = time.monotonic()
+            # Its own coordinator lives, and may be short of a processor.
+            elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
+                break
             time.sleep(POLL)
         coordinates = any(one.role == COORDINATOR and one.code is None for one in self.watched)
         if coordinates:
@@ -247,6 +253,12 @@ class Supervision:
                 if same and one.code is None and one.handle is not None:
                     one.handle.send_signal(signal.SIGKILL)
         return True
+
+    def _coordinator_lives(self) -> bool:
+        return any(
+            one.role == COORDINATOR and one.code is None and one.handle is not None and one.handle.poll() is None
+            for one in self.watched
+        )
 
     def _end(self, role: str, grace: float) -> None:
         deadline = time.monotonic() + grace

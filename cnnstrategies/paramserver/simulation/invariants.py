@@ -195,6 +195,8 @@ class Invariants:
             return True
         if any(victim.startswith(WORKER) and self._struck_before_training(victim) for victim in victims):
             return True
+        if any(self._never_came(victim, process) for victim in victims):
+            return True
         if victims | {str(one) for one in self._toys.log.left} >= {
             f"{WORKER} {one}" for one in range(settings.workers)
         }:
@@ -216,6 +218,14 @@ class Invariants:
         sealed = self._sealed_at
         return sealed is None or any(
             fault.at < sealed and (fault.kind == "crash" or _name(fault.role, fault.id) == victim)
+            for fault in self._world.faults.timed
+        )
+
+    def _never_came(self, victim: str, process: Process) -> bool:
+        """Whether a member was cut off from the start for as long as it had to appear."""
+        assert process.ended is not None
+        return f"{victim} did not appear" in process.ended.reason and any(
+            _name(fault.role, fault.id) == victim and fault.seconds > self._settings.appear - self._settings.timeout / 2
             for fault in self._world.faults.timed
         )
 
