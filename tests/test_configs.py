@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from masked_images import write_masked_images
 from PIL import Image
 from torchvision import datasets
 from torchvision.models import shufflenet_v2_x0_5
@@ -97,6 +98,16 @@ ARGS = {
         "--model.init_args.network.init_args.name=shufflenet_v2_x0_5",
         "--model.init_args.network.init_args.weights=weights.pth",
     ],
+    "experiments/folder_unet_segmentation_gpu.yaml": [
+        *FEW,
+        *NO_WORKERS,
+        *AT_ONCE,
+        "--data.init_args.root=masks",
+        "--data.init_args.val_split=0.2",
+        "--data.init_args.image_size=32",
+        "--model.init_args.num_classes=2",
+        "--model.init_args.network.init_args.widths=[4, 8]",
+    ],
     "model/resnet20.yaml": [*SYNTHETIC, *FEW, "--data.init_args.num_classes=10"],
     "model/timm_convnext.yaml": [*SYNTHETIC, *FEW],
     "model/torchvision_alexnet.yaml": [*SYNTHETIC, *FEW],
@@ -170,6 +181,8 @@ def downloads(monkeypatch, request):
             folder.mkdir(parents=True)
             for index in range(4):
                 Image.fromarray(random.integers(256, size=(50, 40, 3), dtype=np.uint8)).save(folder / f"{index}.jpg")
+    if "_segmentation_" in request.node.callspec.params["file"]:
+        write_masked_images(Path("masks/train"), count=5)
     if request.node.callspec.params["file"].endswith("_finetune_gpu.yaml"):
         torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
     if request.node.callspec.params["file"] == "data/shards.yaml":
