@@ -35,12 +35,15 @@ class Run:
 
     def __post_init__(self):
         self.endpoint = self.endpoint or f"ipc://{self.directory}/coordinator"
-        options = {"appear": APPEAR, **self.options}
-        settings = CoordinatorSettings(self.endpoint, self.workers, self.servers, self.timeout, **options)
         self.processes = {}
         self.pipes = {}
         self.time = VirtualTime(self.timeout / 10)
-        self.coordinator = self._fork(("coordinator", 0), lambda: CoordinatorService(settings).run())
+        self.coordinator = self.coordinate()
+
+    def coordinate(self, term=0):
+        options = {"appear": APPEAR, **self.options}
+        settings = CoordinatorSettings(self.endpoint, self.workers, self.servers, self.timeout, term=term, **options)
+        return self._fork(("coordinator", term), lambda: CoordinatorService(settings).run())
 
     def address(self, role, identity, incarnation=0):
         session = self.options.get("session", 0)

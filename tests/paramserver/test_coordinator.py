@@ -12,6 +12,7 @@ import zmq
 from control_plane import Run
 from local_cluster import wait_for
 
+from cnnstrategies.paramserver.coordinator.roster import TERM
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
@@ -117,6 +118,35 @@ def test_without_a_coordinator_every_worker_ends_and_says_why(tmp_path, how):
             message = run.result("worker", rank, 0)
             assert message.startswith("RunEnded: the coordinator at ipc://")
             assert "was silent for 1 s" in message
+
+
+def test_a_coordinator_that_is_started_again_goes_on_where_the_other_was_killed(tmp_path):
+    def work(collectives):
+        rank, done, sizes = collectives.membership.address.id, [], []
+        name = collectives.broadcast(f"run of {os.getpid()}")
+        collectives.start()
+        for epoch in range(3):
+            collectives.boundary(epoch)
+            collectives.begin_epoch(epoch, 40, 2)
+            processed = 0
+            while chunk := collectives.take(epoch, processed):
+                processed += len(chunk)
+                done += [(chunk.epoch, one) for one in range(chunk.start, chunk.stop)]
+                if (rank, epoch, processed) == (0, 1, 4):
+                    os.kill(run.coordinator.pid, signal.SIGKILL)
+            sizes.append(len(collectives.gather(None).values))
+        return name, done, sizes, collectives.membership.current().number
+
+    with Run(tmp_path, 2, timeout=30, options={"restartable": True}) as run:
+        for rank in range(2):
+            run.worker(rank, work)
+        run.coordinator.join(30)
+        run.coordinate(term=1)
+        names, done, sizes, numbers = zip(*(run.result("worker", rank, 0) for rank in range(2)), strict=True)
+    assert names[0] == names[1]
+    assert sizes == ([2, 2, 2], [2, 2, 2])
+    assert sorted(done[0] + done[1]) == [(epoch, one) for epoch in range(3) for one in range(40)]
+    assert all(number > TERM for number in numbers)
 
 
 def test_services_start_without_lightning_and_outlive_the_signals_of_job_managers(tmp_path):

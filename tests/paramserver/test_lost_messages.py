@@ -198,7 +198,7 @@ def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_i
     start = {"session": 0, "floor": 0, "sequence": 0, "operation": "start", "seal": True}
     for peer in workers:
         role.on_message(0.1, peer, Message("collect", start, request=2))
-    beat = Message("beat", {"session": 0, "here": 1, "seen": 1, "notices": 0})
+    beat = Message("beat", {"session": 0, "here": 1, "seen": 1, "notices": 0, "told": 0})
     for tick in range(2, 100):
         role.on_message(tick / 10, workers[1], beat)
         for effect in role.on_timer(tick / 10, "tick"):

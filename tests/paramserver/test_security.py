@@ -204,7 +204,7 @@ def everything() -> list[list[bytes]]:
         "end": {"message": "said a stranger", "clean": True}, "stop": {"members": [["worker", 0]]}, "status": {},
         "died": victim, "put": {"name": "specification"}, "get": {"name": "specification"}, "leave": {}, "over": {},
         "notice": {"name": "stop", "value": 15}, "collect": {"sequence": 0, "operation": "x", "seal": True},
-        "beat": {"here": 0, "seen": 0, "notices": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
+        "beat": {"here": 0, "seen": 0, "notices": 0, "told": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
         "take": {"epoch": 0, "processed": 0, "ordinal": 1}, "probe": {"ids": [1, 2]},
     }  # fmt: skip
     names = [[role, number, life, process] for role in ("worker", "server", "supervision") for number in (0, 1, 7)
