@@ -1,8 +1,8 @@
 """Our step against torchgpipe and DeepSpeed's PipelineModule, with two stages and the same cut.
 
-Each peer has an environment of its own, where this page's torch is seen too; ours runs there in the same two processes,
-a step each in turn. A step is forward, backward and SGD. torchgpipe runs both stages as threads of one process, the
-other one waits; its backward has no parallel stages on CPUs, since autograd has one thread for all of them.
+Each peer has an environment of its own, where this page's torch is seen too; ours runs there too, in two other
+processes, a step each in turn. A step is forward, backward and SGD. torchgpipe runs both stages as threads of one
+process, the other one waits; its backward has no parallel stages on CPUs, since autograd has one thread for all.
 """
 
 import argparse
@@ -13,14 +13,15 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from networks import images, resnet_like, vgg_like
-from peer_step import MICROBATCHES, SAMPLES, race, row
-from ranks import report, run_ranks
+from peer_step import MICROBATCHES, SAMPLES, Step, row
+from ranks import report, run_contest
 from torch import Tensor, nn
 
 from cnnstrategies.pipeline.engine import Pipeline
@@ -30,7 +31,7 @@ LIBRARIES = {"torchgpipe": "torchgpipe==0.0.7", "DeepSpeed": "deepspeed==0.19.8"
 NETWORKS = {"VGG-11 with BatchNorm": (vgg_like, 100, "_14", 15), "ResNet-20": (resnet_like, 10, "relu_6", 3)}
 PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 RATE = 1e-4
-Step = Callable[[], float | None]
+Network = Callable[[], nn.Sequential]
 
 
 def torchgpipe(network: nn.Sequential, cut: int, rank: int, inputs: Tensor, targets: Tensor) -> Step:
@@ -92,9 +93,10 @@ def deepspeed(network: nn.Sequential, cut: int, rank: int, inputs: Tensor, targe
     return lambda: float(engine.train_batch(data_iter=source))
 
 
-def ours(network: nn.Sequential, cut: str, inputs: Tensor, targets: Tensor) -> Step:
+def ours(make: Network, cut: str, inputs: Tensor, targets: Tensor, rank: int) -> Step:
     """The pipeline with the statistics that the peers keep, too."""
-    pipeline = Pipeline(network, [cut], [1, 1], MICROBATCHES, batch_norm="microbatch")
+    torch.manual_seed(1)
+    pipeline = Pipeline(make(), [cut], [1, 1], MICROBATCHES, batch_norm="microbatch")
     optimizer = torch.optim.SGD(pipeline.module.parameters(), RATE)
 
     def step() -> float:
@@ -109,16 +111,12 @@ def ours(network: nn.Sequential, cut: str, inputs: Tensor, targets: Tensor) -> S
 PEERS = {"torchgpipe": torchgpipe, "DeepSpeed": deepspeed}
 
 
-def both(rank: int, library: str, title: str, rounds: int):
-    """The first losses, and the times of a race."""
-    make, classes, name, cut = NETWORKS[title]
-    inputs, targets = images(32, SAMPLES, classes)
+def theirs(
+    library: str, make: Callable[[], nn.Sequential], cut: int, inputs: Tensor, targets: Tensor, rank: int
+) -> Step:
+    """A peer's step on a rank."""
     torch.manual_seed(1)
-    peer = PEERS[library](make(), cut, rank, inputs, targets)
-    torch.manual_seed(1)
-    own = ours(make(), name, inputs, targets)
-    losses = [peer(), own()]
-    return losses, race([peer, own], rounds)
+    return PEERS[library](make(), cut, rank, inputs, targets)
 
 
 def worker(library: str, rounds: int, path: Path) -> None:
@@ -126,11 +124,15 @@ def worker(library: str, rounds: int, path: Path) -> None:
     torch.set_num_threads(1)
     rows = []
     for title in NETWORKS:
-        results = run_ranks(2, both, library, title, rounds)
-        losses, first = results[0][0], results[0][0][1]
-        if abs(losses[0] - first) > 1e-4 * abs(first):
-            raise SystemExit(f"{title}: {library}'s loss is {losses[0]}, ours {first}")
-        rows.append(row(title, NETWORKS[title][2], [each for _, each in results], 1))
+        make, classes, name, cut = NETWORKS[title]
+        data = images(32, SAMPLES, classes)
+        peer, own = run_contest(
+            2, [partial(theirs, library, make, cut, *data), partial(ours, make, name, *data)], rounds
+        )
+        losses = peer[0][2], own[0][2]
+        if abs(losses[0] - losses[1]) > 1e-4 * abs(losses[1]):
+            raise SystemExit(f"{title}: {library}'s loss is {losses[0]}, ours {losses[1]}")
+        rows.append(row(title, name, own, peer))
     path.write_text(json.dumps(rows))
 
 

@@ -3,9 +3,11 @@
 import datetime
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,17 +23,25 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``function(rank, *args)`` in forked processes with a gloo group; their results by rank."""
+    return run_groups(world, [(function, args)])[0]
+
+
+def run_groups(world: int, calls: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> list[list[Any]]:
+    """The same for several functions at once, each in ``world`` processes and with a gloo group of its own."""
     context = mp.get_context("fork")
     queue = context.SimpleQueue()
     with TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_rank_main, args=(rank, world, folder, queue, function, args))
+            context.Process(
+                target=_rank_main, args=(rank, world, f"{folder}/{group}", (group, rank), queue, function, args)
+            )
+            for group, (function, args) in enumerate(calls)
             for rank in range(world)
         ]
         for process in processes:
             process.start()
         try:
-            results = dict(queue.get() for _ in range(world))
+            results = dict(queue.get() for _ in processes)
         finally:
             for process in processes:
                 process.join(5)
@@ -39,20 +49,65 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
     failed = [text for ok, text in results.values() if not ok]
     if failed:
         raise SystemExit(failed[0])
-    return [results[rank][1] for rank in range(world)]
+    return [[results[group, rank][1] for rank in range(world)] for group in range(len(calls))]
 
 
-def _rank_main(rank: int, world: int, folder: str, queue: Any, function: Callable[..., Any], args: Any) -> None:
+def run_contest(world: int, contestants: Sequence[Callable[[int], Callable[[], Any]]], rounds: int) -> list[list[Any]]:
+    """Steps of contestants that each have ``world`` processes of their own, so that none lives in another's memory.
+
+    In each round every contestant makes one step, in an order that changes, while the others sleep. Two rounds before
+    the measured ones warm up.
+
+    Args:
+        world: Processes of each contestant.
+        contestants: Given the rank, what makes one step of it.
+        rounds: How many are measured.
+
+    Returns:
+        For each contestant what its ranks measured: seconds of each step, and their processor time.
+    """
+    turns = mp.get_context("fork").Barrier(world * len(contestants))
+    return run_groups(
+        world, [(_contestant, (turns, own, len(contestants), make, rounds)) for own, make in enumerate(contestants)]
+    )
+
+
+def _contestant(
+    rank: int, turns: Any, own: int, number: int, make: Callable[[int], Callable[[], Any]], rounds: int
+) -> tuple[list[float], list[float], Any]:
+    """This rank's seconds and processor time of each measured step, and what the first step returned."""
+    step = make(rank)
+    first = step()
+    order = random.Random(0)  # The same in all processes.
+    times, worked = [], []
+    for index in range(2 + rounds):
+        for turn in order.sample(range(number), number):
+            turns.wait()
+            if turn == own:
+                dist.barrier()
+                start, cpu = time.perf_counter(), time.process_time()
+                step()
+                cpu = time.process_time() - cpu
+                dist.barrier()
+                if index >= 2:
+                    times.append(time.perf_counter() - start)
+                    worked.append(cpu)
+    return times, worked, first
+
+
+def _rank_main(
+    rank: int, world: int, rendezvous: str, who: Any, queue: Any, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=TIMEOUT
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=TIMEOUT
         )
-        queue.put((rank, (True, function(rank, *args))))
+        queue.put((who, (True, function(rank, *args))))
         dist.barrier()
         dist.destroy_process_group()
     except Exception:
-        queue.put((rank, (False, traceback.format_exc())))
+        queue.put((who, (False, traceback.format_exc())))
 
 
 ONE_THREAD = "gloo, one thread per process"

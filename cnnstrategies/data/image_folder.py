@@ -8,10 +8,11 @@ from typing import Literal
 import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torchvision.transforms import v2
 from typing_extensions import override
 
-from cnnstrategies.data.augment import to_normalised
+from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
@@ -50,6 +51,7 @@ class ImageFolderDataModule(ImageDataModule):
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
         augment: Crop training images at random and mirror them.
+        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
         seed: Seed of the split, the shuffling and the augmentation.
         drop_last: Leave out a last, partial training batch.
@@ -71,6 +73,7 @@ class ImageFolderDataModule(ImageDataModule):
         global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
+        transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
         seed: int = 0,
         drop_last: bool = False,
@@ -100,7 +103,8 @@ class ImageFolderDataModule(ImageDataModule):
         crop = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
         self.crop = crop if augment else self.centre
         # Decoding and cropping work on one image at a time; this is faster on the batch.
-        self.train_transform = self.eval_transform = to_normalised(MEAN, STD)
+        self.eval_transform = to_normalised(MEAN, STD)
+        self.train_transform = nn.Sequential(*each_image(transforms, self.image_shape), self.eval_transform)
         self._reported: set[str] = set()
 
     @override
@@ -161,7 +165,7 @@ class ImageFolderDataModule(ImageDataModule):
             if (self.root / part).is_dir():
                 parts[part] = self._labelled(self.root / part)
         if (self.root / "predict").is_dir():
-            names = self._images(self.root / "predict")
+            names = image_files(self.root / "predict", self.root)
             parts["predict"] = names, [0] * len(names)
         for part, (names, _) in parts.items():
             if not names:
@@ -179,7 +183,7 @@ class ImageFolderDataModule(ImageDataModule):
         names: list[str] = []
         targets: list[int] = []
         for target, name in enumerate(self.class_names):
-            found = self._images(directory / name)
+            found = image_files(directory / name, self.root)
             names += found
             targets += [target] * len(found)
         return names, targets
@@ -189,13 +193,15 @@ class ImageFolderDataModule(ImageDataModule):
         with os.scandir(directory) as entries:
             return sorted(e.name for e in entries if e.is_dir() and e.name[0] != "." and e.name not in reserved)
 
-    def _images(self, directory: Path) -> list[str]:
-        found: list[str] = []
-        for path, directories, files in os.walk(directory):
-            directories[:] = [name for name in directories if name[0] != "."]
-            at = os.path.relpath(path, self.root)
-            found += [os.path.join(at, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
-        return sorted(found)
+
+def image_files(directory: Path, root: Path) -> list[str]:
+    """The paths from ``root`` of all images in a directory, at any depth; what begins with a dot is left out."""
+    found: list[str] = []
+    for path, directories, files in os.walk(directory):
+        directories[:] = [name for name in directories if name[0] != "."]
+        at = os.path.relpath(path, root)
+        found += [os.path.join(at, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
+    return sorted(found)
 
 
 class FolderSource:

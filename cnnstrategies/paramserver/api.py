@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from cnnstrategies.allocation import reuse_freed_memory
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.allocation import reuse_freed_memory
 from cnnstrategies.paramserver.core.view import ViewSource
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.drivers.links import POLL_SECONDS, Links

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cnnstrategies.allocation import reuse_freed_memory
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
@@ -80,6 +81,7 @@ class Pipeline:
         placement: Order = "stages",
     ) -> None:
         check_layout(len(cuts), replicas, microbatches, dist.get_world_size())
+        reuse_freed_memory()
         self.blueprint = divide_by_names(network, cuts)
         self.placement = Placement(tuple(replicas), placement)
         self.microbatches = microbatches

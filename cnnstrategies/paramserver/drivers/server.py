@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from cnnstrategies.paramserver.allocation import keep_freed_memory
+from cnnstrategies.allocation import keep_freed_memory
 from cnnstrategies.paramserver.core.node import End
 from cnnstrategies.paramserver.core.view import RunEnded, ServerInfo, View, ViewSource
 from cnnstrategies.paramserver.drivers.snapshots import SnapshotWriter

@@ -1,4 +1,4 @@
-"""How a process allocates the memory that messages are received into: the C library, and Python's garbage collector.
+"""How a process allocates memory: the C library's heap, and Python's garbage collector.
 
 libzmq allocates each received message by itself. With glibc's defaults a slice is often mapped, zeroed by the kernel
 page by page, and given back. Measured in turn in one run, push and pull of 100 MB by 2 workers to 2 servers, slices of
@@ -8,6 +8,10 @@ page by page, and given back. Measured in turn in one run, push and pull of 100 
   161 (151 to 182) and 126 (121 to 137); both 157 (155 to 170) and 120 (115 to 136);
 - four runs, two I/O threads, the servers' on: without the workers' 164 (156 to 170) over TCP, 120 (105 to 130) over
   ipc; with it 148 (133 to 154) and 113 (108 to 119). Over ipc the workers' part is within the noise.
+
+A pipeline's first stage frees the activations of several microbatches, one after the other; while all blocks are small,
+glibc gives the top of its heap back each time. ResNet-20 on two stages, microbatches of 8 images of 32 x 32: 4,780 page
+faults a step of the first stage, and 40 with the second function; 110 ms a step, and 102.
 """
 
 import contextlib
@@ -37,7 +41,7 @@ def keep_freed_memory() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Have a worker reuse the memory of received slices, in a process that is the user's and keeps its settings.
+    """Have a process that is the user's reuse the memory of slices and activations, and keep its settings.
 
     When glibc frees a large block it takes blocks of that size from the heap from then on, and keeps up to twice as
     much free memory there. Training does this by itself as soon as it frees a large activation; here it is done at
