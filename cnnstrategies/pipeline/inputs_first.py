@@ -102,9 +102,6 @@ class _Inputs(torch.autograd.Function):
     ) -> Tensor:
         ctx.box, ctx.options, ctx.token = box, options, token.dtype
         ctx.save_for_backward(inputs, weight)
-        if torch.is_autocast_enabled(inputs.device.type):
-            # Not by autocast, which would keep copies made without autograd for a second use.
-            weight, bias = weight.to(inputs.dtype), None if bias is None else bias.to(inputs.dtype)
         return F.linear(inputs, weight, bias) if options is None else F.conv2d(inputs, weight, bias, *options)
 
     @staticmethod
