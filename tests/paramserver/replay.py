@@ -34,12 +34,12 @@ import torch
 import zmq
 from torch import Tensor, nn
 
-from cnnstrategies.paramserver import membership as membership_driver
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.links import Links
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.effects import Parcel, Save
@@ -175,22 +175,23 @@ class Player:
         Links.send = played
 
     def _watch_members(self) -> None:
-        send, player = membership_driver.send, self
+        send, player = Line.send, self
 
-        def played(connection: Any, peer: Any, message: Any) -> None:
+        def played(line: Line, message: Any) -> None:
             def cut() -> None:
-                endpoint = connection.get_string(zmq.LAST_ENDPOINT)
-                connection.disconnect(endpoint)
-                connection.connect(endpoint)
+                assert line._socket is not None
+                endpoint = line._socket.get_string(zmq.LAST_ENDPOINT)
+                line._socket.disconnect(endpoint)
+                line._socket.connect(endpoint)
 
             def last() -> None:
-                send(connection, peer, message)
-                connection.close(linger=10_000)
+                send(line, message)
+                line._context.destroy(10_000)
 
             if player.passes(message.kind, COORDINATOR, cut, last):
-                send(connection, peer, message)
+                send(line, message)
 
-        membership_driver.send = played
+        Line.send = played
 
     def _watch_coordinator(self) -> None:
         send, player = CoordinatorService._send, self

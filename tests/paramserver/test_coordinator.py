@@ -14,6 +14,7 @@ from control_plane import Run
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
+from cnnstrategies.paramserver.supervision import Supervision
 
 TIMEOUT = 1.0
 
@@ -193,7 +194,9 @@ def test_a_worker_started_again_replays_the_set_up_and_joins_at_a_boundary(tmp_p
             run.worker(rank, train)
         time.sleep(0.7)
         run.kill("worker", 0, 0)  # The leader; the name that it gave must stay.
-        run.worker(0, train, incarnation=1)
+        run.worker(0, train, incarnation=1)  # It must wait until the death of the one before it is known.
+        died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "was killed", "replaced": True}
+        assert Supervision(run.address("supervision", 0))._send("died", died) is not None
         results = [run.result("worker", 0, 1), run.result("worker", 1, 0), run.result("worker", 2, 0)]
     names, joined, seen = zip(*results, strict=True)
     assert len(set(names)) == 1

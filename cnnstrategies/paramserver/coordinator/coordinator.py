@@ -220,7 +220,7 @@ class Coordinator:
             self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
         elif self._ended is not None:
             self._send(sender, Message(REFUSED, self._ended.fields, request=message.request))
-        else:
+        elif not self._admission.is_early(sender):
             self._admission.admit(now, sender, message)
             self._send(sender, Message(DONE, self._roster.view_message.fields, request=message.request))
 

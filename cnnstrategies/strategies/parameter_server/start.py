@@ -64,7 +64,7 @@ def meet_servers(
         membership.source(),
         address.id,
         address.incarnation,
-        group.keys,
+        membership.keys,
         group.insecure,
     )
     if started.joined:
