@@ -17,6 +17,13 @@ NETWORK = [
     "--data.init_args.augment=false",
     "--checkpoint.monitor=null",
 ]
+RECIPE = [
+    "--model.init_args.decay_norms_and_biases=false",
+    "--model.init_args.layer_lr_decay=0.5",
+    "--model.init_args.lr_interval=step",
+    "--model.init_args.lr_scheduler=cnnstrategies.schedules.WarmupCosine",
+    "--model.init_args.lr_scheduler.init_args.total=20",
+]
 OPTIMIZERS = {
     "adamw": ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"],
     "clipping and accumulation": ["--trainer.gradient_clip_val=0.5", "--trainer.accumulate_grad_batches=2"],
@@ -44,13 +51,19 @@ def assert_equal(actual, expected, rtol):
 
 
 def test_one_line_changes_neither_the_weights_nor_the_steps(run_cli, quick):
-    """The quickstart's YAML, with another strategy and nothing else, and what each says at its start."""
+    """The quickstart's YAML, with another strategy and nothing else, and what each says at its start.
+
+    Each layer has a learning rate of its own, biases are not decayed, and the rate warms up.
+    """
     lines = {
         "one device": ONE,
         **{name: [f"--trainer.strategy={name}_fork"] for name in ("ddp", "hybrid_pipeline", "parameter_server")},
     }
-    runs = {name: fit(run_cli, quick, name, *line, "--trainer.max_epochs=1") for name, line in lines.items()}
+    runs = {name: fit(run_cli, quick, name, *line, *RECIPE, "--trainer.max_epochs=1") for name, line in lines.items()}
     single, _ = runs["one device"]
+    groups = single["optimizer_states"][0]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.0005, 0.0] * 3
+    assert groups[0]["initial_lr"] == pytest.approx(0.1 * 0.5**2)
     said = {name: panels.rows(output) for name, (_, output) in runs.items()}
     for name, (checkpoint, _) in runs.items():
         assert_equal(checkpoint["state_dict"], single["state_dict"], rtol=1e-9)
