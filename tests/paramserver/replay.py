@@ -261,7 +261,7 @@ class Plan:
         workers: How many.
         servers: How many.
         restarts: How often each process that is killed is started again.
-        returns: Whether one of these is a worker.
+        returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.
         options: Of the specification.
     """
 
@@ -422,12 +422,13 @@ def work(plan: Plan, address: Address, specification: Specification, directory: 
 
 
 def meet(plan: Plan, run: Collectives, step: int) -> None:
-    """Between two epochs, let in those that were started again: as often as it takes them to come."""
-    while plan.returns:
-        if run.boundary(step).admitted:
-            run.barrier("admitted")
-            return
+    """Between two epochs, let in those that were started again: if a worker is to return, as often as that takes."""
+    admitted = run.boundary(step).admitted
+    while plan.returns and not admitted:
         time.sleep(0.02)
+        admitted = run.boundary(step).admitted
+    if admitted:
+        run.barrier("admitted")
 
 
 def train(plan: Plan, member: Membership, specification: Specification, values: list[Tensor]) -> list[Tensor]:
@@ -439,8 +440,10 @@ def train(plan: Plan, member: Membership, specification: Specification, values: 
     started = run.start()
     told = Specification.from_json(bytes(text).decode())
     worker = Worker(told, values, member.source(), address.id, address.incarnation)
-    if address.id == 0 and not started.joined:
+    if not started.joined and address.id == 0:
         worker.initialise()
+    elif not started.joined:
+        worker.stand_in()
     worker.join()
     first = int(started.values[started.leader]) if started.joined else 0
     if started.joined:

@@ -55,7 +55,7 @@ class Coordinator:
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
         self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send)
-        self._rounds = Rounds(self._roster, self._answer)
+        self._rounds = Rounds(self._roster, self._answer, settings.essential)
         self._values = Values(self._answer)
         self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)

@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.loop import Loop
-from cnnstrategies.paramserver.drivers.registration import REGISTER, REGISTERED, Bindings
+from cnnstrategies.paramserver.drivers.registration import DESK, REGISTER, REGISTERED, Bindings
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
@@ -111,7 +111,7 @@ class CoordinatorService:
             if self._bindings is not None:
                 self._bindings.check(key, sender, message)
                 if message.kind == REGISTER:
-                    self._socket.send_multipart([frames[0], *encode(COORDINATOR, Message(REGISTERED))])
+                    self._socket.send_multipart([frames[0], *encode(DESK, Message(REGISTERED))])
                     return
             self._routes[sender] = frames[0]  # Another one after a cut.
             self._routes.move_to_end(sender)
