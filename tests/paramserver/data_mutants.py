@@ -48,8 +48,8 @@ MUTANTS = [
     ProtocolMutant(
         "a dead worker is waited for",
         "server.synchronous:Synchronous",
-        "            self.clock.leave(worker)\n            self._backlog.forget_worker",
-        "            self._backlog.forget_worker",
+        "            self.clock.leave(worker)\n        self._lives = lives",
+        "            pass\n        self._lives = lives",
         seed=6,
     ),
     ProtocolMutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "worker.worker:WorkerRole",
         "elif self._moved or self._waits_in_vain(server):",
         "elif self._moved:",
-        seed=12,
+        seed=164,
     ),
     ProtocolMutant(
         "a backup that comes before the first values is never given them",
@@ -184,5 +184,40 @@ MUTANTS = [
         "if step is not None and step > self.clock.step and not self._shard.own:",
         "if False:",
         seed=2212,
+    ),
+    ProtocolMutant(
+        "what a dead worker had pushed to all servers is left out by those that hear of its death first",
+        "server.updater:Updater",
+        "self._mean(pushes, key, decision.who, start)",
+        "self._mean(pushes, key, self._present(decision), start)",
+        seed=4416,
+    ),
+    ProtocolMutant(
+        "a server that has come back does not say that it is past a step",
+        "server.synchronous:Synchronous",
+        "elif known < step < lowest:",
+        "elif False:",
+        seed=4575,
+    ),
+    ProtocolMutant(
+        "a server of which nothing is open does not hear that a step has begun",
+        "worker.worker:WorkerRole",
+        "self._outgoing.begin_again((server,), self.step)",
+        "pass",
+        seed=5511,
+    ),
+    ProtocolMutant(
+        "a newcomer takes the answer to another question",
+        "worker.worker:WorkerRole",
+        "if one in servers and told[1] > asked",
+        "",
+        seed=3790,
+    ),
+    ProtocolMutant(
+        "a push is waited for of slices that a snapshot is past the step of",
+        "server.synchronous:Synchronous",
+        "self._vote(reached, worker)",
+        "pass",
+        seed=5377,
     ),
 ]

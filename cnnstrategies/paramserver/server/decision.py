@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cnnstrategies.paramserver.messages import InvalidMessageError
+from cnnstrategies.paramserver.server.pushes import Who
 from cnnstrategies.paramserver.server.store import Options
 
 
@@ -19,6 +20,11 @@ class Decision:
     lives: tuple[int, ...]
     options: Options
     scale: float | None
+
+    @property
+    def who(self) -> list[Who]:
+        """The members with their lives."""
+        return list(zip(self.members, self.lives, strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """This decision as what JSON can hold."""

@@ -19,8 +19,8 @@ from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.gaps import Gaps
 from cnnstrategies.paramserver.server.outbox import Outbox
-from cnnstrategies.paramserver.server.pushes import Begin
-from cnnstrategies.paramserver.server.shard import Pull, Shard, Who
+from cnnstrategies.paramserver.server.pushes import Begin, Who
+from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Specification
 
@@ -202,7 +202,7 @@ class Handlers:
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
         options = check_options(unpack_json(payload, header)["options"], self._groups)
-        self._mode.begin(worker, header.step, Begin(options, header.weight))
+        self._mode.begin((worker, header.incarnation), header.step, Begin(options, header.weight))
 
     def _push(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.key not in self._shard.owned:

@@ -268,9 +268,11 @@ class WorkerRole:
             held = set(unpack_keys(payload[header.meta :]))
             own = self._placement.of(server)
             lost = [key for key in own if key not in held]
-            # One without slices of its own votes too, and must hear that the step has begun.
-            if not own or self._outgoing.open_among(lost) or self._pulls.open_among(lost):
+            if self._outgoing.open_among(lost) or self._pulls.open_among(lost):
                 self._send_again(lost)
+            elif not (self._outgoing.open_among(own) or self._pulls.open_among(own)):
+                # One of which nothing is open votes too, and must hear that the step has begun.
+                self._outgoing.begin_again((server,), self.step)
         if self._state is not None and asked > self._state.asked(server):
             self._ask_for_part(server)
         if values["ready"] is not False:
@@ -316,12 +318,12 @@ class WorkerRole:
                     self._connections.send(server, Kind.LEAVE, step=self.step)
                 self._say_hello(server, NO_STEP, joins)
 
-        def waiting() -> bool:
-            alive = servers & self._everyone()
-            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in alive)
+        def answers() -> dict[int, tuple[int, int, dict[str, Any]]]:
+            # Others may be answers to what was asked before.
+            return {one: told for one, told in self._welcomes.items() if one in servers and told[1] > asked}
 
-        yield Wait(waiting, ask)
-        return self._welcomes
+        yield Wait(lambda: bool(servers & self._everyone() - answers().keys()), ask)
+        return answers()
 
     def _ask_for_state(self) -> Generator[Wait, None, StateReceipt | None]:
         """Ask for the optimizer state of all slices; None if it did not come from the same servers to the end."""
