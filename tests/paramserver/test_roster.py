@@ -29,7 +29,7 @@ def test_a_view_is_one_message_for_all_and_its_number_has_one_content():
     roster = Roster(3, 1, 0, send=lambda peer, message: sent.append(message))
     for number in range(3):
         roster.add(Member(Peer(WORKER, number), 1, "here", 0.0))
-    roster.sealed = True
+    roster.sealed_at = 0
     roster.publish()
     assert len({id(message) for message in sent}) == 1
     roster.remove(roster.at(WORKER, 1))

@@ -142,6 +142,8 @@ def promised(options, victim, moment):
             return {GOES_ON} if moment.saved and not moment.over else {GOES_ON, ENDS}
     elif victim == "worker 1":
         return {GOES_ON} if restarted or moment.training else {GOES_ON, ENDS}
+    elif victim == "coordinator" and restarted:
+        return {GOES_ON, ENDS} if moment.over else {GOES_ON}
     elif victim == "worker 0" and restarted:
         return {GOES_ON, ENDS} if moment.last else {GOES_ON}
     return {GOES_ON, ENDS} if moment.over else {ENDS}
@@ -149,7 +151,7 @@ def promised(options, victim, moment):
 
 def keeps_everything(options, victim, moment):
     """Whether nothing may be lost that was acknowledged."""
-    return moment is None or (victim.startswith("server") and options["replication"] > 1)
+    return moment is None or victim == "coordinator" or (victim.startswith("server") and options["replication"] > 1)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
