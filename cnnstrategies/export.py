@@ -18,8 +18,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torchvision.transforms import v2
 
+from cnnstrategies.data import ImageDataModule
+from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import main_logits
+from cnnstrategies.model_card import CARD, Origin, model_card
 from cnnstrategies.portable_int8 import in_own_operators
 from cnnstrategies.quantize import Network, int8_graph
 
@@ -50,6 +53,13 @@ class Comparison:
     largest: float
     agreement: float
 
+    def __str__(self) -> str:
+        """The comparison in a line."""
+        return (
+            f"On {self.images} validation images the logits differ by {self.difference:.2g} at most (the largest is "
+            f"{self.largest:.3g}), and {self.agreement:.2%} have the same class"
+        )
+
 
 def export(
     model: LightningModule,
@@ -58,11 +68,12 @@ def export(
     kind: Format,
     int8: bool = False,
     calibration_batches: int = 16,
+    origin: Origin | None = None,
 ) -> Comparison:
     """Write ``model.network`` and what belongs to it, and compare what was written with it.
 
-    Beside the network comes ``export.json`` with the shape of an image, what is done to it before, and the names of the
-    classes.
+    Beside the network come ``export.json`` with the shape of an image, what is done to it before, and the names of the
+    classes, and a model card, ``README.md``.
 
     Args:
         model: Its ``network`` is exported; it is moved to the CPU and to eval mode.
@@ -71,6 +82,7 @@ def export(
         kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
         int8: Quantise weights and activations before, as :func:`~cnnstrategies.quantize.quantize` does.
         calibration_batches: Training batches that set the ranges of the activations, with ``int8``.
+        origin: Where the network comes from, for the model card.
 
     Raises:
         ConfigurationError: A package is missing, the folder is there, the model has no network, the network cannot be
@@ -111,6 +123,8 @@ def export(
             )
         description = {"format": kind, "file": FILES[kind], "int8": int8, **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
+        card = model_card(description, str(compared), network, datamodule, origin)
+        (scratch / CARD).write_text(card, encoding="utf-8")
         scratch.rename(output)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -130,7 +144,7 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
     return {
         "image_shape": list(images.shape[1:]),
         "preprocessing": {
-            "resize_shorter_side": getattr(datamodule, "resize", None),
+            "resize_shorter_side": shorter_side(datamodule) if isinstance(datamodule, ImageDataModule) else None,
             "crop_centre": list(images.shape[2:]),
             "scale": None if normalised is None else 1 / 255,
             "mean": None if normalised is None else list(normalised.mean),

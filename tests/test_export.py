@@ -56,6 +56,9 @@ def test_what_is_exported_is_the_network_and_is_used_without_this_package(kind):
         program = torch.export.load(f"out/{described['file']}")
         operators = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
         assert operators == {"aten"}, "none but torch's own"
+    card = Path("out/README.md").read_text()
+    for said in (f"`{described['file']}` ({kind})", "float32 (N, 1, 8, 8)", str(found), "| training images | 100 |"):
+        assert said in card
     images = torch.randn(3, 1, 8, 8)
     np.save("out/images.npy", images)
     np.save("out/logits.npy", model.network(images).detach())

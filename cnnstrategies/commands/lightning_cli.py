@@ -13,7 +13,6 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from typing_extensions import override
 
 from cnnstrategies.checkpoint_words import WORDS
-from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.cluster.run_name import keep_version, run_name
 from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
@@ -26,8 +25,10 @@ from cnnstrategies.commands.run import ends_together
 from cnnstrategies.commands.start_from import check_it, checkpoint_of
 from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
+from cnnstrategies.data.own_images import own_images
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.processes import ended_by
@@ -109,7 +110,7 @@ class CLI(LightningCLI):
     @override
     def after_instantiate_classes(self) -> None:
         # Each rank checks again in `setup`; here no process has been started yet.
-        if isinstance(self.model, ImageClassifier):
+        if isinstance(self.model, NetworkModule):
             self.model.check_data(self.datamodule)
             if local_rank() == 0:
                 check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))
@@ -140,6 +141,8 @@ class CLI(LightningCLI):
                 f"{type(self.model).__name__} has no predict_step: predictions.csv needs one that returns 'index' (N,) "
                 "and 'probabilities' (N, classes), as that of ImageClassifier does"
             )
+        if (folder := self.config_init[self.subcommand].predictions.images) is not None:
+            own_images(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:

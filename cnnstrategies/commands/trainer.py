@@ -11,6 +11,7 @@ from rich.table import Table
 from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.export import Format, export
+from cnnstrategies.model_card import origin_of
 from cnnstrategies.quantize import quantize
 
 
@@ -81,16 +82,14 @@ class Trainer(LightningTrainer):
         Raises:
             ConfigurationError: The checkpoint is of another network, or the network cannot be exported.
         """
-        self._load(model, ckpt_path)
-        found = export(model, datamodule, output, format, int8, calibration_batches)
+        origin = origin_of(ckpt_path, self._load(model, ckpt_path))
+        found = export(model, datamodule, output, format, int8, calibration_batches, origin)
         console = Console(soft_wrap=True)
-        console.print(
-            f"On {found.images} validation images the logits differ by {found.difference:.2g} at most (the largest is "
-            f"{found.largest:.3g}), and {found.agreement:.2%} have the same class"
-        )
-        console.print(f"Saved: {found.file}, and export.json beside it")
+        console.print(str(found))
+        console.print(f"Saved: {found.file}, with export.json and a model card beside it")
 
-    def _load(self, model: LightningModule, ckpt_path: Path) -> None:
+    def _load(self, model: LightningModule, ckpt_path: Path) -> dict[str, Any]:
         check_weights(model, ckpt_path, weights_only=True)
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
         model.load_state_dict(checkpoint["state_dict"])
+        return checkpoint
