@@ -8,7 +8,6 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +15,16 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torchvision.transforms import v2
 
+from cnnstrategies.data import ImageDataModule
+from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import main_logits
+from cnnstrategies.model_card import CARD, Origin, model_card
+from cnnstrategies.portable_int8 import in_own_operators
+from cnnstrategies.quantize import Network, int8_graph
 
 Format = Literal["safetensors", "torch_export", "onnx"]
 FILES = {"safetensors": "model.safetensors", "torch_export": "model.pt2", "onnx": "model.onnx"}
@@ -27,6 +32,7 @@ NEEDS = {"safetensors": ("safetensors",), "torch_export": (), "onnx": ("onnx", "
 DESCRIPTION = "export.json"
 BATCHES = 4  # That the exported network is compared on.
 TOLERANCE = 1e-3  # Of the largest logit: another compiler adds up in another order.
+INT8_TOLERANCE = 0.05  # There a sum that is a little different may be rounded to the next of 256 steps.
 
 
 @dataclass(frozen=True)
@@ -47,31 +53,55 @@ class Comparison:
     largest: float
     agreement: float
 
+    def __str__(self) -> str:
+        """The comparison in a line."""
+        return (
+            f"On {self.images} validation images the logits differ by {self.difference:.2g} at most (the largest is "
+            f"{self.largest:.3g}), and {self.agreement:.2%} have the same class"
+        )
 
-def export(model: LightningModule, datamodule: LightningDataModule, output: Path, kind: Format) -> Comparison:
+
+def export(
+    model: LightningModule,
+    datamodule: LightningDataModule,
+    output: Path,
+    kind: Format,
+    int8: bool = False,
+    calibration_batches: int = 16,
+    origin: Origin | None = None,
+) -> Comparison:
     """Write ``model.network`` and what belongs to it, and compare what was written with it.
 
-    Beside the network comes ``export.json`` with the shape of an image, what is done to it before, and the names of the
-    classes.
+    Beside the network come ``export.json`` with the shape of an image, what is done to it before, and the names of the
+    classes, and a model card, ``README.md``.
 
     Args:
         model: Its ``network`` is exported; it is moved to the CPU and to eval mode.
         datamodule: Whose validation images are compared, and whose preprocessing and classes are described.
         output: The folder to make.
         kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
+        int8: Quantise weights and activations before, as :func:`~cnnstrategies.quantize.quantize` does.
+        calibration_batches: Training batches that set the ranges of the activations, with ``int8``.
+        origin: Where the network comes from, for the model card.
 
     Raises:
         ConfigurationError: A package is missing, the folder is there, the model has no network, the network cannot be
-            exported, or what was written gives other results.
+            exported, the format has no int8, or what was written gives other results.
     """
     network = getattr(model, "network", None)
     if not isinstance(network, nn.Module):
         raise ConfigurationError(f"export: {type(model).__name__} has no `network`, the module to export; give it that")
+    if int8 and kind == "safetensors":
+        raise ConfigurationError(
+            "export of int8 to safetensors: that file holds weights for the network's own code, which computes in "
+            "float32; use --format torch_export or onnx"
+        )
     if missing := [name for name in NEEDS[kind] if importlib.util.find_spec(name) is None]:
         raise ConfigurationError(f"export to {kind} needs packages that are not here: pip install {' '.join(missing)}")
     if output.exists():
         raise ConfigurationError(f"{output} is there already: give another --output, or remove it")
     network.cpu().eval()
+    source = int8_graph(network, datamodule, calibration_batches)[1] if int8 else network
     datamodule.prepare_data()
     datamodule.setup("validate")
     batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
@@ -80,16 +110,21 @@ def export(model: LightningModule, datamodule: LightningDataModule, output: Path
     scratch.mkdir(parents=True)
     try:
         exported = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
-            network, batches[0], scratch / FILES[kind]
+            source, batches[0], scratch / FILES[kind]
         )
         compared = _compare(network, exported, batches, output / FILES[kind])
-        if compared.difference > TOLERANCE * max(1.0, compared.largest):
+        # What int8 costs is not the file's fault: that is measured by the graph which it was written from.
+        faithful = _compare(source, exported, batches, output / FILES[kind]) if int8 else compared
+        allowed = INT8_TOLERANCE * faithful.largest if int8 else TOLERANCE * max(1.0, faithful.largest)
+        if faithful.difference > allowed:
             raise ConfigurationError(
-                f"the network as {kind} gives other logits than the checkpoint, by up to {compared.difference:.3g}: "
-                "use another --format"
+                f"the network as {kind} gives other logits than the {'int8 network' if int8 else 'checkpoint'}, by up "
+                f"to {faithful.difference:.3g}: use another --format"
             )
-        description = {"format": kind, "file": FILES[kind], **describe(datamodule, batches[0])}
+        description = {"format": kind, "file": FILES[kind], "int8": int8, **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
+        card = model_card(description, str(compared), network, datamodule, origin)
+        (scratch / CARD).write_text(card, encoding="utf-8")
         scratch.rename(output)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -109,7 +144,7 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
     return {
         "image_shape": list(images.shape[1:]),
         "preprocessing": {
-            "resize_shorter_side": getattr(datamodule, "resize", None),
+            "resize_shorter_side": shorter_side(datamodule) if isinstance(datamodule, ImageDataModule) else None,
             "crop_centre": list(images.shape[2:]),
             "scale": None if normalised is None else 1 / 255,
             "mean": None if normalised is None else list(normalised.mean),
@@ -119,7 +154,7 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
     }
 
 
-def _compare(network: nn.Module, exported: Callable[[Tensor], Any], batches: list[Tensor], file: Path) -> Comparison:
+def _compare(network: Network, exported: Network, batches: list[Tensor], file: Path) -> Comparison:
     difference = largest = 0.0
     same = total = 0
     with torch.no_grad():
@@ -132,7 +167,7 @@ def _compare(network: nn.Module, exported: Callable[[Tensor], Any], batches: lis
     return Comparison(file, total, difference, largest, same / total)
 
 
-def _safetensors(network: nn.Module, example: Tensor, file: Path) -> Callable[[Tensor], Any]:
+def _safetensors(network: nn.Module, example: Tensor, file: Path) -> Network:
     from safetensors.torch import load_model, save_model
 
     save_model(network, str(file))  # Tensors that are shared are written once.
@@ -144,9 +179,11 @@ def _safetensors(network: nn.Module, example: Tensor, file: Path) -> Callable[[T
     return loaded
 
 
-def _torch_export(network: nn.Module, example: Tensor, file: Path) -> Callable[[Tensor], Any]:
+def _torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
     # With one image, export would fix the batch size to one.
     example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)
+    if isinstance(network, GraphModule):
+        network = in_own_operators(copy.deepcopy(network))
     try:
         program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:
@@ -155,11 +192,11 @@ def _torch_export(network: nn.Module, example: Tensor, file: Path) -> Callable[[
             "weights with --format safetensors"
         ) from error
     torch.export.save(program, file)
-    loaded: Callable[[Tensor], Any] = torch.export.load(file).module()
+    loaded: Network = torch.export.load(file).module()
     return loaded
 
 
-def _onnx(network: nn.Module, example: Tensor, file: Path) -> Callable[[Tensor], Any]:
+def _onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
     import onnxruntime
 
     example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)

@@ -73,17 +73,40 @@ def quantize(
         raise ConfigurationError(
             f"quantize: {type(model).__name__} has no `network`, the module to quantise; give it that attribute"
         )
+    network.cpu().eval()
+    exported, converted, example = int8_graph(network, datamodule, calibration_batches)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    torch.export.save(exported_program(converted, example), output)
+    quantized = load_quantized(output)
+    times = milliseconds([network, quantized], example)
+    before = Figures(accuracy(network, datamodule.val_dataloader()), _megabytes(exported), times[0])
+    after = Figures(accuracy(quantized, datamodule.val_dataloader()), _megabytes(torch.export.load(output)), times[1])
+    return Report(before, after, len(example), lowered=_has_int8_kernels())
+
+
+def int8_graph(
+    network: nn.Module, datamodule: LightningDataModule, calibration_batches: int
+) -> tuple["torch.export.ExportedProgram", "GraphModule", Tensor]:
+    """The graph of a network as it is, and as int8, and the batch with which both were traced.
+
+    Args:
+        network: On the CPU and in eval mode.
+        datamodule: Training batches calibrate.
+        calibration_batches: How many.
+
+    Raises:
+        ConfigurationError: torchao is not installed, there is no batch, or the network cannot be exported.
+    """
     if calibration_batches < 1:
         raise ConfigurationError(f"calibration_batches={calibration_batches}: at least 1 is needed; 16 is usual")
     pt2e, quantizer_module = _torchao()
-    network.cpu().eval()
     datamodule.prepare_data()
     datamodule.setup("fit")
     calibration = [images for images, _ in itertools.islice(datamodule.train_dataloader(), calibration_batches)]
     # With one image, export would fix the batch size to one.
     example = calibration[0] if len(calibration[0]) > 1 else calibration[0].repeat(2, 1, 1, 1)
     with torch.no_grad():
-        exported = _export(network, example)
+        exported = exported_program(network, example)
         quantizer = quantizer_module.X86InductorQuantizer()
         quantizer.set_global(quantizer_module.get_default_x86_inductor_quantization_config())
         prepared = pt2e.prepare_pt2e(exported.module(), quantizer)
@@ -91,13 +114,7 @@ def quantize(
             prepared(images)
         converted = pt2e.convert_pt2e(prepared)
         _remove_unused_tensors(converted)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        torch.export.save(_export(converted, example), output)
-    quantized = load_quantized(output)
-    times = milliseconds([network, quantized], example)
-    before = Figures(accuracy(network, datamodule.val_dataloader()), _megabytes(exported), times[0])
-    after = Figures(accuracy(quantized, datamodule.val_dataloader()), _megabytes(torch.export.load(output)), times[1])
-    return Report(before, after, len(example), lowered=_has_int8_kernels())
+    return exported, converted, example
 
 
 def load_quantized(path: str | Path, batch_size: int | None = None) -> nn.Module:
@@ -197,10 +214,22 @@ def milliseconds(networks: Sequence[Network], images: Tensor, repeats: int = 20)
     return [1000 * statistics.median(own[3:]) for own in times]
 
 
-def _export(network: nn.Module, example: Tensor) -> "torch.export.ExportedProgram":
+def exported_program(network: nn.Module, example: Tensor) -> "torch.export.ExportedProgram":
+    """The graph of a network, for batches of any size.
+
+    Args:
+        network: In eval mode, or a graph of it.
+        example: A batch of at least two images.
+
+    Raises:
+        ConfigurationError: It cannot be exported.
+    """
     try:
         # Strict: otherwise the quantizer takes the calls of a module that is used twice, as ResNet's ReLU, for one.
-        return torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=True)
+        with torch.no_grad():
+            return torch.export.export(
+                network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},), strict=True
+            )
     except Exception as error:
         raise ConfigurationError(
             f"torch.export cannot export {type(network).__name__}, so it cannot be quantised: "

@@ -1,24 +1,45 @@
 """An exported network is the checkpoint's, says what it takes, and needs nothing of this package."""
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from loads_elsewhere import BARRED, network
 
 from cnnstrategies import ConfigurationError, ImageClassifier, export
 from cnnstrategies.data import SyntheticDataModule
-from cnnstrategies.networks import SmallCNN
+
+ONNX = pytest.param(
+    "onnx",
+    marks=pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, export.NEEDS["onnx"])), reason="onnx or onnxruntime is not installed"
+    ),
+)
 
 
 def parts():
     torch.manual_seed(0)
     data = SyntheticDataModule(num_samples=100, num_classes=3, image_size=8, channels=1, batch_size=6)
-    return ImageClassifier(SmallCNN(3), 3), data
+    return ImageClassifier(network(), 3), data
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "torch_export"])
-def test_what_is_exported_is_the_network(kind):
+def use(folder, *flags, **environment):
+    """What a program says that cannot import this package, Lightning and more."""
+    command = [sys.executable, *flags, str(Path(__file__).with_name("loads_elsewhere.py")), str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, **environment})
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.warm
+@pytest.mark.parametrize("kind", ["safetensors", "torch_export", ONNX])
+def test_what_is_exported_is_the_network_and_is_used_without_this_package(kind):
     model, data = parts()
     with torch.no_grad():
         model.network(torch.randn(8, 1, 8, 8))  # Running statistics that are not those of a new network.
@@ -33,12 +54,31 @@ def test_what_is_exported_is_the_network(kind):
     assert not Path("out.unfinished").exists()
     if kind == "torch_export":
         program = torch.export.load(f"out/{described['file']}")
-        images = torch.randn(3, 1, 8, 8)
-        torch.testing.assert_close(program.module()(images), model.network(images))
         operators = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
         assert operators == {"aten"}, "none but torch's own"
+    card = Path("out/README.md").read_text()
+    for said in (f"`{described['file']}` ({kind})", "float32 (N, 1, 8, 8)", str(found), "| training images | 100 |"):
+        assert said in card
+    images = torch.randn(3, 1, 8, 8)
+    np.save("out/images.npy", images)
+    np.save("out/logits.npy", model.network(images).detach())
+    assert use("out") == f"3 images, without {', '.join(BARRED)}\n"
     with pytest.raises(ConfigurationError, match="out is there already"):
         export.export(model, data, Path("out"), kind)
+
+
+@pytest.mark.cluster  # It takes long: nothing has been imported before.
+@pytest.mark.parametrize("kind", ["safetensors", "torch_export", ONNX])
+def test_a_program_of_its_own_uses_it_from_the_first_import_on(kind):
+    model, data = parts()
+    export.export(model, data, Path("out"), kind)
+    images = torch.randn(3, 1, 8, 8)
+    np.save("out/images.npy", images)
+    np.save("out/logits.npy", model.network(images).detach())
+    # Without `site` nothing is found but what is in these folders.
+    found = [importlib.util.find_spec(name) for name in ("torch", "numpy", "onnxruntime")]
+    folders = {str(Path(one.origin).parents[1]) for one in found if one is not None}
+    assert use("out", "-S", PYTHONPATH=os.pathsep.join(folders)).startswith("3 images")
 
 
 def refuses(*_, **__):
@@ -49,7 +89,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(monkeypatch):
     model, data = parts()
     with monkeypatch.context() as patched:
         patched.setattr(torch.export, "export", refuses)
-        message = "cannot export SmallCNN: a branch depends on the data; export its weights with --format safetensors"
+        message = "cannot export Sequential: a branch depends on the data; export its weights with --format safetensors"
         with pytest.raises(ConfigurationError, match=message):
             export.export(model, data, Path("out"), "torch_export")
         patched.setattr("importlib.util.find_spec", lambda name: None)

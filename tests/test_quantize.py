@@ -1,6 +1,8 @@
 """A quantised network is small, as good as before, and can be loaded in another process."""
 
 import importlib
+import importlib.util
+import json
 import sys
 
 import pytest
@@ -10,10 +12,11 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
-from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies import ConfigurationError, ImageClassifier, export
+from cnnstrategies import quantize as quantize_module
 from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.quantize import load_quantized, quantize
+from cnnstrategies.quantize import int8_graph, load_quantized, quantize
 
 
 def trained(path):
@@ -88,11 +91,14 @@ class Shortcut(nn.Module):
         return self.fc(torch.flatten(pooled, 1))
 
 
-def test_shared_modules_shortcuts_and_flattened_maps(tmp_path):
-    """And batches of one image, to which export would fix the graph."""
+def test_shared_modules_shortcuts_and_flattened_maps(tmp_path, monkeypatch):
+    """And batches of one image, to which export would fix the graph; what is exported of it needs torch alone."""
     torch.manual_seed(0)
-    model = ImageClassifier(Shortcut(), 10)
+    model = ImageClassifier(Shortcut().eval(), 10)
     data = SyntheticDataModule(num_samples=80, num_classes=10, image_size=8, batch_size=1)
+    made = int8_graph(model.network, data, 4)
+    for module in (quantize_module, export):
+        monkeypatch.setattr(module, "int8_graph", lambda *_: made)  # Once is enough.
     quantize(model, data, tmp_path / "shortcut.pt2", calibration_batches=4)
     images = torch.cat([images for images, _ in data.val_dataloader()])
     assert len(images) == 8
@@ -100,6 +106,23 @@ def test_shared_modules_shortcuts_and_flattened_maps(tmp_path):
         exact = model.network(images)
     # Rounding to int8 costs a tenth or so, whatever the random weights; a wrong graph has nothing to do with it.
     assert (load_quantized(tmp_path / "shortcut.pt2")(images) - exact).norm() < 0.3 * exact.norm()
+
+    onnx = ["onnx"] * all(importlib.util.find_spec(name) for name in export.NEEDS["onnx"])
+    for kind in ("torch_export", *onnx):
+        found = export.export(model, data, tmp_path / kind, kind, int8=True)
+        assert 0 < found.difference < 0.3 * found.largest, "int8, and beside the float network"
+        assert json.loads((tmp_path / kind / "export.json").read_text())["int8"] is True
+    program = torch.export.load(tmp_path / "torch_export/model.pt2")
+    operators = {str(node.target).split(".")[0] for node in program.graph.nodes if node.op == "call_function"}
+    assert operators == {"aten"}, "none but torch's own"
+    assert {value.dtype for value in program.state_dict.values() if value.ndim > 1} == {torch.int8}
+    torch.testing.assert_close(program.module()(images), made[1](images), atol=0.01, rtol=0)
+    monkeypatch.setattr(export, "_torch_export", lambda source, *_: lambda images: source(images) + 1)
+    with pytest.raises(ConfigurationError, match="gives other logits than the int8 network, by up to"):
+        export.export(model, data, tmp_path / "wrong", "torch_export", int8=True)
+    with pytest.raises(ConfigurationError, match=r"export of int8 to safetensors: .* --format torch_export or onnx"):
+        export.export(model, data, tmp_path / "wrong", "safetensors", int8=True)
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_without_torchao_the_error_names_it(monkeypatch, tmp_path):

@@ -11,6 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.callbacks.mask_pictures import write_masks
+from cnnstrategies.data.image_folder import FolderSource
+from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.own_images import own_images
 from cnnstrategies.errors import ConfigurationError
 
 GATHER_ROWS = 4096
@@ -25,19 +28,29 @@ class PredictionWriter(Callback):
     are the classes, with a palette that shows them as colours.
 
     Columns: ``sample`` (the data module's ``sample_name(index)``, else the index), ``class`` (the name of the most
-    probable class, else its number), ``probability``, then one column of probability per class.
+    probable class, else its number), ``probability``, then one column of probability per class, or the next probable
+    classes.
 
     Args:
         output: The file; ``predictions.csv`` in the log directory when left out. For masks the folder, ``predictions``
             when left out.
+        images: A folder of images of one's own, at any depth, to predict in place of the data module's. They are
+            prepared as its validation images are, and named by their paths.
+        top: Write so many classes of each sample, in the order of their probability, in place of the probabilities of
+            all classes. With ``images`` 5 when left out.
 
     Raises:
         ConfigurationError: ``predict_step`` returned something else than a dict with ``index`` (N,) and
-            ``probabilities`` (N, classes), or ``masks`` (N, H, W).
+            ``probabilities`` (N, classes), or ``masks`` (N, H, W), the folder has no images, or ``top`` is below 1.
     """
 
-    def __init__(self, output: Path | None = None) -> None:
+    def __init__(self, output: Path | None = None, images: Path | None = None, top: int | None = None) -> None:
+        if top is not None and top < 1:
+            raise ConfigurationError(f"predictions.top={top}: at least 1 class is needed; 5 is usual")
         self.output = output
+        self.images = images
+        self.top = 5 if images is not None and top is None else top
+        self._own: FolderSource | None = None
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
@@ -47,6 +60,14 @@ class PredictionWriter(Callback):
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log_dir = trainer.log_dir  # A broadcast: every rank asks.
         self._folder = Path(log_dir or trainer.default_root_dir)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "predict" and self.images is not None:
+            datamodule = getattr(trainer, "datamodule", None)
+            self._own = own_images(datamodule, self.images)
+            assert isinstance(datamodule, ImageDataModule)
+            datamodule.predict_source = self._own
 
     @override
     def on_predict_batch_end(
@@ -89,22 +110,24 @@ class PredictionWriter(Callback):
 
     def _write(self, path: Path, trainer: Trainer, indices: list[int], probabilities: Tensor) -> None:
         datamodule = getattr(trainer, "datamodule", None)
-        sample_name = getattr(datamodule, "sample_name", str)
+        sample_name = getattr(datamodule, "sample_name", str) if self._own is None else self._own.name
         classes = [str(name) for name in getattr(datamodule, "class_names", range(probabilities.shape[1]))]
+        columns = ["sample", "class", "probability"]
+        if self.top is None:
+            columns += [f"p({name})" for name in classes]
+        else:
+            for place in range(2, min(self.top, len(classes)) + 1):
+                columns += [f"class {place}", f"probability {place}"]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
-            writer.writerow(["sample", "class", "probability", *(f"p({name})" for name in classes)])
+            writer.writerow(columns)
             for index, row in zip(indices, probabilities.tolist(), strict=True):
-                best = max(range(len(row)), key=row.__getitem__)
-                writer.writerow(
-                    [
-                        sample_name(index),
-                        classes[best],
-                        f"{row[best]:.6f}",
-                        *(f"{value:.6f}" for value in row),
-                    ]
-                )
+                order = sorted(range(len(row)), key=row.__getitem__, reverse=True)[: self.top or 1]
+                cells = [sample_name(index)]
+                for best in order:
+                    cells += [classes[best], f"{row[best]:.6f}"]
+                writer.writerow([*cells, *(f"{value:.6f}" for value in row if self.top is None)])
 
 
 def gather_rows(trainer: Trainer, indices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,14 @@ TRAINING = (
     ("--seed_everything N", "where all random numbers begin"),
 )
 EVALUATION = (("--ckpt_path FILE", "the weights: a checkpoint, or the `best` or `last` of this run's name"),)
+PREDICTION = (
+    *EVALUATION,
+    (
+        "--predictions.images FOLDER",
+        "images of your own: the five most probable classes of each",
+    ),
+    ("--predictions.output FILE", "where the CSV goes (default: predictions.csv in the log directory)"),
+)
 QUANTISATION = (
     ("--ckpt_path FILE", "the trained checkpoint"),
     ("--output FILE", "where the int8 network goes (default: quantized.pt2)"),
@@ -49,7 +57,8 @@ QUANTISATION = (
 EXPORT = (
     ("--ckpt_path FILE", "the trained checkpoint"),
     ("--format NAME", "safetensors (weights), torch_export (default) or onnx"),
-    ("--output FOLDER", "where the network and export.json go (default: exported)"),
+    ("--int8 true", "quantise weights and activations before; --calibration_batches N as for quantize"),
+    ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
 )
 SUBMISSION = (("--dry_run", "print the script and submit nothing"),)
 PARSERS = {"doctor": doctor_parser, "pack": pack_parser}  # Of the commands that take no configuration.
@@ -106,7 +115,7 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "fit": TRAINING,
         "validate": EVALUATION,
         "test": EVALUATION,
-        "predict": EVALUATION,
+        "predict": PREDICTION,
         "quantize": QUANTISATION,
         "export": EXPORT,
         "plan": list(_fields(PlanOptions, "")),

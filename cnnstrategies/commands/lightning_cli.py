@@ -25,6 +25,7 @@ from cnnstrategies.commands.run import ends_together
 from cnnstrategies.commands.start_from import check_it, checkpoint_of
 from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
+from cnnstrategies.data.own_images import own_images
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.network_module import NetworkModule
@@ -140,6 +141,8 @@ class CLI(LightningCLI):
                 f"{type(self.model).__name__} has no predict_step: predictions.csv needs one that returns 'index' (N,) "
                 "and 'probabilities' (N, classes), as that of ImageClassifier does"
             )
+        if (folder := self.config_init[self.subcommand].predictions.images) is not None:
+            own_images(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})
 
     def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:

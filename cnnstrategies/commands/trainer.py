@@ -11,6 +11,7 @@ from rich.table import Table
 from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.export import Format, export
+from cnnstrategies.model_card import origin_of
 from cnnstrategies.quantize import quantize
 
 
@@ -64,6 +65,8 @@ class Trainer(LightningTrainer):
         ckpt_path: Path,
         output: Path = Path("exported"),
         format: Format = "torch_export",
+        int8: bool = False,
+        calibration_batches: int = 16,
     ) -> None:
         """Write a trained checkpoint for use without this package, and print how far its logits are from it.
 
@@ -73,20 +76,20 @@ class Trainer(LightningTrainer):
             ckpt_path: The checkpoint.
             output: The folder to make.
             format: ``safetensors``, ``torch_export`` or ``onnx``.
+            int8: Quantise weights and activations to int8 before; not for ``safetensors``.
+            calibration_batches: Number of training batches that set the ranges of the activations, with ``int8``.
 
         Raises:
             ConfigurationError: The checkpoint is of another network, or the network cannot be exported.
         """
-        self._load(model, ckpt_path)
-        found = export(model, datamodule, output, format)
+        origin = origin_of(ckpt_path, self._load(model, ckpt_path))
+        found = export(model, datamodule, output, format, int8, calibration_batches, origin)
         console = Console(soft_wrap=True)
-        console.print(
-            f"On {found.images} validation images the logits differ by {found.difference:.2g} at most (the largest is "
-            f"{found.largest:.3g}), and {found.agreement:.2%} have the same class"
-        )
-        console.print(f"Saved: {found.file}, and export.json beside it")
+        console.print(str(found))
+        console.print(f"Saved: {found.file}, with export.json and a model card beside it")
 
-    def _load(self, model: LightningModule, ckpt_path: Path) -> None:
+    def _load(self, model: LightningModule, ckpt_path: Path) -> dict[str, Any]:
         check_weights(model, ckpt_path, weights_only=True)
         checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
         model.load_state_dict(checkpoint["state_dict"])
+        return checkpoint

@@ -165,7 +165,7 @@ class ImageFolderDataModule(ImageDataModule):
             if (self.root / part).is_dir():
                 parts[part] = self._labelled(self.root / part)
         if (self.root / "predict").is_dir():
-            names = self._images(self.root / "predict")
+            names = image_files(self.root / "predict", self.root)
             parts["predict"] = names, [0] * len(names)
         for part, (names, _) in parts.items():
             if not names:
@@ -183,7 +183,7 @@ class ImageFolderDataModule(ImageDataModule):
         names: list[str] = []
         targets: list[int] = []
         for target, name in enumerate(self.class_names):
-            found = self._images(directory / name)
+            found = image_files(directory / name, self.root)
             names += found
             targets += [target] * len(found)
         return names, targets
@@ -193,13 +193,15 @@ class ImageFolderDataModule(ImageDataModule):
         with os.scandir(directory) as entries:
             return sorted(e.name for e in entries if e.is_dir() and e.name[0] != "." and e.name not in reserved)
 
-    def _images(self, directory: Path) -> list[str]:
-        found: list[str] = []
-        for path, directories, files in os.walk(directory):
-            directories[:] = [name for name in directories if name[0] != "."]
-            at = os.path.relpath(path, self.root)
-            found += [os.path.join(at, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
-        return sorted(found)
+
+def image_files(directory: Path, root: Path) -> list[str]:
+    """The paths from ``root`` of all images in a directory, at any depth; what begins with a dot is left out."""
+    found: list[str] = []
+    for path, directories, files in os.walk(directory):
+        directories[:] = [name for name in directories if name[0] != "."]
+        at = os.path.relpath(path, root)
+        found += [os.path.join(at, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
+    return sorted(found)
 
 
 class FolderSource:

@@ -1,15 +1,22 @@
 """Rows of all ranks are gathered in slices, in order, whatever each rank holds."""
 
+import csv
 import os
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.pytorch import LightningDataModule, Trainer
+from PIL import Image
+from torch import nn
 
-from cnnstrategies import ConfigurationError
+from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.callbacks import PredictionWriter, predictions
+from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.data.own_images import own_images
 
 
 class Strategy:
@@ -50,3 +57,42 @@ def test_ranks_with_different_numbers_of_rows_give_all_rows():
 def test_what_cannot_be_written_is_refused():
     with pytest.raises(ConfigurationError, match=r"predict_step returned Tensor: .* 'index'"):
         PredictionWriter().on_predict_batch_end(None, None, torch.zeros(2), None, 0)
+
+
+def test_images_of_ones_own_are_prepared_as_those_of_the_validation():
+    """Any depth, size and colour; the files of validation images give what these give."""
+    torch.manual_seed(0)
+    model = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10)
+    data = DigitsDataModule(batch_size=4)
+    data.setup("validate")
+    for index, name in enumerate(("b.png", "a/c.png", "a/.hidden.png", "a/d.PNG", "large.png")):
+        file = Path("mine", name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(data.val_source.images[index, 0].numpy())
+        (picture.convert("RGB").resize((40, 24)) if name == "large.png" else picture).save(file)
+    writer = PredictionWriter(Path("found.csv"), images=Path("mine"))
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[writer],
+    )  # fmt: skip
+    trainer.predict(model, data)
+    with open("found.csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["sample", "class", "probability", *(f"{what} {k}" for k in (2, 3, 4, 5) for what in header[1:3])]
+    assert [row[0] for row in rows] == ["a/c.png", "a/d.PNG", "b.png", "large.png"]
+    with torch.no_grad():
+        expected = model.network(data.eval_transform(data.val_source.images[[1, 3, 0]])).softmax(dim=1).topk(5)
+    for row, classes, values in zip(rows, expected.indices.tolist(), expected.values.tolist(), strict=False):
+        assert row[1::2] == [str(name) for name in classes]
+        assert [float(value) for value in row[2::2]] == pytest.approx(values, abs=1e-6)
+
+
+@pytest.mark.light
+def test_own_images_that_cannot_be_predicted_are_refused():
+    Path("empty").mkdir()
+    with pytest.raises(ConfigurationError, match=r"images=empty: no images there; .* \.jpg, .*\.webp"):
+        own_images(DigitsDataModule(), Path("empty"))
+    with pytest.raises(ConfigurationError, match="images=empty: LightningDataModule does not say how"):
+        own_images(LightningDataModule(), Path("empty"))
+    with pytest.raises(ConfigurationError, match="top=0: at least 1"):
+        PredictionWriter(top=0)

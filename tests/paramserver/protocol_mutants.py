@@ -125,6 +125,48 @@ MUTANTS = [
         "False",
         seed=2,
     ),
+    ProtocolMutant(
+        "a coordinator that follows another begins with the same numbers",
+        "coordinator.roster:Roster",
+        "View(term * TERM, (), (), begun=begun)",
+        "View(0, (), (), begun=begun)",
+    ),
+    ProtocolMutant(
+        "the first half of a restart is skipped",
+        "coordinator.recovery:Recovery",
+        "now > (self._until if self._number >= 0 else self._latest) or not self.missing()",
+        "bool(self.hellos)",
+    ),
+    ProtocolMutant(
+        "chunks that were given out before a restart are given out again",
+        "coordinator.restart:Restart",
+        "self._parts.dispatcher.follow(recovery.epochs())",
+        "pass",
+    ),
+    ProtocolMutant(
+        "the last result before a restart is decided anew",
+        "coordinator.restart:Restart",
+        "*range(max(0, sequence - 1), sequence)",
+        "*()",
+    ),
+    ProtocolMutant(
+        "results of the set-up go down with the coordinator",
+        "coordinator.restart:Restart",
+        "{*range(set_up), ",
+        "{*(), ",
+    ),
+    ProtocolMutant(
+        "a server that goes on is taken for a new one",
+        "coordinator.restart:Restart",
+        "since=since,",
+        "since=roster.number + 1,",
+    ),
+    ProtocolMutant(
+        "values go down with the coordinator",
+        "coordinator.restart:Restart",
+        "self._parts.values.give(item.removeprefix(VALUE), message.frames)",
+        "pass",
+    ),
 ]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from training import SGD, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver import supervision
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.control import TAG, parse
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -92,7 +93,7 @@ def test_only_who_is_admitted_gets_a_message_through() -> None:
     listener = Listener("tcp://127.0.0.1:*", encrypted=True)
     router = server_socket(context, listener, keys, 1000)
     came = []
-    for name, pair, seconds in (("stranger", stranger, 0.3), ("member", member, 5.0)):
+    for name, pair, seconds in (("stranger", stranger, 0.3), ("member", member, 60.0)):
         dealer = client_socket(context, ServerInfo(0, listener.endpoint, keys.public), pair, 1000)
         dealer.send(name.encode())
         deadline = time.monotonic() + seconds
@@ -107,12 +108,13 @@ def test_only_who_is_admitted_gets_a_message_through() -> None:
 
 def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
     """Neither a stranger's key, nor that of worker 1 in worker 0's name."""
-    specification = specify(SGD, 2, timeout=1.0)
+    specification = specify(SGD, 2)
+    impatient = replace(specification, timeout=1.0)
 
     def intrude(keys: KeyPair) -> Callable[..., Any]:
         def work(connect: Callable[..., Any], id: int) -> None:
             parameters = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
-            worker = Worker(specification, parameters, FileViews(tmp_path / "view.json"), 0, keys=keys)
+            worker = Worker(impatient, parameters, FileViews(tmp_path / "view.json"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
                 worker.initialise()
 
@@ -202,7 +204,7 @@ def everything() -> list[list[bytes]]:
         "end": {"message": "said a stranger", "clean": True}, "stop": {"members": [["worker", 0]]}, "status": {},
         "died": victim, "put": {"name": "specification"}, "get": {"name": "specification"}, "leave": {}, "over": {},
         "notice": {"name": "stop", "value": 15}, "collect": {"sequence": 0, "operation": "x", "seal": True},
-        "beat": {"here": 0, "seen": 0, "notices": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
+        "beat": {"here": 0, "seen": 0, "notices": 0, "told": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
         "take": {"epoch": 0, "processed": 0, "ordinal": 1}, "probe": {"ids": [1, 2]},
     }  # fmt: skip
     names = [[role, number, life, process] for role in ("worker", "server", "supervision") for number in (0, 1, 7)
@@ -214,14 +216,15 @@ def everything() -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("has_the_key", [False, True])
-def test_a_stranger_changes_nothing_with_the_key_or_without(has_the_key: bool) -> None:
+def test_a_stranger_changes_nothing_with_the_key_or_without(has_the_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "ANSWER_SECONDS", 60.0)
     keys = KeyPair.create()
     watch = Supervision(Address("", "supervision", 0), keys)
-    settings = CoordinatorSettings("tcp://127.0.0.1:*", 1, 1, 5.0, supervisor=watch.process)
+    settings = CoordinatorSettings("tcp://127.0.0.1:*", 1, 1, 60.0, supervisor=watch.process)
     with CoordinatorService(settings, keys) as service:
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
-        membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 5.0), keys=keys)
+        membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 60.0), keys=keys)
         membership.wait_registered()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         own = keys if has_the_key else KeyPair.create()
@@ -248,7 +251,7 @@ def test_a_stranger_changes_nothing_with_the_key_or_without(has_the_key: bool) -
         assert role._ended is not None, "the worker itself may leave"
         watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
         watch._send("stop", {"members": [["worker", 0], ["server", 0]]})
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive(), "the supervision itself may stop it"
 
 

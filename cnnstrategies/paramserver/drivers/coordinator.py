@@ -10,7 +10,6 @@ import zmq
 
 from cnnstrategies.paramserver.control import LARGEST_MESSAGE, encode, parse, receive
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.loop import Loop
@@ -57,13 +56,14 @@ class CoordinatorService:
         self.dropped = 0
         self._stopped = False
         self._routes: OrderedDict[Peer, bytes] = OrderedDict()
+        self._peer = Peer("coordinator", 0, settings.term)
         self._encoded: tuple[Message | None, list[bytes]] = None, []
         self._loop = Loop(Coordinator(settings), self._send, on_end=self._end)
         self._loop.start()
 
     def _bind(self, settings: CoordinatorSettings) -> None:
         """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""
-        deadline = time.monotonic() + (BIND_SECONDS if settings.session else 0)
+        deadline = time.monotonic() + (BIND_SECONDS if settings.session or settings.term else 0)
         while True:
             try:
                 if _is_listened_at(settings.endpoint):
@@ -114,7 +114,7 @@ class CoordinatorService:
         if route is None:
             return
         if self._encoded[0] is not message:
-            self._encoded = message, encode(COORDINATOR, message)  # A view goes to all, and is encoded once.
+            self._encoded = message, encode(self._peer, message)  # A view goes to all, and is encoded once.
         self._socket.send_multipart([route, *self._encoded[1], *message.frames], copy=False)
 
     def _end(self, end: End) -> None:

@@ -93,6 +93,7 @@ class WorkerRole:
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
         self._joined = False
         self._first = 0  # step
+        self._given = False  # The parameters that it begins with have come.
         self._replaces = incarnation > 0
         self._unready: dict[int, float] = {}  # servers without values, and since when
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
@@ -131,11 +132,12 @@ class WorkerRole:
         # Never back where servers take a push with the number of an older one for the same push again.
         self.step = max(steps) if aggregates else max(self.step, *steps)
         self._moved = self._moved or self.step > 0
-        self._joined, self._first = True, self.step
+        self._joined, self._first, self._given = True, self.step, False
+        self._request(refresh=True)
         for server in self.view.servers:
             self._hello(server.id)
-        self._request(refresh=True)
         yield self.all_here()
+        self._given = True
         return self.step
 
     def leave(self) -> Generator[Wait]:
@@ -237,7 +239,7 @@ class WorkerRole:
     def _pulled(self, header: Header, payload: memoryview) -> None:
         if not self._pulls.take(header, payload):
             return
-        if not self._pulls.refreshing:
+        if not self._pulls.refreshing or header.base > 0:  # Others may have made steps before this one came.
             self._moved, self._initial = True, None
         self.counters.bytes_received += len(payload)
         self._outgoing.answered(header.key)
@@ -258,9 +260,11 @@ class WorkerRole:
             held = set(unpack_keys(payload[header.meta :]))
             own = self._placement.of(server)
             lost = [key for key in own if key not in held]
-            # One without slices of its own votes too, and must hear that the step has begun.
-            if not own or self._outgoing.open_among(lost) or self._pulls.open_among(lost):
+            if self._outgoing.open_among(lost) or self._pulls.open_among(lost):
                 self._send_again(lost)
+            elif not (self._outgoing.open_among(own) or self._pulls.open_among(own)):
+                # One of which nothing is open votes too, and must hear that the step has begun.
+                self._outgoing.begin_again((server,), self.step)
         if self._state is not None and asked > self._state.asked(server):
             self._ask_for_part(server)
         if values["ready"] is not False:
@@ -300,12 +304,12 @@ class WorkerRole:
                     self._connections.send(server, Kind.LEAVE, step=self.step)
                 self._say_hello(server, NO_STEP, joins)
 
-        def waiting() -> bool:
-            alive = servers & self._everyone()
-            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in alive)
+        def answers() -> dict[int, tuple[int, int, dict[str, Any]]]:
+            # Others may be answers to what was asked before.
+            return {one: told for one, told in self._welcomes.items() if one in servers and told[1] > asked}
 
-        yield Wait(waiting, ask)
-        return self._welcomes
+        yield Wait(lambda: bool(servers & self._everyone() - answers().keys()), ask)
+        return answers()
 
     def _ask_for_state(self) -> Generator[Wait, None, StateReceipt | None]:
         """Ask for the optimizer state of all slices; None if it did not come from the same servers to the end."""
@@ -333,13 +337,17 @@ class WorkerRole:
 
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
         view, keys = self.view.number, pack_keys(answered)
-        said = {"joins": joins, "first": self._first, "request": self._pulls.step if self._pulls.under_way else None}
+        request = self._pulls.step if self._pulls.under_way else None
+        said = {"joins": joins, "first": self._first, "given": self._given, "request": request}
         self._connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
 
     def _hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
         if not self._joined:
             self._say_hello(server, NO_STEP, False)
+        elif not self._given:
+            came = [key for key in self._placement.of(server) if not self._pulls.open_among((key,))]
+            self._say_hello(server, self.step, True, came)
         elif self._outgoing.unanswered and self._pulls.under_way and not self._pulls.refreshing:
             answered = [key for key in self._placement.of(server) if not self._outgoing.waits(key)]
             self._say_hello(server, self.step - 1, True, answered)

@@ -1,0 +1,52 @@
+"""Images of a folder, prepared as the validation images of a data module are."""
+
+import os
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torchvision.transforms import v2
+
+from cnnstrategies.data.image_folder import EXTENSIONS, FolderSource, image_files
+from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.errors import ConfigurationError
+
+
+def own_images(datamodule: LightningDataModule | None, folder: Path) -> FolderSource:
+    """All images of a folder, at any depth, by their paths.
+
+    Args:
+        datamodule: Whose shape, resizing and normalisation are those that the network was trained with.
+        folder: Where they are.
+
+    Raises:
+        ConfigurationError: There are none, or the data module is none of ours.
+    """
+    if not isinstance(datamodule, ImageDataModule):
+        raise ConfigurationError(
+            f"predictions.images={folder}: {type(datamodule).__name__} does not say how images are prepared: give an "
+            "ImageDataModule, or put the folder's images into its predict_dataloader"
+        )
+    names = sorted(os.path.normpath(name) for name in image_files(folder, folder))
+    if not names:
+        raise ConfigurationError(
+            f"predictions.images={folder}: no images there; it must be a folder with files that end in "
+            f"{', '.join(EXTENSIONS)}"
+        )
+    channels, height, width = datamodule.image_shape
+    grey = [grey_of] if channels == 1 else []
+    crop = v2.Compose([*grey, v2.Resize(shorter_side(datamodule)), v2.CenterCrop([height, width])])
+    # Broken ones are not left out here: an error is to say that they must be.
+    return FolderSource(folder, names, [0] * len(names), crop, "skip")
+
+
+def shorter_side(datamodule: ImageDataModule) -> int:
+    """To what the shorter side of an image is resized before the centre is cut out of it."""
+    return getattr(datamodule, "resize", None) or max(datamodule.image_shape[1:])
+
+
+def grey_of(image: Tensor) -> Tensor:
+    """The brightness of an image uint8 (3, H, W), as (1, H, W); torchvision's makes grey ones darker."""
+    weights = torch.tensor([0.299, 0.587, 0.114]).reshape(3, 1, 1)
+    return (image * weights).sum(dim=0, keepdim=True).round().to(torch.uint8)

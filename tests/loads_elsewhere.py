@@ -1,0 +1,67 @@
+"""Uses what `export` has written in a program that cannot import what has trained it: `loads_elsewhere.py FOLDER`.
+
+The folder also has images and the logits of the checkpoint's network. Only ONNX is used without torch.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+BARRED = (
+    *("cnnstrategies", "lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
+    *("torchmetrics", "jsonargparse", "omegaconf", "torchao"),
+)
+
+
+class Barred:
+    def __init__(self, names):
+        self.names = names
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"{name} is not to be imported here")
+
+
+def bar(names):
+    sys.meta_path.insert(0, Barred(names))
+    for name in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[name]  # A program that starts warm has them.
+
+
+def network():
+    """The network's own code, which safetensors needs."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
+    )
+
+
+def logits(folder, description, images):
+    if description["format"] == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(folder / description["file"], providers=["CPUExecutionProvider"])
+        return session.run(None, {"images": images})[0]
+    import torch
+
+    if description["format"] == "safetensors":
+        from safetensors.torch import load_model
+
+        module = network().eval()
+        load_model(module, folder / description["file"])
+    else:
+        module = torch.export.load(folder / description["file"]).module()
+    with torch.no_grad():
+        return module(torch.from_numpy(images)).numpy()
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    description = json.loads((folder / "export.json").read_text())
+    bar((*BARRED, "torch") if description["format"] == "onnx" else BARRED)
+    import numpy as np
+
+    found = logits(folder, description, np.load(folder / "images.npy"))
+    np.testing.assert_allclose(found, np.load(folder / "logits.npy"), atol=1e-5)
+    print(f"{len(found)} images, without {', '.join(name for name in BARRED if name not in sys.modules)}")
