@@ -1,5 +1,6 @@
 """A coordinator and members in forked processes, for the tests of the control plane; their time is virtual."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -38,6 +39,7 @@ class Run:
         self.processes = {}
         self.pipes = {}
         self.time = VirtualTime(self.timeout / 10)
+        self._numbers = itertools.count()
         self.coordinator = self.coordinate()
 
     def coordinate(self, term=0):
@@ -96,7 +98,7 @@ class Run:
 
     def _fork(self, key, function):
         receiver, sender = _context.Pipe(duplex=False)
-        number = len(self.processes)
+        number = next(self._numbers)
 
         def main():
             torch.set_num_threads(1)

@@ -16,6 +16,7 @@ from cnnstrategies.paramserver.coordinator.roster import TERM
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
+from cnnstrategies.paramserver.supervision import Supervision
 
 
 def every_collective(collectives):
@@ -133,6 +134,7 @@ def test_a_coordinator_that_is_started_again_goes_on_where_the_other_was_killed(
                 processed += len(chunk)
                 done += [(chunk.epoch, one) for one in range(chunk.start, chunk.stop)]
                 if (rank, epoch, processed) == (0, 1, 4):
+                    run.time.hold()
                     os.kill(run.coordinator.pid, signal.SIGKILL)
             sizes.append(len(collectives.gather(None).values))
         return name, done, sizes, collectives.membership.current().number
@@ -140,8 +142,8 @@ def test_a_coordinator_that_is_started_again_goes_on_where_the_other_was_killed(
     with Run(tmp_path, 2, timeout=30, options={"restartable": True}) as run:
         for rank in range(2):
             run.worker(rank, work)
-        run.coordinator.join(30)
-        run.coordinate(term=1)
+        run.coordinator.join(60)
+        run.time.go_on(run.coordinate(term=1).pid)
         names, done, sizes, numbers = zip(*(run.result("worker", rank, 0) for rank in range(2)), strict=True)
     assert names[0] == names[1]
     assert sizes == ([2, 2, 2], [2, 2, 2])
@@ -241,10 +243,15 @@ def test_a_worker_started_again_replays_the_set_up_and_joins_at_a_boundary(tmp_p
         for rank in range(3):
             run.worker(rank, train)
         wait_for(Path("trained"))
-        with run.time.held():  # It takes the place before the other one is missed.
-            run.kill("worker", 0, 0)  # The leader; the name that it gave must stay.
-            run.worker(0, train, incarnation=1)
-            wait_for(Path("life-1"))
+        run.time.hold()  # It takes the place before the other one is missed, because that one's death is told.
+        run.kill("worker", 0, 0)  # The leader; the name that it gave must stay.
+        died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "was killed", "replaced": True}
+        supervision = Supervision(run.address("supervision", 0))
+        while supervision._send("died", died) is None:
+            pass
+        run.worker(0, train, incarnation=1)
+        wait_for(Path("life-1"))
+        run.time.go_on(run.coordinator.pid)
         results = [run.result("worker", 0, 1), run.result("worker", 1, 0), run.result("worker", 2, 0)]
     names, joined, seen = zip(*results, strict=True)
     assert len(set(names)) == 1

@@ -4,7 +4,6 @@ It goes on by a step when every one of them has looked at it, and the members ha
 nobody is taken for dead because the machine was busy; whoever is killed or stopped is not waited for.
 """
 
-import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -78,11 +77,14 @@ class VirtualTime:
         loop.Loop.until_next = lambda self_, most: min(until_next(self_, most), LOOK)  # type: ignore[method-assign]
         Membership._run = serve  # type: ignore[method-assign]
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """The clock stands still."""
+    def hold(self) -> None:
+        """Have the clock stand still, from any of the processes."""
         self._held.value = 1
-        yield
+
+    def go_on(self, coordinator: int) -> None:
+        """Have it go on, once a process is the coordinator."""
+        while self._coordinator.value != coordinator:
+            time.sleep(LOOK)
         self._held.value = 0
 
     def _tell(self, place: dict[object, int], role: Any) -> None:
