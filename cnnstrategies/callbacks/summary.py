@@ -8,11 +8,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from cnnstrategies.callbacks.curves import choose_panels, draw_curves
-from cnnstrategies.callbacks.metric_names import less_is_better, worth_showing
 from cnnstrategies.callbacks.peak_memory import in_words, peak_bytes
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.trained_on import trained_on
+from cnnstrategies.metric_names import less_is_better, worth_showing
 
 
 class TrainingSummary(Callback):
