@@ -10,7 +10,7 @@ UV ?= $(shell command -v uv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test test-cluster test-portable fuzz-pipeline ends-pipeline mutants simulate lint types docs check clean
+.PHONY: quickstart test test-cluster test-portable fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -52,6 +52,13 @@ SEEDS ?= 300
 FIRST ?= 0
 simulate: $(INSTALLED)
 	$(BIN)/python -m cnnstrategies.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS)
+
+# Runs of the command line under a parameter server, each with one process killed or stopped at a random moment; some
+# minutes for 200. FIRST is the seed of the first here, too.
+RUNS ?= 200
+faults: $(INSTALLED)
+	CNNSTRATEGIES_FAULTS=$(RUNS) CNNSTRATEGIES_FAULTS_FROM=$(FIRST) \
+		$(PYTEST) tests/strategies/test_parameter_server_random_faults.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

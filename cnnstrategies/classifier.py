@@ -1,13 +1,9 @@
 """`ImageClassifier`, the LightningModule that every strategy can train."""
 
-import os
 from typing import Any, Literal
 
-import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
-from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
@@ -16,12 +12,10 @@ from torchvision.transforms import v2
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import check_logits, main_logits
-from cnnstrategies.seeds import mixed_seed
-
-Batch = tuple[Tensor, Tensor]
+from cnnstrategies.network_module import Batch, NetworkModule
 
 
-class ImageClassifier(LightningModule):
+class ImageClassifier(NetworkModule):
     """Trains any CNN to classify images.
 
     Its steps call ``self.network(images)`` once, and :meth:`loss` is the mean loss over a batch. Batches are
@@ -44,6 +38,11 @@ class ImageClassifier(LightningModule):
             0 turns it off.
         cutmix_alpha: Pastes a rectangle of one training image into another (Yun et al. 2019); 0 turns it off.
             With both on, each batch draws one of the two.
+        decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
+            parameters of one dimension, too.
+        layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
+            optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
+        unfreeze_every: Train the last layer first, and one more after each so many epochs; 0 trains all from the start.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
@@ -64,13 +63,18 @@ class ImageClassifier(LightningModule):
         label_smoothing: float = 0.0,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
+        decay_norms_and_biases: bool = True,
+        layer_lr_decay: float = 1.0,
+        unfreeze_every: int = 0,
         aux_weight: float = 0.4,
         channels_last: bool = False,
         compile_backend: str | None = None,
     ) -> None:
-        super().__init__()
-        if num_classes < 2:
-            raise ConfigurationError(f"num_classes={num_classes}: a classifier needs at least 2 classes")
+        super().__init__(
+            *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
+            unfreeze_every,
+            *(channels_last, compile_backend),
+        )
         if not 0 <= label_smoothing < 1:
             raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); 0.1 is usual")
         for name, value in (
@@ -82,16 +86,8 @@ class ImageClassifier(LightningModule):
                 raise ConfigurationError(f"{name}={value} is negative; use 0 to turn it off")
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
-        self.network = network.to(memory_format=torch.channels_last) if channels_last else network
-        self.num_classes = num_classes
-        # Not the argument's default: jsonargparse would pass AdamW's weight decay on to the optimizer chosen instead.
-        self.optimizer_factory = torch.optim.AdamW if optimizer is None else optimizer
-        self.lr_scheduler_factory = lr_scheduler
-        self.lr_interval = lr_interval
         self.label_smoothing = label_smoothing
         self.aux_weight = aux_weight
-        self.channels_last = channels_last
-        self.compile_backend = compile_backend
         mixers: list[nn.Module] = []
         if mixup_alpha:
             mixers.append(v2.MixUp(alpha=mixup_alpha, num_classes=num_classes))
@@ -131,53 +127,11 @@ class ImageClassifier(LightningModule):
         """
         return len(targets)
 
-    def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes.
-
-        Args:
-            datamodule: Its ``num_classes`` is compared, if it has one.
-
-        Raises:
-            ConfigurationError: It is not the model's.
-        """
-        classes = getattr(datamodule, "num_classes", self.num_classes)
-        if classes != self.num_classes:
-            raise ConfigurationError(
-                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has {classes}: "
-                f"set model.init_args.num_classes={classes}"
-            )
-
-    def setup(self, stage: str) -> None:
-        """Check the data against the model and compile the network."""
-        self.check_data(getattr(self.trainer, "datamodule", None))
-        if self.compile_backend is not None:
-            self.network.compile(backend=self.compile_backend)
-
-    def on_fit_start(self) -> None:
-        """Start the metrics anew: `validate` leaves them with tensors that only inference mode may update."""
-        for module in self.modules():
-            if isinstance(module, Metric):
-                module.reset()
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Seed the random numbers of this training step (dropout, mixup) from (seed, step, rank).
-
-        A resumed run so draws what the uninterrupted one would have drawn, without states in the checkpoint.
-        """
-        seed = os.environ.get("PL_GLOBAL_SEED")
-        if self.trainer.training and seed is not None:
-            step = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
-            torch.manual_seed(mixed_seed(int(seed), step, self.global_rank))
-        return batch
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Mix training images and choose the memory format, on the device."""
-        images, targets = batch
         if self.trainer.training and self.mix is not None:
-            images, targets = self.mix(images, targets)
-        if self.channels_last:
-            images = images.contiguous(memory_format=torch.channels_last)
-        return images, targets
+            batch = self.mix(*batch)
+        return super().on_after_batch_transfer(batch, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a training batch."""
@@ -228,22 +182,6 @@ class ImageClassifier(LightningModule):
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=on_bar)
         if stage == "train":
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
-
-    def configure_optimizers(self) -> OptimizerLRScheduler:
-        """Build the optimizer and the scheduler over the parameters that are trained."""
-        optimizer = self.optimizer_factory([p for p in self.parameters() if p.requires_grad])
-        if self.lr_scheduler_factory is None:
-            return optimizer
-        scheduler = self.lr_scheduler_factory(optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau):
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "monitor": scheduler.monitor},
-            }
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": self.lr_interval},
-        }
 
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
         images, targets = batch

@@ -121,7 +121,7 @@ def in_fork(function: Callable[[], T]) -> T:
 
 
 def run_forked(
-    function: Callable[[], None], timeout: float = 120, keep_streams: bool = False, start_warm: bool = False
+    function: Callable[[], None], timeout: float = 200, keep_streams: bool = False, start_warm: bool = False
 ) -> tuple[int, str]:
     """Runs a function in a forked process; gives its exit code and output, and fails if it leaves a process behind.
 
@@ -164,7 +164,7 @@ def run_forked(
     return os.waitstatus_to_exitcode(status), output
 
 
-def kill_group(group: int, seconds: float = 5.0) -> str:
+def kill_group(group: int, seconds: float = 30.0) -> str:
     """Waits a moment for a process group to end; what is left of it is killed, and listed."""
     deadline = time.monotonic() + seconds
     pause = 0.001

@@ -108,7 +108,7 @@ def test_kills_at_any_moment_leave_a_whole_checkpoint(tmp_path):
             while True:
                 step += 1
                 io.save_checkpoint({"step": step, "weights": torch.full((500_000,), float(step))}, path)
-        time.sleep(0.05 + 0.013 * (attempt % 8))
+        time.sleep(0.05 + 0.013 * (attempt % 8) + 0.005 * max(0, attempt - 8))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         stored = torch.load(path, weights_only=True)

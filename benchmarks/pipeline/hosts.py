@@ -1,17 +1,20 @@
 """Hosts on one machine: network namespaces on a bridge, each with a link of limited bandwidth.
 
 Every host has eth0 with the address 10.77.0.<number>, limited by `tc` in both directions. Needs root and iproute2.
+Their names have this process's number, so that two scripts do not meet.
 """
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ranks import sh
 
-PREFIX = "cnnbench"
+PREFIX = f"cnnbench{os.getpid()}"
 SWITCH = f"{PREFIX}-switch"
 
 
@@ -37,8 +40,9 @@ def hosts(count: int, megabits: int) -> Iterator[list[str]]:
         count: Number of hosts.
         megabits: Bandwidth of each host's link in Mbit/s, in each direction.
     """
-    names = [f"{PREFIX}{number}" for number in range(count)]
+    names = [f"{PREFIX}-{number}" for number in range(count)]
     switch = SWITCH
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that `timeout` leaves none behind.
     try:
         sh(f"ip netns add {switch}")
         sh(f"ip -n {switch} link add bridge0 type bridge && ip -n {switch} link set bridge0 up")
@@ -53,6 +57,7 @@ def hosts(count: int, megabits: int) -> Iterator[list[str]]:
     finally:
         for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        signal.signal(signal.SIGTERM, before)
 
 
 def limit(names: Sequence[str], megabits: int) -> None:

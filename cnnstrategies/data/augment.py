@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tvf
 
+from cnnstrategies.errors import ConfigurationError
+
 
 def to_normalised(mean: Sequence[float], std: Sequence[float]) -> nn.Module:
     """Maps uint8 to float32 in [0, 1], minus ``mean``, over ``std``, each per channel.
@@ -51,3 +53,49 @@ class RandomFlip(nn.Module):
         """Map (N, C, H, W) to (N, C, H, W)."""
         mirrored = torch.rand(len(images)) < 0.5
         return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+
+
+class EachImage(nn.Module):
+    """Applies transforms of one image to each image of a batch, so that random ones draw for each.
+
+    Args:
+        transforms: Those of torchvision v2, for example.
+    """
+
+    def __init__(self, transforms: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.transforms = nn.Sequential(*transforms)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (N, C, H, W) to (N, C, H, W)."""
+        return torch.stack([self.transforms(image) for image in images])
+
+
+def each_image(transforms: Sequence[nn.Module] | None, image_shape: Sequence[int]) -> list[nn.Module]:
+    """The user's transforms as one of batches; an empty list where there are none.
+
+    Args:
+        transforms: Of one image, uint8.
+        image_shape: (C, H, W).
+
+    Raises:
+        ConfigurationError: They fail for an image of this shape, or make something else of it.
+    """
+    if not transforms:
+        return []
+    made = EachImage(transforms)
+    names = ", ".join(type(one).__name__ for one in transforms)
+    image = torch.zeros((1, *image_shape), dtype=torch.uint8)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            after = made(image)
+    except Exception as error:
+        raise ConfigurationError(
+            f"data.init_args.transforms ({names}) fails for a uint8 image of shape {tuple(image_shape)}: {error}"
+        ) from error
+    if after.shape != image.shape or after.dtype != image.dtype:
+        raise ConfigurationError(
+            f"data.init_args.transforms ({names}) makes {after.dtype} {tuple(after.shape[1:])} of a uint8 image of "
+            f"shape {tuple(image_shape)}: shape and type must stay, normalising comes after them"
+        )
+    return [made]

@@ -1,5 +1,6 @@
 """Handwritten digits: real images, nothing to download."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from cnnstrategies.data.augment import RandomShift, to_normalised
+from cnnstrategies.data.augment import RandomShift, each_image, to_normalised
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule, split, split_source
 
@@ -28,6 +29,7 @@ class DigitsDataModule(ImageDataModule):
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation.
         augment: Shift training images by up to one pixel.
+        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
         seed: Seed of the split, the shuffling and the augmentation.
         drop_last: Leave out a last, partial training batch.
@@ -45,6 +47,7 @@ class DigitsDataModule(ImageDataModule):
         global_batch_size: int | None = None,
         val_split: float = 0.2,
         augment: bool = True,
+        transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 0,
         seed: int = 0,
         drop_last: bool = False,
@@ -55,7 +58,8 @@ class DigitsDataModule(ImageDataModule):
         self.val_split = val_split
         self.class_names = [str(digit) for digit in range(10)]
         self.eval_transform = to_normalised(mean=[0.3], std=[0.38])
-        self.train_transform = nn.Sequential(RandomShift(1), self.eval_transform) if augment else self.eval_transform
+        shift, further = [RandomShift(1)] * augment, each_image(transforms, self.image_shape)
+        self.train_transform = nn.Sequential(*shift, *further, self.eval_transform)
 
     @override
     def setup(self, stage: str) -> None:

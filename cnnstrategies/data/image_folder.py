@@ -8,10 +8,11 @@ from typing import Literal
 import numpy as np
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torchvision.transforms import v2
 from typing_extensions import override
 
-from cnnstrategies.data.augment import to_normalised
+from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
@@ -50,6 +51,7 @@ class ImageFolderDataModule(ImageDataModule):
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
         augment: Crop training images at random and mirror them.
+        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
         seed: Seed of the split, the shuffling and the augmentation.
         drop_last: Leave out a last, partial training batch.
@@ -71,6 +73,7 @@ class ImageFolderDataModule(ImageDataModule):
         global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
+        transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
         seed: int = 0,
         drop_last: bool = False,
@@ -100,7 +103,8 @@ class ImageFolderDataModule(ImageDataModule):
         crop = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
         self.crop = crop if augment else self.centre
         # Decoding and cropping work on one image at a time; this is faster on the batch.
-        self.train_transform = self.eval_transform = to_normalised(MEAN, STD)
+        self.eval_transform = to_normalised(MEAN, STD)
+        self.train_transform = nn.Sequential(*each_image(transforms, self.image_shape), self.eval_transform)
         self._reported: set[str] = set()
 
     @override

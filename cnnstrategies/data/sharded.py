@@ -1,5 +1,6 @@
 """Images that ``cnnstrategies pack`` has put into shards."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cnnstrategies.data.augment import to_normalised
+from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.image_folder import MEAN, STD
 from cnnstrategies.data.loading import BatchDataset, BatchLoader
 from cnnstrategies.data.module import ImageDataModule, split
@@ -42,6 +43,7 @@ class ShardedImageDataModule(ImageDataModule):
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where none are packed.
         augment: Crop training images at random and mirror them.
+        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
         prefetch: Batches that each worker has ready; all workers of a process hold ``num_workers * prefetch`` batches.
         seed: Seed of the split, the shuffling and the augmentation.
@@ -65,6 +67,7 @@ class ShardedImageDataModule(ImageDataModule):
         global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
+        transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
         prefetch: int = 2,
         seed: int = 0,
@@ -95,7 +98,9 @@ class ShardedImageDataModule(ImageDataModule):
             raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")
         self.class_names = self.index.class_names
         self.num_classes = len(self.class_names)
-        self.train_transform = self.eval_transform = nn.Sequential(ChannelsFirst(), to_normalised(MEAN, STD))
+        self.eval_transform = nn.Sequential(ChannelsFirst(), to_normalised(MEAN, STD))
+        self.bytes_transform = nn.Sequential(*each_image(transforms, self.image_shape))
+        self.train_transform = nn.Sequential(self.bytes_transform, self.eval_transform)
 
     @override
     def setup(self, stage: str) -> None:
@@ -150,7 +155,8 @@ class ShardedImageDataModule(ImageDataModule):
         if self.normalise_on_device is None:
             on_device = self.trainer is not None and not isinstance(self.trainer.accelerator, CPUAccelerator)
         if on_device:
-            dataset.transform = nn.Identity()
+            training = dataset.transform is self.train_transform
+            dataset.transform = self.bytes_transform if training else nn.Identity()
         return super()._loader(dataset, sampler)
 
 

@@ -1,5 +1,6 @@
 """What the data modules of torchvision's downloaded data sets share."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torchvision.datasets import VisionDataset
 from typing_extensions import override
 
-from cnnstrategies.data.augment import RandomFlip, RandomShift, to_normalised
+from cnnstrategies.data.augment import RandomFlip, RandomShift, each_image, to_normalised
 from cnnstrategies.data.loading import TensorSource
 from cnnstrategies.data.module import ImageDataModule, split_source
 from cnnstrategies.errors import ConfigurationError
@@ -36,6 +37,7 @@ class TorchvisionDataModule(ImageDataModule):
         global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
+        transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 2,
         seed: int = 0,
         drop_last: bool = False,
@@ -48,7 +50,8 @@ class TorchvisionDataModule(ImageDataModule):
         self.val_split = val_split
         self.eval_transform = to_normalised(self.mean, self.std)
         random: list[nn.Module] = [RandomShift(self.shift), *([RandomFlip()] if self.flip else [])]
-        self.train_transform = nn.Sequential(*random, self.eval_transform) if augment else self.eval_transform
+        further = each_image(transforms, self.image_shape)
+        self.train_transform = nn.Sequential(*random * augment, *further, self.eval_transform)
 
     @override
     def prepare_data(self) -> None:

@@ -85,9 +85,10 @@ def keys_by_parameter(slices: Iterable[Slice], parameters: int) -> list[list[int
 def holders(slice_: Slice, view: View) -> list[int]:
     """The live servers that hold a slice: its primary, then its backups.
 
-    The process that has been there longest comes first: only it is sure to have the slice's state.
+    The process that has been there longest comes first: only it is sure to have the slice's state. Those that training
+    began with are equal, so that each has its share of the slices.
     """
-    since = {server.id: server.since for server in view.servers}
+    since = {server.id: view.age(server) for server in view.servers}
     live = [server for server in slice_.servers if server in since]
     return sorted(live, key=lambda server: (since[server], slice_.servers.index(server)))
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import secrets
 import signal
 import sys
 import time
@@ -11,17 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-import zmq
-
-from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
-from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
+from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.processes import Handle, ending, is_stopped
-from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.security import KeyPair, process_number
 
 COORDINATOR = "coordinator"
 POLL = 0.02  # seconds
@@ -37,7 +34,7 @@ class Watched:
     Attributes:
         role: ``worker``, ``server`` or ``coordinator``.
         id: Its number among those of its role.
-        start: Starts its process; takes the incarnation.
+        start: Starts its process; takes the incarnation, for a coordinator its term.
         restarts: How often it may be started again when it is killed.
     """
 
@@ -60,7 +57,8 @@ class Supervision:
     """Starts this node's processes and watches them until its workers have ended.
 
     Killed processes (by a signal: a fault) are started again as often as they may be. One that ends with an error
-    ends the run: it would fail again. The coordinator learns of a death at once, and of what follows.
+    ends the run: it would fail again. The coordinator learns of a death at once, and of what follows. One that is
+    started again learns of all that have ended before.
 
     Services end by themselves when every worker has left their session. Workers that open further sessions start the
     services of these themselves; no worker is started again from then on.
@@ -81,7 +79,8 @@ class Supervision:
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
         self._stopping = False
-        self._peer = Peer(coordinator.role, coordinator.id, 0, secrets.randbits(SECRET_BITS))
+        self._own = None if keys is None else KeyPair.create()
+        self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own))
         self._reporter = Reporter(coordinator.session)
         self._numbers = itertools.count(1)
 
@@ -145,7 +144,13 @@ class Supervision:
             at_once: Also when workers, of other nodes maybe, have not left yet and need them.
         """
         self._stopping = True
-        while not (at_once or self._over or self._ended_at is not None) and self._ask():
+        heard = time.monotonic()
+        while not (at_once or self._over or self._ended_at is not None):
+            if self._ask():
+                heard = time.monotonic()
+            # Its own coordinator lives, and may be short of a processor.
+            elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
+                break
             time.sleep(POLL)
         coordinates = any(one.role == COORDINATOR and one.code is None for one in self.watched)
         if coordinates:
@@ -167,12 +172,15 @@ class Supervision:
     def _on_end(self, one: Watched, code: int) -> None:
         if self._stopping or code == 0:
             one.code = code
+            if one.role == WORKER and not self._stopping:
+                self._send("left", {"role": one.role, "id": one.id, "incarnation": one.incarnation})
             return
         killed = code < 0
         if killed and one.role == WORKER and not self._over:
             self._ask()
         # Once a worker has finished, the others let no new one in.
-        over = one.role == WORKER and (self._over or any(worker.code == 0 for worker in self.workers))
+        finished = any(worker.code == 0 for worker in self.workers)
+        over = (one.role == WORKER and (self._over or finished)) or (one.role == COORDINATOR and self._over)
         replaced = killed and one.restarts > 0 and self._ended_at is None and not over
         what = f"{one} {ending(code)}"
         if killed or one.role != WORKER:
@@ -182,13 +190,15 @@ class Supervision:
             if one.restarts and self._over:
                 follows += ": only the first session of a run has restarts"
             print(f"{what}; {follows}", file=sys.stderr, flush=True)
-        if one.role == COORDINATOR:
+        if one.role == COORDINATOR and not replaced:
             one.code = code
             if not self._over:
                 self._run_ends()
             return
         assert one.handle is not None
-        if self._over:
+        if one.role == COORDINATOR:
+            pass  # Its members tell the next one what it knew.
+        elif self._over:
             if one is self.workers[0]:
                 self._run_ends()  # It had started the services of the present session.
         elif killed:
@@ -217,9 +227,12 @@ class Supervision:
             if one.code is not None or one.handle is None:
                 continue
             one.stopped = one.stopped + passed if is_stopped(one.handle.pid) else 0.0
-            if one.stopped > self.coordinator.timeout:
+            limit = self.coordinator.timeout
+            if one.role == COORDINATOR and one.restarts:
+                limit /= 2  # Its members wait for so long in all.
+            if one.stopped > limit:
                 one.stopped = 0.0
-                print(f"{one} was stopped for {self.coordinator.timeout:g} s: it is ended", file=sys.stderr, flush=True)
+                print(f"{one} was stopped for {limit:g} s: it is ended", file=sys.stderr, flush=True)
                 one.handle.send_signal(signal.SIGKILL)
 
     def _ask(self) -> bool:
@@ -238,6 +251,12 @@ class Supervision:
                 if same and one.code is None and one.handle is not None:
                     one.handle.send_signal(signal.SIGKILL)
         return True
+
+    def _coordinator_lives(self) -> bool:
+        return any(
+            one.role == COORDINATOR and one.code is None and one.handle is not None and one.handle.poll() is None
+            for one in self.watched
+        )
 
     def _end(self, role: str, grace: float) -> None:
         deadline = time.monotonic() + grace
@@ -258,13 +277,12 @@ class Supervision:
 
         What it has not answered before, it is asked again at every occasion: no death is untold because it was busy.
         """
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = connect(self.coordinator, context, self.keys)
+        line = Line(self.coordinator, self._peer, self._own, self.keys)
         number = next(self._numbers)
         answers: dict[int, Message | str] = {}
         loop = Loop(
             self._reporter,
-            lambda to, message: send(socket, self._peer, message),
+            lambda to, message: line.send(message),
             lambda result: answers.update({result.call: result.value}),
         )
         try:
@@ -272,12 +290,11 @@ class Supervision:
             loop.call(Call(number, kind, fields or {}))
             until = time.monotonic() + ANSWER_SECONDS
             while number not in answers and (left := until - time.monotonic()) > 0:
-                if socket.poll(int(1000 * loop.until_next(left)) + 1):
+                for sender, message in line.receive(loop.until_next(left)):
                     with contextlib.suppress(ControlError):
-                        loop.message(*parse(socket.recv_multipart()))
+                        loop.message(sender, message)
                 loop.fire()
             answer = answers.get(number)
             return answer if isinstance(answer, Message) and answer.kind == DONE else None
         finally:
-            socket.close()
-            context.term()
+            line.close()

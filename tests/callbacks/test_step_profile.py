@@ -1,8 +1,10 @@
 """Each part of a step gets the time that was spent in it, and communication only what backward does not hide."""
 
+import contextlib
 import csv
+import itertools
+import multiprocessing
 import re
-import threading
 import time
 from types import SimpleNamespace
 
@@ -14,14 +16,18 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from cnnstrategies import ImageClassifier
-from cnnstrategies.callbacks import StepProfile, part_clock
+from cnnstrategies.callbacks import StepProfile, part_clock, step_profile
+from cnnstrategies.callbacks.part_clock import PartClock
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.pipeline import executor
+from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.strategies import HybridPipelineStrategy
+
+WIDTH = 16  # characters of a part's name
 
 
 def fit(*callbacks, model, data=None, **options):
@@ -165,23 +171,91 @@ def test_waiting_for_servers_is_told_from_the_forward_in_which_it_falls(spend):
     assert profile.milliseconds["step"] == pytest.approx(17)
 
 
+class Ranks:
+    """A clock that forked ranks share. It goes forward when one of them spends time and the others wait for that one.
+
+    So it is the same on any machine who waited where, and for how long.
+    """
+
+    def __init__(self, monkeypatch):
+        self._now = multiprocessing.Value("d", 0.0)
+        self._parts = multiprocessing.Array("u", 3 * WIDTH)
+        self._lock = multiprocessing.Lock()  # A rank that goes to another part reads the clock and says so at once.
+        self._profiling = False
+        clock = lambda: self._now.value  # noqa: E731
+        monkeypatch.setattr(part_clock, "time", SimpleNamespace(perf_counter=clock))
+        monkeypatch.setattr(executor, "time", SimpleNamespace(time=clock))
+        for name in ("start", "begin", "end", "stop"):
+            monkeypatch.setattr(PartClock, name, self._telling(getattr(PartClock, name)))
+        timed = Executor._timed
+
+        @contextlib.contextmanager
+        def telling(executor, kind, microbatch):
+            with timed(executor, kind, microbatch):
+                with self._lock:
+                    self._tell(kind)
+                yield
+                with self._lock:
+                    self._tell("metrics")
+
+        monkeypatch.setattr(Executor, "_timed", telling)
+
+    def _telling(self, method):
+        def tell(clock, *args):
+            with self._lock:
+                method(clock, *args)
+                self._profiling = clock.running
+                self._tell((clock._open or ["other"])[-1])
+
+        return tell
+
+    def _tell(self, part):
+        start = WIDTH * dist.get_rank()
+        self._parts[start : start + WIDTH] = part.ljust(WIDTH)
+
+    def _part_of(self, rank):
+        return "".join(self._parts[WIDTH * rank : WIDTH * (rank + 1)]).strip()
+
+    def spend(self, seconds, others):
+        """Let time pass, in the profiled steps once each of the other ranks is in the part that is named."""
+        while True:
+            with self._lock:
+                if not self._profiling or all(self._part_of(rank) == part for rank, part in others.items()):
+                    self._now.value += seconds
+                    return
+            time.sleep(0.001)
+
+
 class Slow(nn.Tanh):
-    """Takes some time more, on one rank or on all that have it."""
+    """Spends time in forward and in backward, on one rank.
 
-    def __init__(self, forward=0.0, backward=0.0, rank=None):
+    Args:
+        ranks: Their clock.
+        rank: Which one.
+        others: Where the other ranks wait meanwhile: one after the other for each time of a step.
+        forward: Seconds.
+        backward: Seconds.
+    """
+
+    def __init__(self, ranks, rank, others, forward=0.0, backward=0.0):
         super().__init__()
+        self.ranks, self.rank, self.others = ranks, rank, itertools.cycle(others)
         self.seconds = forward, backward
-        self.rank = rank
-        self.register_full_backward_pre_hook(lambda *_: self.sleep(1))
+        self.register_full_backward_pre_hook(lambda *_: self.spend(1))
 
-    def sleep(self, which):
-        if self.rank in (None, dist.get_rank()):
-            time.sleep(self.seconds[which])
+    def spend(self, which):
+        if dist.get_rank() == self.rank and self.seconds[which]:
+            self.ranks.spend(self.seconds[which], next(self.others))
 
     def forward(self, input):
         if torch.is_grad_enabled():  # Not when cuts are tried.
-            self.sleep(0)
+            self.spend(0)
         return super().forward(input)
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    return Ranks(monkeypatch)
 
 
 class Untimed(Callback):
@@ -192,13 +266,20 @@ class Untimed(Callback):
         assert bool(trainer.strategy.pipeline.executor.watchers) == profiling, trainer.global_step
 
 
-def stages_of(replicas, slow_first=None, slow_last=None):
+def stages_of(ranks, replicas, slow_first=None, slow_last=None, step=0.0):
     """What each stage of a pipeline of two did in a step of 4 microbatches, from what was logged."""
+
+    class Classifier(ImageClassifier):
+        def training_step(self, batch, batch_idx):
+            if dist.get_rank() == 0:
+                ranks.spend(step, {})
+            return super().training_step(batch, batch_idx)
+
     first = nn.Sequential(nn.Conv2d(1, 4, 3), slow_first or nn.Tanh())
     last = nn.Sequential(nn.Conv2d(4, 4, 3), slow_last or nn.Tanh(), nn.Flatten(), nn.Linear(64, 10))
     strategy = HybridPipelineStrategy(replicas=replicas, cuts=["0"], microbatches=4, start_method="fork")
     profile = StepProfile(skip_first=2, steps=4)
-    model = ImageClassifier(nn.Sequential(first, last), 10)
+    model = Classifier(nn.Sequential(first, last), 10)
     fit(profile, Untimed(), model=model, strategy=strategy, devices=sum(replicas), max_steps=8, logger=CSVLogger("."))
     with open("lightning_logs/version_0/metrics.csv", newline="") as file:
         row = list(csv.DictReader(file))[-1]
@@ -208,113 +289,64 @@ def stages_of(replicas, slow_first=None, slow_last=None):
             _, stage, part = name.split("/")
             found[int(stage[6:])][part[:-3]] = float(value)
     for times in found:
-        assert times["metrics"] > 0
         assert times["step"] == pytest.approx(sum(value for part, value in times.items() if part != "step"))
     return found
 
 
-def test_a_slow_stage_computes_and_the_other_one_waits_for_it(capfd):
-    first, last = stages_of([1, 1], slow_last=Slow(forward=0.02, backward=0.06))
-    computing = last["forward"] + last["backward"]
-    assert last["forward"] >= 80
-    assert last["backward"] > 2 * last["forward"]
-    assert computing > 0.6 * last["step"]
-    assert first["forward"] + first["backward"] < 0.3 * computing
-    assert first["receive"] > 0.6 * computing
-    assert last["receive"] < 0.3 * computing
-    assert first["step"] == pytest.approx(last["step"], rel=0.1)
+def test_a_slow_stage_computes_and_the_other_one_waits_for_it(ranks, capfd):
+    slow = Slow(ranks, 1, [{0: "receive"}], forward=0.02, backward=0.06)
+    first, last = stages_of(ranks, [1, 1], slow_last=slow, step=0.005)
+    assert last["forward"] == pytest.approx(4 * 20)
+    assert last["backward"] == pytest.approx(4 * 60)
+    assert last["receive"] == 0
+    expected = {"receive": 4 * (20 + 60), "metrics": 5, "step": 4 * (20 + 60) + 5}
+    assert first == pytest.approx(dict.fromkeys(first, 0) | expected)
     printed = capfd.readouterr().out
     assert "┃ stage 0 ┃ stage 1 ┃ share ┃" in printed
     waits = [int(share) for share in re.search(r"stage 0 (\d+)%, stage 1 (\d+)%\. The others", printed).groups()]
-    assert waits[0] > 60 > 40 > waits[1]
+    assert waits[0] == round(100 * 320 / 325)
+    assert waits[1] <= round(100 * 5 / 325), "for training_step of the first stage, at most"
 
 
-def test_a_replica_that_waits_for_the_other_ones_gradients_reduces():
-    first, last = stages_of([2, 1], slow_first=Slow(backward=0.1, rank=0))
-    # Mean of the replica that takes 200 ms for its two backwards and of the one that waits for the last of them.
-    assert 100 <= first["backward"] < 0.7 * first["step"]
-    assert first["reduce"] > 0.2 * first["step"]
-    assert last["reduce"] < 0.3 * first["reduce"]
-    # Its outputs leave with the last backward; then Lightning's own broadcast, whether a signal has come, waits.
-    assert last["gather"] > 0.2 * last["step"]
-    assert last["gather"] + last["other"] > 0.6 * last["step"]
+def test_a_replica_that_waits_for_the_other_ones_gradients_reduces(ranks):
+    # The last stage's outputs leave with its last backward; then Lightning's own broadcast waits.
+    slow = Slow(ranks, 0, [{1: "reduce", 2: "gather"}, {1: "reduce", 2: "other"}], backward=0.1)
+    first, last = stages_of(ranks, [2, 1], slow_first=slow)
+    # Means of the replica that takes 200 ms for its two backwards and of the one that waits for it.
+    assert first["backward"] == pytest.approx(100)
+    assert first["reduce"] == pytest.approx(100)
+    assert last["reduce"] == last["receive"] == 0
+    assert last["gather"] == pytest.approx(100)
 
 
-class SlowLinks(DDPStrategy):
-    """DDP in which the all-reduce of the gradients that are ready first (the last layers') takes some time more."""
+def reduced(monkeypatch, spend, total, hidden, **options):
+    """The profile of a run whose backward takes 100 ms each time, of which DDP says what all-reduce took."""
+    monkeypatch.setattr(step_profile, "communication_seconds", lambda model: (total, hidden))
 
-    def __init__(self, seconds, **kwargs):
-        super().__init__(start_method="fork", **kwargs)
-        self.seconds = seconds
+    class Classifier(ImageClassifier):
+        def backward(self, loss):
+            spend(0.1)
+            loss.backward()
 
-    def configure_ddp(self):
-        super().configure_ddp()
-
-        def hook(state, bucket):
-            sent = allreduce_hook(state, bucket)
-            if bucket.index() > 0:
-                return sent
-            late = torch.futures.Future()
-
-            def arrive():
-                result = sent.wait()
-                time.sleep(self.seconds)
-                late.set_result(result)
-
-            # Not `sent.then`: on the rank that is last it would run at once, within backward.
-            threading.Thread(target=arrive).start()
-            return late
-
-        self.model.register_comm_hook(None, hook)
+    profile = StepProfile(2, 8)
+    options = {"limit_val_batches": 0, "logger": False, "max_epochs": 1, "limit_train_batches": 12, **options}
+    fit(profile, model=classifier(Classifier), strategy=DDPStrategy(), **options)
+    return profile.milliseconds
 
 
-class SlowFirstLayers(ImageClassifier):
-    """Spends 60 ms of backward after the gradients of the last layer are there."""
-
-    def on_fit_start(self):
-        self.network.block1.register_full_backward_pre_hook(lambda *_: time.sleep(0.06))
-
-
-def profiled(model, strategy, **options):
-    """The profile of a run on two processes, from what was logged."""
-    fit(
-        StepProfile(12, 8),  # Without being asked to, DDP times its first ten steps only.
-        model=model,
-        strategy=strategy,
-        devices=2,
-        max_steps=20 // options.get("accumulate_grad_batches", 1),
-        limit_val_batches=0,
-        logger=CSVLogger("."),
-        **options,
-    )
-    with open("lightning_logs/version_0/metrics.csv", newline="") as file:
-        row = list(csv.DictReader(file))[-1]
-    return {name[8:-3]: float(value) for name, value in row.items() if name.startswith("profile/") and value}
+def test_communication_in_the_open_is_told_from_backward_that_hides_the_rest(monkeypatch, spend):
+    times = reduced(monkeypatch, spend, total=0.04, hidden=0.03)
+    assert times["communication_total"] == pytest.approx(40)
+    assert times["communication"] == pytest.approx(10)
+    assert times["backward"] == pytest.approx(90)
+    assert times["step"] == pytest.approx(100)
 
 
-def test_communication_in_the_open_is_told_from_backward():
-    times = profiled(classifier(), SlowLinks(0.04))
-    # The thread that delays it may begin while backward is still closing the bucket.
-    assert 30 <= times["communication"] <= times["communication_total"]
-    assert times["communication_total"] >= 40
-    assert times["backward"] < 40
-    parts = set(times) - {"step", "communication_total"}
-    assert times["step"] == pytest.approx(sum(times[part] for part in parts))
-
-
-def test_communication_that_backward_hides_counts_as_backward():
-    # Buckets of 100 bytes: the last layer's leaves before block1 computes.
-    times = profiled(classifier(SlowFirstLayers), SlowLinks(0.04, bucket_cap_mb=0.0001))
-    assert times["backward"] >= 60
-    assert times["communication_total"] >= 60
-    assert times["communication"] < 40
-
-
-def test_accumulation_counts_an_all_reduce_once():
-    times = profiled(classifier(), SlowLinks(0.08), accumulate_grad_batches=4)
-    # Two of the six profiled batches send: a third of 80 ms and of what a busy machine adds; all would be over 80.
-    assert times["communication_total"] >= 20
-    assert 15 <= times["communication"] < 65
+def test_accumulation_counts_an_all_reduce_once(monkeypatch, spend):
+    times = reduced(monkeypatch, spend, total=0.08, hidden=0.0, accumulate_grad_batches=4)
+    # Two of the eight profiled batches send.
+    assert times["communication_total"] == times["communication"] == pytest.approx(80 / 4)
+    assert times["backward"] == pytest.approx(100 - 80 / 4)
 
 
 def test_a_second_fit_is_profiled_by_itself(spend):

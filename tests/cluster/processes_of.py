@@ -37,14 +37,14 @@ class Program:
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 200) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.end()
             raise AssertionError(f"no end in {seconds} s:\n{self.output()}") from None
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 90) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 150) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.output()

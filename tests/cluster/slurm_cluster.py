@@ -16,7 +16,7 @@ from pathlib import Path
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 CPUS = 8
-START_SECONDS = 30
+START_SECONDS = 90
 
 
 def missing() -> str | None:

@@ -39,7 +39,7 @@ def examine(hosts: TwoHosts, *arguments: str, on_beta: Callable[[], None] = lamb
         if number == 1:
             on_beta()
         place = {"NNODES": "2", "NODE_RANK": str(number), "MASTER_ADDR": "alpha", "MASTER_PORT": "29481"}
-        doctor("--wait=20", *arguments, **place)
+        doctor("--wait=60", *arguments, **place)
 
     runs = [hosts.start(number, lambda number=number: run(number)) for number in (0, 1)]
     codes = [run.wait() for run in runs]
@@ -75,7 +75,7 @@ def test_other_versions_an_unshared_directory_and_a_wrong_clock_are_named(hosts:
     assert "2.6.4 on beta" in output
     assert f"mend: {tmp_path}/shared: beta does not see what alpha writes there" in output
     assert f"mend: {tmp_path}/shared: alpha does not see what beta writes there" in output
-    assert "mend: the clock of beta is 90.0 s ahead of that of alpha" in output
+    assert re.search(r"mend: the clock of beta is (8|9)\d\.\d s ahead of that of alpha", output), output
 
 
 @pytest.mark.cluster

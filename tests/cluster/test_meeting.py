@@ -20,14 +20,15 @@ def test_the_host_with_the_store_ends_after_the_others_have_read_what_is_wrong()
 
     def first_host():
         with pytest.raises(ConfigurationError) as failure:
-            meet(store, 0, 2, "127.0.0.1", None, 5)
+            meet(store, 0, 2, "127.0.0.1", None, 60)
         messages.append(str(failure.value))
 
     thread = threading.Thread(target=first_host)
     thread.start()
-    thread.join(0.5)
-    assert store.check(["failures/0"])
+    while not store.check(["failures/0"]):
+        thread.join(0.1)
+    thread.join(0.3)
     assert messages == []
     store.set("told/1", "")
-    thread.join(4)
+    thread.join()
     assert "cannot reach beta" in messages[0]

@@ -4,11 +4,15 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from conftest import run_forked
 
+from cnnstrategies.commands import interrupt
 from cnnstrategies.commands.interrupt import heeds_signals
 
 both = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -30,24 +34,37 @@ def test_a_main_thread_that_does_not_notice_is_ended(signum):
         with heeds_signals(end, seconds=0.2):
             tell(signum)
             signal.pthread_sigmask(signal.SIG_BLOCK, {signum})  # The system hands it to the other thread.
-            ctypes.CDLL(None).sleep(20)
+            ctypes.CDLL(None).sleep(1000)
 
-    began = time.monotonic()
     assert run_forked(run) == (128 + signum, "the others end\n")
-    assert time.monotonic() - began < 5
+
+
+class Decided(threading.Event):
+    """Leaves the main thread all the time that it needs to notice, and tells what came of it."""
+
+    noticed: ClassVar[list[bool]] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.noticed.append(super().wait(60))
+        return self.noticed[-1]
 
 
 @both
-def test_one_that_does_is_left_to_end_by_itself(signum):
+def test_one_that_does_is_left_to_end_by_itself(signum, monkeypatch):
+    monkeypatch.setattr(interrupt, "threading", SimpleNamespace(**vars(threading) | {"Event": Decided}))
+
     def run() -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        try:
-            with heeds_signals(end, seconds=0.1):
+        with heeds_signals(end, seconds=0.1):
+            try:
                 tell(signum)
-                time.sleep(20)
-        except KeyboardInterrupt:
-            time.sleep(0.3)
-            print("noticed", signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
+                time.sleep(1000)
+            except KeyboardInterrupt:
+                while not Decided.noticed:
+                    time.sleep(0.01)
+                assert Decided.noticed == [True]
+                time.sleep(0.1)  # It would be ended now.
+        print("noticed", signal.getsignal(signal.SIGINT) is signal.default_int_handler, flush=True)
 
     assert run_forked(run) == (0, "noticed True\n")
 

@@ -1,8 +1,12 @@
 """Augmentations draw for each image of a batch."""
 
+import pytest
 import torch
+from torch import nn
+from torchvision.transforms import v2
 
-from cnnstrategies.data.augment import RandomFlip, RandomShift, to_normalised
+from cnnstrategies import ConfigurationError
+from cnnstrategies.data.augment import RandomFlip, RandomShift, each_image, to_normalised
 
 
 def test_shift_is_a_crop_of_the_padded_image_drawn_for_each():
@@ -43,3 +47,18 @@ def test_normalising_leaves_its_argument_as_it_was():
     assert normalised.dtype == torch.float32
     expected = (before[:, 1] / 255 - 0.2) / 0.5
     assert torch.allclose(normalised[:, 1], expected, atol=1e-6)
+
+
+def test_a_users_transforms_draw_for_each_image_and_are_tried_before_the_start():
+    torch.manual_seed(0)
+    further = each_image([v2.RandAugment(), v2.RandomErasing(p=1.0, value=7)], (3, 8, 8))
+    images = torch.full((16, 3, 8, 8), 100, dtype=torch.uint8)
+    changed = nn.Sequential(*further)(images)
+    assert changed.shape == images.shape
+    assert changed.dtype == torch.uint8
+    assert len({tuple((image == 7).nonzero()[0].tolist()) for image in changed}) > 4
+    assert each_image(None, (3, 8, 8)) == []
+    with pytest.raises(ConfigurationError, match=r"transforms \(Resize\) makes torch.uint8 \(3, 4, 4\)"):
+        each_image([v2.Resize(4)], (3, 8, 8))
+    with pytest.raises(ConfigurationError, match=r"\(RandAugment, RandomCrop\) fails for a uint8 image of shape"):
+        each_image([v2.RandAugment(), v2.RandomCrop(9)], (3, 8, 8))

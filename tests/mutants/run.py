@@ -8,6 +8,7 @@ lives if they pass; then the guarantee is only claimed.
 import argparse
 import importlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,7 +59,7 @@ class Mutant:
 def read() -> list[Mutant]:
     """The list."""
     return [
-        Mutant(name, one["file"], one["old"], one["new"], one["tests"].split())
+        Mutant(name, one["file"], one["old"], one["new"], shlex.split(one["tests"]))
         for name, one in yaml.safe_load(LIST.read_text()).items()
     ]
 

@@ -1,5 +1,6 @@
-"""A coordinator and members in forked processes, for the tests of the control plane."""
+"""A coordinator and members in forked processes, for the tests of the control plane; their time is virtual."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from virtual_time import VirtualTime
 
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
@@ -18,6 +20,7 @@ from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
 
 _context = multiprocessing.get_context("fork")
+APPEAR = 3600.0  # Virtual seconds may be short.
 
 
 @dataclass
@@ -33,14 +36,21 @@ class Run:
 
     def __post_init__(self):
         self.endpoint = self.endpoint or f"ipc://{self.directory}/coordinator"
-        settings = CoordinatorSettings(self.endpoint, self.workers, self.servers, self.timeout, **self.options)
         self.processes = {}
         self.pipes = {}
-        self.coordinator = self._fork(("coordinator", 0), lambda: CoordinatorService(settings).run())
+        self.time = VirtualTime(self.timeout / 10)
+        self._numbers = itertools.count()
+        self.coordinator = self.coordinate()
+
+    def coordinate(self, term=0):
+        options = {"appear": APPEAR, **self.options}
+        settings = CoordinatorSettings(self.endpoint, self.workers, self.servers, self.timeout, term=term, **options)
+        return self._fork(("coordinator", term), lambda: CoordinatorService(settings).run())
 
     def address(self, role, identity, incarnation=0):
         session = self.options.get("session", 0)
-        return Address(self.endpoint, role, identity, incarnation, self.timeout / 10, self.timeout, session=session)
+        times = self.timeout / 10, self.timeout, APPEAR
+        return Address(self.endpoint, role, identity, incarnation, *times, session=session)
 
     def worker(self, identity, function: Callable[[Collectives], Any], incarnation=0):
         def main():
@@ -55,17 +65,20 @@ class Run:
     def server(self, identity, incarnation=0, see=True):
         def main():
             membership = Membership(self.address("server", identity, incarnation), endpoint=f"ipc://{identity}")
+            while not see and membership._participant.view is None:
+                time.sleep(0.01)
+            Path(f"server-{identity}-is-there").touch()
             number = -1
             while True:
-                number = membership.wait_newer(number, 60).number if see else time.sleep(60)
+                number = membership.wait_newer(number, 1000).number if see else time.sleep(1000)
 
         return self._fork(("server", identity, incarnation), main)
 
-    def result(self, *key, timeout=20.0):
+    def result(self, *key, timeout=60.0):
         pipe, process = self.pipes[key], self.processes[key]
         assert pipe.poll(timeout), f"{key} gave no answer"
         state, value = pipe.recv()
-        process.join(5)
+        process.join(30)
         return value if state == "ok" else f"{state}: {value}"
 
     def kill(self, *key, how=signal.SIGKILL):
@@ -74,7 +87,8 @@ class Run:
     def close(self):
         for process in self.processes.values():
             process.kill()
-            process.join(5)
+            process.join()
+        self.time.close()
 
     def __enter__(self):
         return self
@@ -84,9 +98,11 @@ class Run:
 
     def _fork(self, key, function):
         receiver, sender = _context.Pipe(duplex=False)
+        number = next(self._numbers)
 
         def main():
             torch.set_num_threads(1)
+            self.time.use(number)
             try:
                 sender.send(("ok", function()))
             except BaseException as error:

@@ -77,7 +77,7 @@ class Cluster:
         for worker in range(self.specification.workers):
             self.start_worker(worker, function, *args)
 
-    def result(self, worker: int, timeout: float = 60) -> Any:
+    def result(self, worker: int, timeout: float = 150) -> Any:
         self.workers[worker].join(timeout)
         path = self.directory / f"result-{worker}"
         code = self.workers[worker].exitcode
@@ -86,7 +86,7 @@ class Cluster:
         assert not isinstance(result, BaseException), f"worker {worker}: {result}"
         return result
 
-    def results(self, timeout: float = 60) -> list[Any]:
+    def results(self, timeout: float = 150) -> list[Any]:
         return [self.result(worker, timeout) for worker in sorted(self.workers)]
 
     def kill(self, process: BaseProcess) -> None:
@@ -107,7 +107,7 @@ class Cluster:
     def server_report(self, server: int) -> Any:
         """What a server that was stopped saw: its log of clocks, drops and lost updates."""
         os.kill(self.servers[server].pid or 0, signal.SIGTERM)
-        self.servers[server].join(10)
+        self.servers[server].join(60)
         return torch.load(self.directory / f"report-{server}", weights_only=False)
 
     def __enter__(self) -> "Cluster":
@@ -127,7 +127,7 @@ class Cluster:
 def _serve(specification: Specification, directory: Path, id: int, endpoint: str, keys: KeyPair | None) -> None:
     torch.set_num_threads(1)
     views = FileViews(directory / "view.json")
-    views.wait_newer(0, 10)
+    views.wait_newer(0, 60)
     server = ServerService(specification, views, id, endpoint, keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     server.run()
@@ -154,7 +154,7 @@ def _work(
     scratch.replace(cluster.directory / f"result-{id}")
 
 
-def wait_for(path: Path, timeout: float = 30) -> None:
+def wait_for(path: Path, timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear"

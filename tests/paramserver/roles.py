@@ -31,7 +31,7 @@ class Roles:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in parameters]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.5, momentum=0.5)
         named = [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
-        options = {"timeout": 1.0} | options
+        options = {"timeout": 60.0} | options
         self.specification = Specification.of(named, self.optimizer, workers, **options)
         self.servers: dict[int, ServerService] = {}
         self.threads: dict[int, threading.Thread] = {}
@@ -62,7 +62,7 @@ class Roles:
     def kill(self, number: int) -> None:
         """Have a server answer no more."""
         self.servers[number].stop()
-        self.threads[number].join(10)
+        self.threads[number].join()
 
     def worker(self, number: int = 0, view: View | None = None) -> tuple[Worker, list[Tensor]]:
         """A worker, and its parameters."""

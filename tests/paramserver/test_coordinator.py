@@ -10,12 +10,13 @@ import pytest
 import torch
 import zmq
 from control_plane import Run
+from local_cluster import wait_for
 
+from cnnstrategies.paramserver.coordinator.roster import TERM
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
-
-TIMEOUT = 1.0
+from cnnstrategies.paramserver.supervision import Supervision
 
 
 def every_collective(collectives):
@@ -63,9 +64,16 @@ def go_on(collectives):
     sizes = []
     while not sizes or sizes[-1] > 1:
         sizes.append(len(collectives.gather(None).values))
+        if len(sizes) == 20:
+            Path(f"trains-{collectives.membership.address.id}").touch()
     assert collectives.present == [collectives.membership.address.id]
     collectives.boundary(None)  # Brings the newest view.
     return sizes, [worker.id for worker in collectives.membership.current().workers]
+
+
+def all_train():
+    for rank in range(2):
+        wait_for(Path(f"trains-{rank}"))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -73,7 +81,7 @@ def test_a_worker_that_dies_is_no_longer_waited_for(tmp_path, how):
     with Run(tmp_path, 2, options={"essential": []}) as run:
         for rank in range(2):
             run.worker(rank, go_on)
-        time.sleep(random.Random(0).uniform(0.5, 1.0))
+        all_train()
         run.kill("worker", 0, 0, how=how)
         sizes, view = run.result("worker", 1, 0)
         if how == signal.SIGSTOP:
@@ -86,10 +94,15 @@ def test_a_worker_that_dies_is_no_longer_waited_for(tmp_path, how):
 
 
 def test_a_death_before_training_ends_the_run_and_names_who_died(tmp_path):
+    def be_late(collectives):
+        collectives.membership.wait_registered()
+        Path("registered").touch()
+        time.sleep(1000)
+
     with Run(tmp_path, 2) as run:
         run.worker(0, every_collective)
-        late = run.worker(1, lambda collectives: time.sleep(60))
-        time.sleep(0.5)
+        late = run.worker(1, be_late)
+        wait_for(Path("registered"))
         late.kill()
         message = run.result("worker", 0, 0)
     assert message.startswith(f"RunEnded: worker 1 (process {late.pid} on {os.uname().nodename}) was silent for 1 s")
@@ -100,12 +113,42 @@ def test_without_a_coordinator_every_worker_ends_and_says_why(tmp_path, how):
     with Run(tmp_path, 2) as run:
         for rank in range(2):
             run.worker(rank, go_on)
-        time.sleep(0.7)
+        all_train()
         run.kill("coordinator", 0, how=how)
         for rank in range(2):
             message = run.result("worker", rank, 0)
             assert message.startswith("RunEnded: the coordinator at ipc://")
             assert "was silent for 1 s" in message
+
+
+def test_a_coordinator_that_is_started_again_goes_on_where_the_other_was_killed(tmp_path):
+    def work(collectives):
+        rank, done, sizes = collectives.membership.address.id, [], []
+        name = collectives.broadcast(f"run of {os.getpid()}")
+        collectives.start()
+        for epoch in range(3):
+            collectives.boundary(epoch)
+            collectives.begin_epoch(epoch, 40, 2)
+            processed = 0
+            while chunk := collectives.take(epoch, processed):
+                processed += len(chunk)
+                done += [(chunk.epoch, one) for one in range(chunk.start, chunk.stop)]
+                if (rank, epoch, processed) == (0, 1, 4):
+                    run.time.hold()
+                    os.kill(run.coordinator.pid, signal.SIGKILL)
+            sizes.append(len(collectives.gather(None).values))
+        return name, done, sizes, collectives.membership.current().number
+
+    with Run(tmp_path, 2, timeout=30, options={"restartable": True}) as run:
+        for rank in range(2):
+            run.worker(rank, work)
+        run.coordinator.join(60)
+        run.time.go_on(run.coordinate(term=1).pid)
+        names, done, sizes, numbers = zip(*(run.result("worker", rank, 0) for rank in range(2)), strict=True)
+    assert names[0] == names[1]
+    assert sizes == ([2, 2, 2], [2, 2, 2])
+    assert sorted(done[0] + done[1]) == [(epoch, one) for epoch in range(3) for one in range(40)]
+    assert all(number > TERM for number in numbers)
 
 
 def test_services_start_without_lightning_and_outlive_the_signals_of_job_managers(tmp_path):
@@ -133,17 +176,18 @@ def test_a_lost_server_ends_the_run_unless_it_has_a_copy(tmp_path):
         directory.mkdir()
         with Run(directory, 1, 2, options={"survivable": survivable}) as run:
 
-            def count(collectives):
+            def count(collectives, directory=directory):
                 collectives.start()
-                deadline = time.monotonic() + 3
-                while time.monotonic() < deadline and len(collectives.membership.current().servers) == 2:
-                    time.sleep(0.05)
-                return [server.id for server in collectives.membership.current().servers]
+                (directory / "started").touch()
+                view = collectives.membership.current()
+                while len(view.servers) == 2:
+                    view = collectives.membership.wait_newer(view.number, 60)
+                return [server.id for server in view.servers]
 
             run.worker(0, count)
             run.server(0)
             server = run.server(1)
-            time.sleep(0.5)
+            wait_for(directory / "started")
             server.kill()
             result = run.result("worker", 0, 0)
         if survivable:
@@ -161,7 +205,9 @@ def test_training_starts_when_every_server_has_seen_the_workers(tmp_path):
         run.worker(0, start)
         run.server(0)
         run.server(1, see=False)
-        assert not run.pipes["worker", 0, 0].poll(1.5)
+        for server in range(2):
+            wait_for(Path(f"server-{server}-is-there"))
+        assert not run.pipes["worker", 0, 0].poll(0.3)
         run.kill("server", 1, 0)
         assert "server 1" in run.result("worker", 0, 0)
     directory = tmp_path / "both"
@@ -176,24 +222,36 @@ def test_training_starts_when_every_server_has_seen_the_workers(tmp_path):
 def test_a_worker_started_again_replays_the_set_up_and_joins_at_a_boundary(tmp_path):
     def train(collectives):
         name = collectives.broadcast(f"run of {os.getpid()}")
+        Path(f"life-{collectives.membership.address.incarnation}").touch()
         started = collectives.start()
-        seen, epoch = [], 0
+        seen, epoch, together = [], 0, 0
         if started.joined:
             epoch = started.values[started.leader]["epoch"]
-        while epoch < 40:
+        while together < 5:  # Epochs with the one that has joined.
             if not started.joined or seen:
                 collectives.boundary({"epoch": epoch})
-            seen.append((epoch, sorted(collectives.gather(epoch).values.items())))
+            values = collectives.gather([epoch, started.joined]).values
+            together += any(joined for _, joined in values.values())
+            seen.append((epoch, sorted((rank, its) for rank, (its, _) in values.items())))
             epoch += 1
-            time.sleep(0.05)
+            if epoch == 10:
+                Path("trained").touch()
+            time.sleep(0.005)
         return name, started.joined, seen
 
     with Run(tmp_path, 3) as run:
         for rank in range(3):
             run.worker(rank, train)
-        time.sleep(0.7)
+        wait_for(Path("trained"))
+        run.time.hold()  # It takes the place before the other one is missed, because that one's death is told.
         run.kill("worker", 0, 0)  # The leader; the name that it gave must stay.
+        died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "was killed", "replaced": True}
+        supervision = Supervision(run.address("supervision", 0))
+        while supervision._send("died", died) is None:
+            pass
         run.worker(0, train, incarnation=1)
+        wait_for(Path("life-1"))
+        run.time.go_on(run.coordinator.pid)
         results = [run.result("worker", 0, 1), run.result("worker", 1, 0), run.result("worker", 2, 0)]
     names, joined, seen = zip(*results, strict=True)
     assert len(set(names)) == 1
@@ -219,7 +277,7 @@ def test_workers_that_do_not_agree_are_told_where_each_is(tmp_path):
 def test_one_process_can_end_the_run_for_all(tmp_path):
     def fail(collectives):
         collectives.membership.end("worker 1 found NaN")
-        time.sleep(5)
+        time.sleep(1000)
 
     with Run(tmp_path, 2) as run:
         run.worker(0, go_on)
@@ -236,13 +294,19 @@ def test_samples_are_given_out_once_and_again_after_a_death(tmp_path):
         while True:
             chunk = collectives.take(0, processed)
             if not chunk:
-                time.sleep(1.5 * TIMEOUT)  # Until a death has been noticed.
+                Path(f"nothing-left-{rank}").touch()
+                while len(collectives.membership.current().workers) == 3:
+                    time.sleep(0.01)  # Until the death has been noticed.
                 chunk = collectives.take(0, processed)
             if not chunk:
                 break
-            if rank == 2 and len(done) == 3:
+            if rank == 0:
+                wait_for(Path("nothing-left-1"))  # It is slow.
+            elif rank == 1:
+                wait_for(Path("dies"))
+            elif len(done) == 3:
+                Path("dies").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(0.004 if rank else 0.016)
             done.append((chunk.start, chunk.stop))
             processed += len(chunk)
         return done
@@ -251,7 +315,7 @@ def test_samples_are_given_out_once_and_again_after_a_death(tmp_path):
         for rank in range(3):
             run.worker(rank, work)
         slow, fast = run.result("worker", 0, 0), run.result("worker", 1, 0)
-    assert len(fast) > 2 * len(slow)
+    assert len(slow) <= 2 < len(fast), "its own, and maybe that of the dead one"
     samples = sorted(i for start, stop in slow + fast for i in range(start, stop))
     assert len(samples) == len(set(samples))
     # The dead worker had processed three chunks; its fourth was given to another.
@@ -281,6 +345,7 @@ def test_nonsense_neither_stops_the_coordinator_nor_registers_anybody(tmp_path):
 
 def test_a_process_that_nobody_expects_is_not_let_in(tmp_path):
     with Run(tmp_path, 1) as run:
+        run.time.use(1)
         membership = Membership(run.address("worker", 0))
         membership.wait_registered()
         impostor = Membership(run.address("worker", 0))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.light
 KINDS = [
     word
     for line in (
-        "hello beat leave collect put get epoch take notice end died status",
+        "hello beat leave collect put get epoch take notice end died left status give",
         "stop probe over done view nonsense",
     )
     for word in line.split()
@@ -27,7 +27,7 @@ FIELDS = [
     for line in (
         "role id incarnation process host endpoint public_key how replaced here seen notices",
         "sequence operation seal boundary name value epoch samples chunk processed ordinal message",
-        "clean members ids floor",
+        "clean members ids floor told item report sizes view admitted",
     )
     for word in line.split()
 ]

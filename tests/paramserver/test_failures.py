@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_cluster import Cluster
+from local_cluster import Cluster, wait_for
 from ranks import run_apart
 from torch import Tensor, nn
 from training import SGD, Replica, batches, specify, train_alone
@@ -26,11 +26,14 @@ STEPS = 60
 
 
 def train(connect: Callable[..., Any], id: int, shares: list[slice], steps: int = STEPS, pause: float = 0.005) -> Any:
+    """Trains some steps, of which the last come after what the test does meanwhile."""
     replica = Replica(connect, SGD)
     replica.worker.initialise()
     first = replica.worker.join()
     data = batches(steps, 12)
     for step in range(first, steps):
+        if step == steps - 3:
+            wait_for(Path("goes-on"), 150)
         images, targets = data[step]
         replica.step(images[shares[id]], targets[shares[id]])
         if step > first:  # So that a step has been answered.
@@ -42,7 +45,7 @@ def train(connect: Callable[..., Any], id: int, shares: list[slice], steps: int 
     return replica.network.state_dict(), first
 
 
-def until(condition: Callable[[], bool], timeout: float = 30) -> None:
+def until(condition: Callable[[], bool], timeout: float = 60) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"
@@ -78,12 +81,12 @@ def test_with_two_copies_a_servers_death_changes_nothing(seed: int, clip: float 
         for server, restarted in ((first, True), (second, False)):
             time.sleep(chance.uniform(0, 0.1))
             cluster.kill(cluster.servers[server])
-            assert all(worker.is_alive() for worker in cluster.workers.values()), "killed too late to matter"
             cluster.without_server(server)
             if restarted:
                 time.sleep(chance.uniform(0, 0.05))
                 cluster.start_server(server)
                 time.sleep(0.1)
+        Path("goes-on").touch()
         for network, _ in cluster.results():
             assert_same(network, expected)
 
@@ -102,7 +105,9 @@ def test_async_with_two_copies_applies_every_update_exactly_once(seed: int, tmp_
         worker = connect(values)
         worker.initialise()
         worker.join()
-        for _ in range(100):
+        for step in range(100):
+            if step == 97:
+                wait_for(tmp_path / "goes-on")
             worker.begin_step(hyperparameters(optimizer), 1)
             for index in reversed(range(4)):
                 worker.push(index, torch.ones(1000))
@@ -120,8 +125,8 @@ def test_async_with_two_copies_applies_every_update_exactly_once(seed: int, tmp_
         time.sleep(chance.uniform(0.05, 0.25))
         server = chance.randrange(3)
         cluster.kill(cluster.servers[server])
-        assert all(worker.is_alive() for worker in cluster.workers.values()), "killed too late to matter"
         cluster.without_server(server)
+        (tmp_path / "goes-on").touch()
         for values in cluster.results():
             for value in values:
                 assert torch.equal(value, torch.full((1000,), -200.0))
@@ -137,6 +142,7 @@ def test_sync_goes_on_with_the_workers_that_are_left(seed: int, tmp_path: Path) 
         victim = chance.randrange(3)
         cluster.kill(cluster.workers.pop(victim))
         cluster.without_worker(victim)
+        Path("goes-on").touch()
         results = cluster.results()
         logs = [cluster.server_report(server)["log"] for server in range(2)]
     assert logs[0] == logs[1], "every server saw the same members in every step"
@@ -154,6 +160,8 @@ def test_a_new_worker_joins_at_a_step_boundary_with_the_present_parameters(tmp_p
         all_train(cluster)
         cluster.with_worker(2)
         cluster.start_worker(2, train, [slice(0, 6), slice(6, 12), slice(0, 12)], 60)
+        until(lambda: Path("trained-2").exists())
+        Path("goes-on").touch()
         results = cluster.results()
         logs = [cluster.server_report(server)["log"] for server in range(2)]
     first = results[2][1]
@@ -179,6 +187,7 @@ def test_a_stopped_worker_is_told_that_it_was_removed(tmp_path: Path) -> None:
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         cluster.without_worker(1)
+        Path("goes-on").touch()
         cluster.result(0)
         os.kill(pid, signal.SIGCONT)
         cluster.result(1)
@@ -189,11 +198,12 @@ def test_a_server_that_is_lost_without_a_copy_is_named(tmp_path: Path) -> None:
         with pytest.raises(ServersUnreachableError, match=r"server 1 died, and .* slices of the parameters with it"):
             train(connect, id, [slice(0, 6)])
 
-    with Cluster(specify(SGD, 1, servers=2, timeout=1.0), tmp_path) as cluster:
+    with Cluster(specify(SGD, 1, servers=2, timeout=3.0), tmp_path) as cluster:
         cluster.start_workers(lose)
         all_train(cluster)
         cluster.kill(cluster.servers[1])
         cluster.without_server(1)
+        Path("goes-on").touch()
         cluster.results()
 
 
@@ -207,6 +217,7 @@ def test_a_server_that_was_restarted_without_values_is_named(tmp_path: Path) -> 
         all_train(cluster)
         cluster.kill(cluster.servers[1])
         cluster.start_server(1)
+        Path("goes-on").touch()
         cluster.results()
 
 
@@ -217,6 +228,7 @@ def test_others_do_not_wait_for_a_dead_worker(mode: dict[str, Any], tmp_path: Pa
         all_train(cluster)
         cluster.kill(cluster.workers.pop(1))
         cluster.without_worker(1)
+        Path("goes-on").touch()
         cluster.results()
         log = cluster.server_report(0)["log"]
     assert (0, STEPS) in log
@@ -282,5 +294,6 @@ def test_what_a_cut_link_loses_is_sent_again(options: dict[str, Any], tmp_path: 
             time.sleep(chance.uniform(0, 0.1))
             chance.choice(cables).cut()
             cuts += 1
-        assert cuts >= 3, "too few to matter"
+            if cuts == 3:
+                Path("goes-on").touch()
         assert_same(cluster.result(0)[0], expected)

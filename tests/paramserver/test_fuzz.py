@@ -129,7 +129,9 @@ class Attacker:
         return [options]
 
     def forged_server(self) -> list[bytes]:
-        text = self.random.choice([*JSON, pack_json({"step": 0, "members": [0], "options": [], "scale": 1.0})])
+        text = self.random.choice(
+            [*JSON, pack_json({"step": 0, "members": [0], "lives": [0], "options": [], "scale": 1.0})]
+        )
         kind = self.random.choice(FROM_SERVERS)
         return self.message(text, kind=kind, sender=SERVER + self.random.choice([1, 7]), meta=len(text))
 

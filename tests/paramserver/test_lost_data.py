@@ -69,7 +69,7 @@ def test_training_is_the_same_when_messages_are_lost(
             left[kind] -= 1
             return left[kind] >= 0 or chance.random() < 0.2
 
-    with roles(tmp_path, (40, 30, 20), servers=2, timeout=10.0, slice_bytes=64, **MODES[mode]) as run:
+    with roles(tmp_path, (40, 30, 20), servers=2, slice_bytes=64, **MODES[mode]) as run:
         wire = Wire(run, loses)
         worker, values = run.worker()
         wire.to(worker)
@@ -91,18 +91,23 @@ def test_training_is_the_same_when_messages_are_lost(
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_server_that_learns_of_a_failover_after_the_worker(mode: str, tmp_path: Path) -> None:
-    with roles(tmp_path, (40, 30), servers=2, replication=2, mode=mode, timeout=5.0) as run:
+    with roles(tmp_path, (40, 30), servers=2, replication=2, mode=mode) as run:
         worker, values = run.worker()
         worker.initialise()
         train(run, worker, 2)
         run.kill(0)
         after = replace(run.view, number=2, servers=run.view.servers[1:], lost=(0,))
         run.show("worker-0", after)
-        late = threading.Timer(0.5, lambda: run.show("server-1", after))
+        told = threading.Event()
+
+        def tell() -> None:
+            told.set()
+            run.show("server-1", after)
+
+        late = threading.Timer(0.5, tell)
         late.start()
-        begun = time.monotonic()
         run.step(worker)
-        assert 0.4 < time.monotonic() - begun < 3
+        assert told.is_set(), "it cannot go on before"
         late.join()
     for value in values:
         torch.testing.assert_close(value, torch.full_like(value, -0.5 * (1 + 1.5 + 1.75)))
@@ -112,27 +117,27 @@ def test_servers_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
     hole = socket.socket(socket.AF_UNIX)
     hole.bind(str(tmp_path / "hole"))
     hole.listen()
-    with roles(tmp_path, servers=2, replication=2, mode="async", timeout=0.6) as run:
+    with roles(tmp_path, servers=2, replication=2, mode="async", timeout=1.5) as run:
         there, elsewhere = run.view.servers
         deaf = replace(run.view, number=2, servers=(there, replace(elsewhere, endpoint=f"ipc://{tmp_path}/hole")))
         run.show("server-0", deaf)
         run.show("server-1", replace(run.view, number=2))
         worker, _ = run.worker(view=replace(run.view, number=2))
         worker.initialise()
-        with pytest.raises(ServersUnreachableError, match=r"server 1 has heard nothing from server 0 for 1\.2 s"):
+        with pytest.raises(ServersUnreachableError, match=r"server 1 has heard nothing from server 0 for 3 s"):
             train(run, worker, 3)
 
 
 def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Path) -> None:
     """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
-    with roles(tmp_path, timeout=0.6) as run:
+    with roles(tmp_path, timeout=2.0) as run:
         worker, _ = run.worker()
         worker.initialise()
         worker.join()
         connections = worker._role._connections
         handle = connections.send
         connections.send = lambda server, kind, *a, **k: 0 if kind == Kind.HELLO else handle(server, kind, *a, **k)  # type: ignore
-        ends = time.monotonic() + 1.5
+        ends = time.monotonic() + 3.0
 
         def waiting() -> bool:
             return time.monotonic() < ends

@@ -13,10 +13,14 @@ from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.control import parse
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import COORDINATOR, Participant
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Message, Peer, Send
+from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Send
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
+
+TIMEOUT = 60.0  # Nobody is silent for so long on a busy machine.
 
 
 class LossyCoordinator:
@@ -30,13 +34,13 @@ class LossyCoordinator:
 
     def __init__(self, directory: Path, loses: Callable[[str], bool], workers: int = 2, **settings: Any) -> None:
         endpoint = f"ipc://{directory}/coordinator"
-        self._service = CoordinatorService(CoordinatorSettings(endpoint, workers, 0, 5.0, **settings))
-        self.address = Address(endpoint, "worker", 0, 0, 0.05, 5.0)
+        self._service = CoordinatorService(CoordinatorSettings(endpoint, workers, 0, TIMEOUT, **settings))
+        self.address = Address(endpoint, "worker", 0, 0, 0.05, TIMEOUT)
         handle, send = self._service.handle, self._service._send
 
-        def lossy_handle(frames: Any) -> None:
+        def lossy_handle(frames: Any, key: str = "") -> None:
             if not loses(parse(frames[1:])[1].kind):
-                handle(frames)
+                handle(frames, key)
 
         def lossy_send(peer: Peer, message: Message) -> None:
             if not loses(message.kind):
@@ -49,18 +53,18 @@ class LossyCoordinator:
         self._thread.start()
 
     def worker(self, number: int) -> Membership:
-        return Membership(Address(self.address.coordinator, "worker", number, 0, 0.05, 5.0))
+        return Membership(Address(self.address.coordinator, "worker", number, 0, 0.05, TIMEOUT))
 
     def __enter__(self) -> "LossyCoordinator":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopping = True
-        self._thread.join(10)
+        self._thread.join()
         self._service.close()
 
 
-def together(functions: list[Callable[[], Any]], seconds: float = 20) -> list[Any]:
+def together(functions: list[Callable[[], Any]], seconds: float = 60) -> list[Any]:
     """What some functions return that run at the same time; fails if one does not."""
     results: dict[int, Any] = {}
 
@@ -135,40 +139,52 @@ def test_the_first_of_each_kind_is_lost(tmp_path: Path) -> None:
 
     with LossyCoordinator(tmp_path, loses) as lossy:
         members = [lossy.worker(number) for number in range(2)]
-        begun = time.monotonic()
         (first, _), (second, _) = together([lambda m=m: work(m) for m in members])  # type: ignore[misc]
     assert first == second
-    assert time.monotonic() - begun < 5, "nobody was taken for dead"
     assert all(count < 0 for count in left.values()), left
 
 
-def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named(
-    tmp_path: Path,
-) -> None:
-    with LossyCoordinator(tmp_path, lambda kind: kind == "collect", workers=1) as lossy:
-        member = Membership(Address(lossy.address.coordinator, "worker", 0, 0, 0.05, 0.5))
-        run = Collectives(member)
-        with pytest.raises(RuntimeError, match=r"worker 0: the coordinator at ipc:.* has not answered `end` for"):
-            run.barrier("end")
-        member.close()
+def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named() -> None:
+    role = Participant(Address("ipc://here", "worker", 0, 0, 0.5, 5.0), 1, {})
+    role.start(0.0)
+    role.on_message(0.0, COORDINATOR, Message("done", {"view": View(1, (), ()).as_dict()}, request=1))
+    role.on_call(0.0, Call(7, "collect", {"operation": "end"}))
+    for tick in range(1, 50):
+        role.on_message(tick / 2, COORDINATOR, Message("pong", {"number": 1}))
+        for effect in role.on_timer(tick / 2, "beat"):
+            if isinstance(effect, End):
+                assert tick / 2 > 15.0
+                assert effect.reason == (
+                    "worker 0: the coordinator at ipc://here has not answered `end` for 16 s, although it hears this "
+                    "process's heartbeats"
+                )
+                return
+    raise AssertionError("it waits for ever")
 
 
 def test_who_waits_is_told_for_whom(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(membership, "WARN_SECONDS", 0.3)
+    monkeypatch.setattr(membership, "WARN_SECONDS", 0.1)
+    told = threading.Event()
 
-    def late(member: Membership, seconds: float) -> None:
-        run = Collectives(member)
-        time.sleep(seconds)
-        run.barrier("second")
+    def on_time(member: Membership) -> None:
+        Collectives(member).barrier("second")
+
+    def late(member: Membership) -> None:
+        said = ""
+        while "worker 0 has waited in `second` for worker 1 for " not in said:  # Else nobody ends within the time.
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        told.set()
+        Collectives(member).barrier("second")
 
     with LossyCoordinator(tmp_path, lambda kind: False) as lossy:
         members = [lossy.worker(number) for number in range(2)]
-        together([lambda: late(members[0], 0.0), lambda: late(members[1], 0.6)])
+        together([lambda: on_time(members[0]), lambda: late(members[1])])
         for member in members:
             member.close()
-    assert "worker 0 has waited in `second` for worker 1 for 0 s" in capfd.readouterr().err
+    assert told.is_set()
 
 
 def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_it() -> None:
@@ -182,7 +198,7 @@ def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_i
     start = {"session": 0, "floor": 0, "sequence": 0, "operation": "start", "seal": True}
     for peer in workers:
         role.on_message(0.1, peer, Message("collect", start, request=2))
-    beat = Message("beat", {"session": 0, "here": 1, "seen": 1, "notices": 0})
+    beat = Message("beat", {"session": 0, "here": 1, "seen": 1, "notices": 0, "told": 0})
     for tick in range(2, 100):
         role.on_message(tick / 10, workers[1], beat)
         for effect in role.on_timer(tick / 10, "tick"):

@@ -29,10 +29,12 @@ def test_a_view_is_one_message_for_all_and_its_number_has_one_content():
     roster = Roster(3, 1, 0, send=lambda peer, message: sent.append(message))
     for number in range(3):
         roster.add(Member(Peer(WORKER, number), 1, "here", 0.0))
-    roster.sealed = True
+    roster.sealed_at = 0
     roster.publish()
     assert len({id(message) for message in sent}) == 1
     roster.remove(roster.at(WORKER, 1))
     assert roster.view_message is sent[0]  # Who asks again before the next view is told what the others were.
     view = View.from_dict(sent[0].fields["view"])
-    assert (view.number, [worker.id for worker in view.workers]) == (1, [0, 1, 2])
+    assert (view.number, [worker.id for worker in view.workers], view.begun) == (1, [0, 1, 2], 1)
+    roster.publish()
+    assert View.from_dict(sent[-1].fields["view"]).begun == 1, "that of the first"

@@ -5,11 +5,14 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import zmq
 from control_plane import Run
+from local_cluster import wait_for
 
+from cnnstrategies.paramserver import supervision as supervising
 from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer
@@ -66,7 +69,7 @@ def test_a_worker_that_is_ahead_knocks_until_the_coordinator_of_its_session_is_t
 def test_who_knocks_again_before_the_answer_has_come_is_the_same(tmp_path):
     with Run(tmp_path, 1) as run, zmq.Context() as context:
         address = run.address("worker", 0)
-        connection = connect(address, context, None)
+        connection = connect(address, context, None, None)
         fields = {"session": 0, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
         for _ in range(2):
             send(connection, Peer("worker", 0), Message("hello", fields, request=1))
@@ -76,27 +79,28 @@ def test_who_knocks_again_before_the_answer_has_come_is_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_no_worker_is_started_again_in_a_session_that_another_started(tmp_path, capsys, victim):
+def test_no_worker_is_started_again_in_a_session_that_another_started(tmp_path, capsys, monkeypatch, victim):
     """And without the first, which starts the services of later sessions, the others end."""
+    monkeypatch.setattr(supervising, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(supervising, "GRACE", 0.5)
     with Run(tmp_path, 2, timeout=0.5) as run:
 
         def go_on(collectives):
             rank = collectives.membership.address.id
             collectives.barrier()
             collectives.membership.close()
-            time.sleep(1.5 if rank == victim else 2.0)
+            Path(f"left-{rank}").touch()
             if rank == victim:
+                wait_for(Path(f"left-{1 - rank}"))
                 os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60 if victim == 0 else 0)
+            time.sleep(1000 if victim == 0 else 0)
 
         supervision = Supervision(run.address("supervision", 0))
         for rank in range(2):
             supervision.start(
                 Watched("worker", rank, lambda life, rank=rank: Forked(run.worker(rank, go_on)), restarts=3)
             )
-        began = time.monotonic()
         supervision.watch()
-        assert time.monotonic() - began < 15
     codes = [-signal.SIGKILL, -signal.SIGKILL if victim == 0 else 0]
     assert [one.code for one in supervision.workers] == (codes if victim == 0 else codes[::-1])
     printed = capsys.readouterr().err
@@ -105,16 +109,25 @@ def test_no_worker_is_started_again_in_a_session_that_another_started(tmp_path, 
     )
 
 
-def test_services_stay_until_the_workers_of_other_nodes_have_left(tmp_path):
-    address = Address(f"ipc://{tmp_path}/coordinator", "supervision", 0, 0, 0.1, 1.0)
+def test_services_stay_until_the_workers_of_other_nodes_have_left(tmp_path, monkeypatch):
+    address = Address(f"ipc://{tmp_path}/coordinator", "supervision", 0, 0, 0.1, 60.0)
     settings = CoordinatorSettings(address.coordinator, 1, 0, address.timeout)
     supervision = Supervision(address)
     supervision.start(Watched(COORDINATOR, 0, lambda life: start(CoordinatorProcess(settings), "fork")))
-    membership = Membership(Address(address.coordinator, "worker", 0, 0, 0.1, 1.0))
+    membership = Membership(Address(address.coordinator, "worker", 0, 0, 0.1, 60.0))
     membership.wait_registered()
 
+    asked, ask = [], supervision._ask
+
+    def count():
+        asked.append(ask())
+        return asked[-1]
+
+    monkeypatch.setattr(supervision, "_ask", count)
+
     def leave():
-        time.sleep(1.0)
+        while len(asked) < 5:  # For the services to end meanwhile, if they do.
+            time.sleep(0.01)
         membership.current()  # Raises when the run is over.
         membership.close()
 

@@ -97,7 +97,7 @@ def test_a_push_that_comes_twice_is_applied_once(mode: dict[str, Any]) -> None:
     shard = shard_of(0, specification, Post())
     applies = Asynchronous(specification, shard)
     applies.join(0, 0)
-    applies.begin(0, 0, Begin([group.options for group in specification.groups], 1.0))
+    applies.begin((0, 0), 0, Begin([group.options for group in specification.groups], 1.0))
     key, *_ = shard.own
     assert [applies.push(WHO, *push_of(key, ones_for(shard, key))) for _ in range(2)] == [True, False]
     assert shard.store.versions[key] == 1
@@ -109,7 +109,7 @@ def test_a_push_that_comes_twice_is_counted_once() -> None:
     specification = specify(PLAIN, 1)
     slice_, *_ = cut(specification)
     pushes = Pushes()
-    pushes.begun[0] = Begin([], 1.0)
+    pushes.begun[0, 0] = Begin([], 1.0)
     _, payload = push_of(slice_.key, torch.ones(slice_.numel, dtype=torch.float64))
-    assert [pushes.add(0, slice_, payload, Encoding.DENSE) for _ in range(2)] == [True, False]
-    assert pushes.count(0) == 1
+    assert [pushes.add((0, 0), slice_, payload, Encoding.DENSE) for _ in range(2)] == [True, False]
+    assert pushes.count((0, 0)) == 1

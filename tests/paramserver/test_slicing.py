@@ -52,3 +52,5 @@ def test_the_oldest_live_copy_is_the_primary() -> None:
     restarted = (*servers[:2], ServerInfo(2, "ipc://new", since=3))
     assert holders(slice_, View(3, restarted, ())) == [0, 2], "the new process has no state"
     assert holders(slice_, View(4, (servers[1],), ())) == []
+    one_by_one = tuple(ServerInfo(id, f"ipc://{id}", since=id + 1) for id in range(3))
+    assert holders(slice_, View(4, one_by_one, (), begun=4)) == [2, 0], "none of them had state"

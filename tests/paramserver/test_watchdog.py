@@ -41,7 +41,7 @@ def test_workers_that_wait_for_each_other_end_the_run_and_are_named(second: str)
     ended = []
     for tick in range(60):
         for worker in range(2):
-            say(coordinator, tick / 20, worker, "beat", 0, here=0, seen=0, notices=0)
+            say(coordinator, tick / 20, worker, "beat", 0, here=0, seen=0, notices=0, told=0)
         effects = coordinator.on_timer(tick / 20, "tick")
         ended += [one.message for one in effects if isinstance(one, Send) and one.message.kind == "ended"]
     if second == "nothing":

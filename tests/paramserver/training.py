@@ -50,7 +50,7 @@ def specify(options: dict[str, Any], workers: int, **rest: Any) -> Specification
     network = make_network()
     optimizer = make_optimizer(network, options)
     make_scheduler(optimizer)
-    rest = {"slice_bytes": 2048, "timeout": 20.0} | rest
+    rest = {"slice_bytes": 2048, "timeout": 60.0} | rest
     return Specification.of(network.named_parameters(), optimizer, workers, **rest)
 
 

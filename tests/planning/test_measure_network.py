@@ -1,6 +1,6 @@
 """Profiling: what is measured, and that nothing of the network is touched."""
 
-import statistics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import trace
+from cnnstrategies.planning import measure_network
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.measure_network import profile
 
@@ -50,11 +51,10 @@ def network() -> Network:
     return Network()
 
 
-def test_every_node_costs_time_and_layers_cost_more_than_relu(network: Network, microbatch: Tensor) -> None:
+def test_every_node_costs_time(network: Network, microbatch: Tensor) -> None:
     costs = profile_of(network, microbatch)
     times = {node.name: node for node in costs.nodes}
     assert all(node.forward > 0 for node in costs.nodes)
-    assert times["body"].forward > times["relu"].forward
     assert times["body"].backward > 0
 
 
@@ -138,12 +138,20 @@ def test_preserved_restores_after_an_error() -> None:
     assert network.num_batches_tracked == 0
 
 
-def test_times_grow_with_the_work() -> None:
-    """A ratio far from 1, since the machine may be busy."""
+def test_each_node_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
+    monkeypatch.setattr(measure_network, "time", clock)
 
-    def ratio() -> float:
-        sizes = [nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 256, 3, padding=1)]
-        small, large = profile_of(nn.Sequential(*sizes), torch.randn(4, 16, 24, 24)).nodes
-        return (large.forward + large.backward) / (small.forward + small.backward)
+    def takes(layer: nn.Module, forward: float, backward: float) -> nn.Module:
+        def spend(seconds: float) -> None:
+            now[0] += seconds
 
-    assert statistics.median(ratio() for _ in range(3)) > 2
+        layer.register_forward_hook(lambda *_: spend(forward))
+        layer.register_full_backward_pre_hook(lambda *_: spend(backward))
+        return layer
+
+    layers = takes(nn.Conv2d(16, 16, 3, padding=1), 1.0, 2.0), takes(nn.Conv2d(16, 8, 3, padding=1), 4.0, 5.0)
+    nodes = profile_of(nn.Sequential(*layers), torch.randn(4, 16, 8, 8)).nodes
+    assert [node.forward for node in nodes] == pytest.approx([1.0, 4.0])
+    assert [node.backward for node in nodes] == pytest.approx([2.0, 5.0])

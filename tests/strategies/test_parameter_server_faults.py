@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from lightning.pytorch import Callback
 from test_hybrid_pipeline import COMMON, checkpoint, logged
 from test_parameter_server import served
 
-FAST = {"heartbeat": 0.1, "timeout": 1.5}
+from cnnstrategies.paramserver.drivers import loop
+from cnnstrategies.paramserver.supervision import Supervision
+
+# No process of a busy machine is silent for so long; whoever is killed is missed at once.
+PATIENT = {"heartbeat": 0.1, "timeout": 60}
+HASTE = 40  # times the time that passes; a member's clock may not jump by more than a quarter of the time-out
 
 
 class Kill(Callback):
@@ -27,20 +33,31 @@ class Kill(Callback):
         rank: The rank that does it.
         step: After how many steps.
         how: The signal.
-        pause: Seconds that every rank sleeps after each step, so that others find out what happened before the end.
+        until_back: Train on until the rank trains again that was killed.
     """
 
     def __init__(
-        self, victim: str = "self", rank: int = 1, step: int = 7, how: int = int(signal.SIGKILL), pause: float = 0.0
+        self,
+        victim: str = "self",
+        rank: int = 1,
+        step: int = 7,
+        how: int = int(signal.SIGKILL),
+        until_back: bool = False,
     ) -> None:
-        self.victim, self.rank, self.step, self.how, self.pause = victim, rank, step, how, pause
+        self.victim, self.rank, self.step, self.how, self.until_back = victim, rank, step, how, until_back
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        time.sleep(self.pause)
         first = os.environ.get("CNNSTRATEGIES_INCARNATION") == "0"
+        if not first and not Path("back").exists():
+            Path("back").write_text(str(trainer.current_epoch))
         if trainer.global_rank == self.rank and trainer.global_step == self.step and first:
-            os.kill(self.find(), self.how)
-            time.sleep(0.01)
+            victim = self.find()
+            Path("killed").touch()
+            os.kill(victim, self.how)
+
+    def on_validation_end(self, trainer, pl_module):
+        if self.until_back and trainer.strategy.reduce_boolean_decision(Path("back").exists(), all=False):
+            trainer.should_stop = True
 
     def find(self) -> int:
         if self.victim == "self":
@@ -65,7 +82,7 @@ def train_in(run_cli, quick, kill, *args, workers, epochs, **options):
         "fit",
         *quick,
         *COMMON,
-        *served(workers, **{**FAST, **options}),
+        *served(workers, **{**PATIENT, **options}),
         *callback,
         "--trainer.logger.init_args.name=run",
         f"--trainer.max_epochs={epochs}",
@@ -88,20 +105,22 @@ def test_the_others_go_on_without_a_worker_that_is_killed(run_cli, quick, mode):
     assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 24
 
 
-def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick):
-    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP), "pause": 0.1})
+def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):
+    look = Supervision._end_the_stopped
+    monkeypatch.setattr(Supervision, "_end_the_stopped", lambda self, now: look(self, HASTE * now))
+    code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)})
     assert code == 0, output
+    assert re.search(r"worker 1 \(process \d+ on .*\) was stopped for 60 s: it is ended", output)
     assert len(accuracy()) == 4
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_worker_that_is_killed_is_started_again_and_joins(run_cli, quick, rank):
-    # Epochs of a second, so that it comes back before the last one.
-    code, output = train(run_cli, quick, {"rank": rank, "pause": 0.15}, epochs=6, max_restarts=1)
+    code, output = train(run_cli, quick, {"rank": rank, "until_back": True}, epochs=1000, max_restarts=1)
     assert code == 0, output
     assert "was killed by SIGKILL; it is started again" in output
     last = torch.load(next(Path("runs/run").glob("version_*/checkpoints/last.ckpt")), weights_only=True)
-    assert last["epoch"] == 5
+    assert last["epoch"] >= int(Path("back").read_text()) > 1
     if rank == 0:
         assert "Rank 0 was started again and goes on in epoch" in output
 
@@ -113,9 +132,19 @@ def test_without_restarts_the_death_of_rank_0_ends_the_run_for_all(run_cli, quic
     assert "Rank 1 ends: worker 0 (process" in output
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, how):
-    code, output = train(run_cli, quick, {"victim": "ps-coordinator", "how": int(how)}, epochs=200)
+def hurried() -> float:
+    """A clock that goes fast after the fault."""
+    now = time.monotonic()
+    try:
+        killed = Path("killed").stat().st_mtime_ns / 1e9 - time.time() + now
+    except FileNotFoundError:
+        return now
+    return now + HASTE * max(0.0, now - killed)
+
+
+def test_without_its_coordinator_the_run_ends_and_says_so(run_cli, quick, monkeypatch):
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=hurried))
+    code, output = train(run_cli, quick, {"victim": "ps-coordinator", "how": int(signal.SIGSTOP)}, epochs=200)
     assert code != 0
     for rank in range(2):
         assert f"Rank {rank} ends: the coordinator at ipc://" in output
@@ -129,7 +158,7 @@ def test_a_lost_server_ends_the_run_for_all(run_cli, quick):
     assert "its parameters are lost; with replication: 2 or snapshots a run survives this" in output
 
 
-def test_with_a_copy_a_lost_server_changes_nothing(run_cli, quick):
+def test_with_a_copy_a_lost_server_changes_nothing_nor_does_a_coordinator_that_is_started_again(run_cli, quick):
     options = {"servers": 2, "replication": 2}
     code, output = train(run_cli, quick, {"step": -1}, **options)
     assert code == 0, output
@@ -138,9 +167,19 @@ def test_with_a_copy_a_lost_server_changes_nothing(run_cli, quick):
         code, output = train(run_cli, quick, {"victim": "ps-server-1"}, max_restarts=restarts, **options)
         assert code == 0, output
         assert "server 1 (process" in output
-        whole = torch.load(checkpoint("run", version), weights_only=True)
-        for name, value in untouched["state_dict"].items():
-            assert torch.allclose(whole["state_dict"][name], value, rtol=1e-9, atol=1e-12), (name, restarts)
+        assert_equal_weights(untouched, version, restarts)
+    # The next asks all of them what they know.
+    code, output = train(run_cli, quick, {"victim": "ps-coordinator"}, max_restarts=1, **options)
+    assert code == 0, output
+    assert "coordinator (process" in output
+    assert "was killed by SIGKILL; it is started again" in output
+    assert_equal_weights(untouched, 3, "coordinator")
+
+
+def assert_equal_weights(untouched, version, case):
+    whole = torch.load(checkpoint("run", version), weights_only=True)
+    for name, value in untouched["state_dict"].items():
+        assert torch.allclose(whole["state_dict"][name], value, rtol=1e-9, atol=1e-12), (name, case)
 
 
 def test_an_error_in_one_worker_ends_the_run_with_its_message(run_cli, quick):

@@ -65,6 +65,11 @@ class Admission:
             return f"{peer} was registered already ({known}), or has been replaced"
         return None
 
+    def is_early(self, peer: Peer) -> bool:
+        """Whether a process comes to take the place of another that is not known to be dead: it must ask again."""
+        known = self._roster.at(peer.role, peer.id)
+        return known is not None and known.peer.life < peer.life
+
     def admit(self, now: float, peer: Peer, message: Message) -> None:
         """Register a process that is not refused; a second time does nothing.
 
@@ -82,10 +87,6 @@ class Admission:
             message.string("public_key"),
             came=now,
         )
-        known = self._roster.at(peer.role, peer.id)
-        if known is not None:
-            self._roster.remove(known)
-            self._forget(now, known)
         self._roster.add(member)
         self._watchdog.kept(peer.role, peer.id)
         if peer.role == SERVER:
@@ -122,7 +123,8 @@ class Admission:
             if str(member.peer) in blind and set_up:
                 self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
-            self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s")
+            after = " after the coordinator was started again" if self._settings.term else ""
+            self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s{after}")
 
     def died(self, now: float, member: Member, how: str, replaced: bool) -> None:
         """A supervision has said that a process has died.
@@ -149,6 +151,20 @@ class Admission:
             member = known
         self._lose(now, member, how, replaced)
 
+    def lost(self, now: float, member: Member, how: str) -> None:
+        """A member has not reported to this coordinator, which follows one that was killed.
+
+        Args:
+            now: The time.
+            member: Which one.
+            how: It was lost.
+        """
+        if member.peer in self._told:
+            return
+        self._roster.bury(*member.peer[:3])
+        self._roster.account_for(*member.peer[:2])
+        self._gone(now, member, how)
+
     def _hears_nobody(self, now: float) -> bool:
         """Whether it is more likely that this process is cut off than that all others have died at once."""
         members = self._roster.members
@@ -161,8 +177,11 @@ class Admission:
         return len(members) > 1 and quiet > timeout / 2
 
     def _miss(self, now: float, member: Member, how: str) -> None:
-        self.silent.append([*member.peer[:3]])
         self._roster.remove(member)
+        self._gone(now, member, how)
+
+    def _gone(self, now: float, member: Member, how: str) -> None:
+        self.silent.append([*member.peer[:3]])
         self._forget(now, member)
         # The supervision asks for the silent, ends them, and says whether another takes their place.
         # That takes it a moment, unless it is gone itself.

@@ -11,13 +11,19 @@ boundary, a collective at which nobody is in the middle of a step, once every se
 A coordinator serves one session: when every worker has left, its servers end, and whoever comes later is told. A script
 may have several sessions, one after the other, each with a coordinator of its own at the same place; a worker that is
 ahead of the others knocks until the one of its session is there.
+
+One that follows another that was killed has no file. The members tell it the newest view, the results that they know
+and which chunks they were given, and meanwhile go on with what needs no coordinator: their steps.
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
+from cnnstrategies.paramserver.coordinator.recovery import was_member
+from cnnstrategies.paramserver.coordinator.restart import Parts, Restart
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
@@ -29,10 +35,18 @@ TICK = "tick"
 NOTICES = 64  # names
 # What each role sends once it has registered.
 REQUESTS = {
-    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "notice", "end"}),
-    SERVER: frozenset({"leave", "get"}),
+    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "notice", "end", "give"}),
+    SERVER: frozenset({"leave", "get", "give"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
+
+
+class _Leaving(NamedTuple):
+    """Who leaves: its request, the view without it, and how many collectives it knows the results of."""
+
+    request: int
+    number: int
+    told: int
 
 
 class Coordinator:
@@ -55,13 +69,16 @@ class Coordinator:
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
         self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send)
-        self._rounds = Rounds(self._roster, self._answer)
+        self._rounds = Rounds(self._roster, self._answer, settings.essential)
         self._values = Values(self._answer)
         self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
+        parts = Parts(self._roster, self._rounds, self._values, self._dispatcher, self._admission)
+        self._restart = Restart(settings, parts, self._send, self._hello, self._forget, self._finish)
+        self._leaving: dict[Peer, _Leaving] = {}
         self._ended: Message | None = None
         self._stopping: float | None = None
-        self._notices: dict[str, int] = {}
+        self._notices = self._restart.notices
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
@@ -71,10 +88,12 @@ class Coordinator:
             "epoch": self._epoch,
             "take": self._take,
             "notice": self._notice,
+            "give": self._give,
             "end": lambda now, member, message: self._end(now, member.peer, message),
         }
         self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
             "died": self._died,
+            "left": self._left,
             "status": self._status,
             "end": self._end,
             "stop": self._stop,
@@ -84,6 +103,11 @@ class Coordinator:
     def members(self) -> list[Member]:
         """Those that are registered."""
         return self._roster.members
+
+    @property
+    def recovers(self) -> bool:
+        """Whether it waits for what the members of one that was killed report."""
+        return self._restart.waits
 
     @property
     def collectives(self) -> int:
@@ -101,6 +125,7 @@ class Coordinator:
         """Begin to wait for the members."""
         self._looked = now
         self._admission.begin(now)
+        self._restart.begin(now)
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -119,6 +144,9 @@ class Coordinator:
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
+        self._restart.look(awake)
+        if self._restart.waits:
+            return [*self._take_effects(), Timer(TICK, now + self._tick)]
         overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
         self._admission.look(awake, self._ended is not None, overdue)
         if self._ended is None:
@@ -149,6 +177,10 @@ class Coordinator:
         member = self._roster.find(sender)
         if member is not None:
             member.seen = now
+        if self._restart.waits and sender.role != "supervision":
+            self._restart.hear(now, sender, message)
+            self._restart.look(now)
+            return
         if message.kind == "hello":
             self._hello(now, sender, message)
         elif message.kind == PROBE:
@@ -162,6 +194,7 @@ class Coordinator:
             if handler is None:
                 raise ControlError(f"a supervision does not say {message.kind!r}")
             handler(now, sender, message)
+            self._restart.look(now)
         elif message.kind == "over":
             if member is None and self._roster.at(sender.role, sender.id) is not None:
                 raise ControlError("it is over for another one")
@@ -169,7 +202,7 @@ class Coordinator:
             if member is not None:
                 self._roster.remove(member, left=True)
         elif member is None:
-            self._turn_away(sender, message)
+            self._turn_away(now, sender, message)
         elif message.kind == "beat":
             self._beat(now, member, message)
         else:
@@ -216,26 +249,44 @@ class Coordinator:
 
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
         refusal = self._admission.refusal(sender)
+        if self._roster.gone.get(sender):
+            return  # It was let go by a coordinator before this one, and asks again.
+        if refusal is None and self._is_late(sender, message):
+            refusal = f"{sender} was taken for dead when the coordinator was started again: raise `timeout`"
         if refusal is not None:
             self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
         elif self._ended is not None:
             self._send(sender, Message(REFUSED, self._ended.fields, request=message.request))
-        else:
+        elif not self._admission.is_early(sender):
             self._admission.admit(now, sender, message)
-            self._send(sender, Message(DONE, self._roster.view_message.fields, request=message.request))
+            fields = {**self._roster.view_message.fields, "keep": self._settings.restartable}
+            self._send(sender, Message(DONE, fields, request=message.request))
 
-    def _turn_away(self, sender: Peer, message: Message) -> None:
+    def _is_late(self, sender: Peer, message: Message) -> bool:
+        """Whether a server has a part of the parameters, and the others go on without it."""
+        return sender.role == SERVER and self._roster.find(sender) is None and was_member(sender, message)
+
+    def _turn_away(self, now: float, sender: Peer, message: Message) -> None:
         """Tell a process that is no member that it is none."""
         if self._roster.gone.get(sender):
+            self._restart.leaves(now, sender)
             if message.kind == "leave":
+                number = self._leaving[sender].number if sender in self._leaving else self._roster.number
+                self._leaving[sender] = _Leaving(message.request, number, message.integer("told"))
+            elif message.kind == "give":
+                self._restart.give(now, message)
                 self._send(sender, Message(DONE, request=message.request))
             return
         refusal = self._admission.refusal(sender)
         if refusal is not None:
             self._send(sender, Message("ended", {"message": refusal, "clean": False}))
+        elif self._settings.term:
+            self._send(sender, Message("again"))
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
         member.acknowledged = max(member.acknowledged, message.integer("seen"))
+        member.here, member.told = message.integer("here"), message.integer("told")
+        self._restart.ask(member.peer)
         self._send(member.peer, Message("pong", {"number": self._roster.number}))
         if self._ended is not None:
             self._send(member.peer, self._ended)
@@ -249,6 +300,7 @@ class Coordinator:
         """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
         self._answering.forget(member.peer)
         self._values.forget(member.peer)
+        self._restart.forget(now, member.peer)
         if member.peer.role == WORKER:
             self._rounds.forget(member.peer.id)
             if self._roster.sealed:
@@ -262,6 +314,7 @@ class Coordinator:
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
+        self._let_go()
         if self._stopping is not None and not self._roster.members:
             late = now - self._stopping > self._settings.timeout
             if late or not self._roster.missing():
@@ -277,17 +330,43 @@ class Coordinator:
     def _died(self, now: float, sender: Peer, message: Message) -> None:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
         process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
-        self._admission.died(now, Member(Peer(role, identity, life), process, "this node", now), how, replaced)
+        if not self._restart.ended((role, identity, life), process, how, replaced):
+            self._admission.died(now, Member(Peer(role, identity, life), process, "this node", now), how, replaced)
+        self._send(sender, Message(DONE, request=message.request))
+
+    def _left(self, now: float, sender: Peer, message: Message) -> None:
+        role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
+        member = self._roster.at(role, identity)
+        if not self._restart.ended((role, identity, life), 0, None, False) and member and member.peer.life == life:
+            self._go(now, member)
         self._send(sender, Message(DONE, request=message.request))
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
+        told = message.integer("told") if member.peer.role == WORKER else 0
+        self._go(now, member)
+        self._leaving[member.peer] = _Leaving(message.request, self._roster.number, told)
+
+    def _go(self, now: float, member: Member) -> None:
         self._roster.remove(member, left=True)
         self._forget(now, member)
-        self._send(member.peer, Message(DONE, request=message.request))
         if member.peer.role == WORKER:
             self._leave_group(now, member.peer.id)
             if not self._roster.group:
                 self._finish("the session is over: every worker has left", clean=True)
+
+    def _let_go(self) -> None:
+        """Answer those that leave, as soon as the others know what they alone could tell the next coordinator."""
+        for peer, leaving in list(self._leaving.items()):
+            if self._ended is None and self._settings.restartable and self._is_needed(peer, leaving):
+                continue
+            del self._leaving[peer]
+            self._send(peer, Message(DONE, request=leaving.request))
+
+    def _is_needed(self, peer: Peer, leaving: "_Leaving") -> bool:
+        members = self._roster.members
+        workers = [one for one in members if one.peer.role == WORKER and one.peer.id in self._roster.group]
+        known = not members or any(one.here >= leaving.number for one in members)
+        return self._restart.needs(peer) or not known or any(one.told < leaving.told for one in workers)
 
     # What is agreed on
 
@@ -312,6 +391,10 @@ class Coordinator:
         fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
         self._answer(member.peer, Message(DONE, fields, request=message.request))
 
+    def _give(self, now: float, member: Member, message: Message) -> None:
+        self._restart.give(now, message)
+        self._answer(member.peer, Message(DONE, request=message.request))
+
     def _notice(self, now: float, member: Member, message: Message) -> None:
         name, value = message.string("name"), message.integer("value")
         if len(self._notices) < NOTICES:
@@ -330,6 +413,7 @@ class Coordinator:
 
     def _finish(self, text: str, clean: bool = False) -> None:
         """Tell everyone that the run is over, and why."""
+        self._restart.give_up()
         if self._ended is None:
             self._ended = Message("ended", {"message": text, "clean": clean})
             self._roster.tell_all(self._ended)

@@ -5,8 +5,10 @@ and not processed is given out again: every sample is processed exactly once, or
 """
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from cnnstrategies.paramserver.coordinator.memory import EPOCHS, Taken
 
 MOST_CHUNKS = 1 << 21  # of an epoch
 
@@ -32,6 +34,11 @@ class _Share:
     taken: int = 0
     asked: int = -1
     last: Chunk | None = None
+
+    def advance(self, processed: int) -> None:
+        """So many positions are processed."""
+        while self.held and self.finished + len(self.held[0]) <= processed:
+            self.finished += len(self.held.popleft())
 
 
 @dataclass
@@ -92,8 +99,7 @@ class Dispatcher:
         if share.last is not None and ordinal <= share.asked:
             return share.last
         share.asked, share.last = ordinal, none
-        while share.held and share.finished + len(share.held[0]) <= processed:
-            share.finished += len(share.held.popleft())
+        share.advance(processed)
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
         if not epoch.waiting or (share.taken and len(epoch.waiting) <= idle):
             return none
@@ -102,6 +108,26 @@ class Dispatcher:
         share.taken += len(chunk)
         share.last = chunk
         return chunk
+
+    def follow(self, epochs: Mapping[int, Mapping[int, Taken]]) -> None:
+        """Go on where a coordinator has stopped that was killed.
+
+        What a worker had processed that has died is not known any more, and given out again.
+
+        Args:
+            epochs: What each worker was given of the last ones, by number and worker.
+        """
+        for number in sorted(epochs)[-EPOCHS:]:
+            one = next(iter(epochs[number].values()))
+            self.begin(number, one.samples, one.chunk)
+        given = {chunk for shares in epochs.values() for taken in shares.values() for chunk in _chunks(taken)}
+        for number, epoch in self._epochs.items():
+            epoch.waiting = deque(chunk for chunk in epoch.waiting if chunk not in given)
+            for worker, taken in epochs[number].items():
+                share = epoch.shares[worker] = _Share(deque(_chunks(taken)), asked=taken.asked - 1)
+                share.taken = sum(map(len, share.held))
+                share.last = share.held[-1] if share.held else Chunk(number, 0, 0)
+                share.advance(taken.processed)
 
     def lose(self, worker: int) -> None:
         """A worker has died: what it had not processed is given out again, first."""
@@ -113,3 +139,9 @@ class Dispatcher:
     @staticmethod
     def _has_some(epoch: _Epoch, worker: int) -> bool:
         return worker in epoch.shares and epoch.shares[worker].taken > 0
+
+
+def _chunks(taken: Taken) -> Iterator[Chunk]:
+    numbers = taken.chunks
+    for place in range(0, len(numbers) - 2, 3):
+        yield Chunk(numbers[place], numbers[place + 1], numbers[place + 2])

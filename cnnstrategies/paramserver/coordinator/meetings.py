@@ -1,7 +1,7 @@
 """The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cnnstrategies.paramserver.coordinator.roster import Member, Roster
@@ -48,26 +48,36 @@ class Rounds:
     """The collectives of a run, one after the other.
 
     One that seals is the last of the set-up: from then on views name the workers. At a boundary those that have come
-    since are let into the group. The results of both wait until all servers have seen the view that they lead to.
+    since are let into the group, and an essential one that is lost is waited for: else the others could be through
+    before it is back. The results of both wait until all servers have seen the view that they lead to.
 
     Args:
         roster: The members; its group and its seal change here.
         answer: Answers a request.
+        essential: Workers whose loss for ever ends the run.
 
     Attributes:
         sequence: How many are complete.
     """
 
-    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None]) -> None:
+    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None], essential: Sequence[int] = ()) -> None:
         self._roster = roster
         self._answer = answer
+        self._essential = essential
         self.sequence = 0
-        self._log: list[_Result] = []
+        self._log: dict[int, _Result] = {}
         self._pending: dict[int, _Contribution] = {}
         self._flags: tuple[bool, bool] = (False, False)
         self._joiners: dict[int, _Contribution] = {}
         self._held: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         self._answers: dict[int, _Answer] = {}
+        # Of a coordinator that was killed before this one: results that members still have to hand over, who waits
+        # for that, the last result, and who had not got it; with whether it lets that one in.
+        self._lacks: set[int] = set()
+        self._parked: dict[int, tuple[Member, Message]] = {}
+        self._last: _Result | None = None
+        self._behind: set[int] = set()
+        self._owed: dict[int, bool] = {}
 
     def collect(self, now: float, member: Member, message: Message) -> str | None:
         """Take a worker's contribution.
@@ -86,10 +96,17 @@ class Rounds:
         if told is not None and told.peer == peer and told.asked == sequence:
             self._hold(told.result, [(contribution, told.joined)])
             return None
-        if self._roster.sealed and seal:
+        if self._lacks and (sequence < self.sequence or seal):
+            self._parked[identity] = member, message
+            return None
+        joined = self._owed.get(identity)
+        if self._last is not None and joined is not None and (seal if joined else sequence == self._last.sequence):
+            self._hold(self._last, [(contribution, joined)])
+            return None
+        if self._roster.sealed and seal and self.sequence > self._roster.sealed_at:
             self._joiners[identity] = contribution
             return self.over
-        if sequence < len(self._log):
+        if sequence in self._log:
             self._tell(contribution, self._log[sequence], joined=False)
             return None
         if sequence != self.sequence or identity not in self._roster.group:
@@ -101,6 +118,7 @@ class Rounds:
                 "worker must call the same collectives in the same order"
             )
         self._pending[identity] = contribution
+        self._roster.reached = max(self._roster.reached, sequence)
         self._flags = (seal, boundary)
         self.complete(now)
         return None
@@ -108,32 +126,42 @@ class Rounds:
     @property
     def over(self) -> str | None:
         """Why nobody can be let in any more, if somebody waits for it."""
-        if self._joiners and not self._roster.group:
+        if self._joiners and not self._others:
             names = ", ".join(f"worker {one}" for one in sorted(self._joiners))
             return f"training is over: no worker is left that could let in {names}, which was started again"
         return None
+
+    @property
+    def _others(self) -> set[int]:
+        """The group, but for those who wait to be let in: a coordinator that was killed may have let them in."""
+        return self._roster.group - self._joiners.keys()
 
     def forget(self, worker: int) -> None:
         """Take out what a worker that is gone has contributed to the present round."""
         self._joiners.pop(worker, None)
         self._pending.pop(worker, None)
         self._answers.pop(worker, None)
+        self._parked.pop(worker, None)
+        self._owed.pop(worker, None)
+        self._behind.discard(worker)
 
     def complete(self, now: float) -> None:
         """End the present round if nobody is waited for."""
-        roster = self._roster
-        if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
+        roster, needed = self._roster, self._others
+        if len(self._pending) < max(1, len(needed)) or not needed <= self._pending.keys():
             return
         seal, boundary = self._flags
+        if boundary and self._awaited:
+            return
         pending, self._pending = dict(sorted(self._pending.items())), {}
         result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()], now)
         result.frames = [frame for one in pending.values() for frame in one.frames]
         self.sequence += 1
         replies = [(one, False) for one in pending.values()]
         if not roster.sealed:
-            self._log.append(result)
+            self._log[result.sequence] = result
         if seal:
-            roster.sealed = True
+            roster.sealed_at = result.sequence
         elif boundary and self._joiners:
             roster.group |= self._joiners.keys()
             result.admitted = sorted(self._joiners)
@@ -144,6 +172,12 @@ class Rounds:
         if seal or boundary:
             result.view = roster.number
         self._hold(result, replies)
+
+    @property
+    def _awaited(self) -> list[int]:
+        """The essential workers that are lost and not back yet."""
+        present = self._roster.group | self._joiners.keys()
+        return [one for one in self._essential if one not in present and not self._roster.has_left(one)]
 
     def release(self) -> None:
         """Send the results that wait for the servers to have seen a view."""
@@ -167,9 +201,12 @@ class Rounds:
             operation = next(iter(self._pending.values())).operation
             here = tuple(f"worker {one}" for one in sorted(self._pending))
             present = set(here)
-            found.append(Wait(operation, here, tuple(name for name in group if name not in present)))
+            absent = [name for name in group if name not in present]
+            absent += [f"worker {one}" for one in self._awaited if self._flags[1]]
+            found.append(Wait(operation, here, tuple(absent)))
         if self._joiners:
-            found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), group))
+            others = tuple(f"worker {one}" for one in sorted(self._others))
+            found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), others))
         for result, replies in self._held:
             who = tuple(str(one.peer) for one, _ in replies)
             found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
@@ -179,10 +216,52 @@ class Rounds:
         """Some of those for whom a worker waits, if it waits in a collective."""
         if peer.id in self._pending:
             absent = (one for one in self._roster.group if one not in self._pending)
-            return [f"worker {one}" for one in itertools.islice(absent, MOST_NAMED)]
+            awaited = self._awaited if self._flags[1] else []
+            return [f"worker {one}" for one in itertools.islice(itertools.chain(absent, awaited), MOST_NAMED)]
         if peer.id in self._joiners:
             return ["the others' next boundary"]
         return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]
+
+    # After a coordinator that was killed
+
+    def follow(self, sequence: int, told: Mapping[int, int], lacks: Iterable[int]) -> None:
+        """Go on where that one has stopped.
+
+        Args:
+            sequence: How many collectives are complete.
+            told: How many each worker knows the results of.
+            lacks: The results that members are asked for.
+        """
+        self.sequence = sequence
+        self._lacks = set(lacks)
+        self._behind = {worker for worker, known in told.items() if known < sequence}
+
+    def give(self, now: float, message: Message) -> str | None:
+        """Take a result that a member has handed over; why the run cannot go on, if it cannot."""
+        sequence, view = message.integer("sequence"), message.integer("view")
+        if sequence not in self._lacks:
+            return None
+        ids, sizes, admitted = (message.integers(name) for name in ("ids", "sizes", "admitted"))
+        result = _Result(sequence, ids, sizes, now, view, list(message.frames), admitted)
+        if not self._roster.sealed or sequence < self._roster.sealed_at:
+            self._log[sequence] = result
+        if sequence == self.sequence - 1:
+            self._last = result
+            self._owed = {one: one in admitted for one in self._behind if one in ids or one in admitted}
+        return self._found(now, sequence)
+
+    def lose(self, now: float, sequence: int) -> str | None:
+        """Nobody has a result any more: it counts for nothing; why the run cannot go on, if it cannot."""
+        if sequence == self.sequence - 1 and sequence > self._roster.sealed_at:
+            self.sequence = sequence
+        return self._found(now, sequence)
+
+    def _found(self, now: float, sequence: int) -> str | None:
+        self._lacks.discard(sequence)
+        parked = self._parked if not self._lacks else {}
+        self._parked = self._parked if self._lacks else {}
+        troubles = [self.collect(now, member, message) for member, message in parked.values()]
+        return next((trouble for trouble in troubles if trouble is not None), None)
 
     def _hold(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
         if result.view and self._roster.not_seen(result.view):

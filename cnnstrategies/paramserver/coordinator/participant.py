@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from cnnstrategies.paramserver.coordinator.memory import Memory
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Return, Send, Timer
 from cnnstrategies.paramserver.core.requests import MOST, REFUSED, REPLIES, TIMER, Asking, Request
@@ -50,6 +51,8 @@ class Participant:
         self._heard = self._beat_at = 0.0
         self._sequence = 0
         self._taken: dict[int, int] = {}
+        self._memory = Memory()
+        self._term = 0
 
     def start(self, now: float) -> Effects:
         """Register."""
@@ -62,12 +65,33 @@ class Participant:
         Raises:
             ControlError: It has other fields than its kind.
         """
+        if sender.life < self._term:
+            return []  # Of a coordinator that is no more: the present one may have decided otherwise.
         self._heard = now
+        if sender.life > self._term:
+            return [*self._meet(now, sender.life), *self._hear(now, message)]
+        if message.kind == "again":
+            hellos = [one.message for one in self.asking.open.values() if one.message.kind == "hello"]
+            return [Send(COORDINATOR, hello) for hello in hellos]
+        return self._hear(now, message)
+
+    def _meet(self, now: float, term: int) -> Effects:
+        """Tell a coordinator that was started again what this process knows."""
+        self._term = term
+        if self.view is None:
+            return [Send(COORDINATOR, one.message) for one in self.asking.open.values()]
+        self.asking.drop("hello")
+        report, frames = self._memory.report(self.seen, self._sequence, self.notices)
+        return self.asking.ask(now, "hello", {**self._hello, "report": report}, frames)
+
+    def _hear(self, now: float, message: Message) -> Effects:
         if message.kind in REPLIES:
             request, effects = self.asking.on_reply(now, message)
             return effects + (self._answered(now, request, message) if request is not None else [])
         if message.kind == "view":
             return self._take_view(message)
+        if message.kind == "lacks":
+            return self._give(now, message)
         if message.kind == "ended":
             return self._told_end(message)
         if message.kind == "notices":
@@ -117,6 +141,8 @@ class Participant:
         fields = {**call.fields}
         if call.kind == "collect":
             fields["sequence"] = self._sequence
+        elif call.kind == "leave":
+            fields["told"] = self._sequence
         elif call.kind == "take":
             fields["ordinal"] = self._taken.get(fields["epoch"], 0)
         return self.asking.ask(now, call.kind, fields, call.frames, call.number)
@@ -139,11 +165,13 @@ class Participant:
         if message.kind == REFUSED and kind == "hello":
             return self._told_end(message)
         if kind == "hello":
-            return [*self._take_view(message), *self._beat()]
+            self._memory.keeps = message.flag("keep")
+            return [*self._take_view(message), *self._beat(), *self.asking.again()]
         if kind == "leave":
             return [Return(request.call, message), *self._end("this process has left", clean=True)]
         if message.kind == REFUSED:
             return [Return(request.call, message.string("message"))]
+        self._memory.answered(request.message, message)
         if kind == "collect":
             self._sequence = message.integer("sequence") + 1
         elif kind == "take":
@@ -159,12 +187,23 @@ class Participant:
         if self.view is not None and view.number <= self.view.number:
             return []
         self.view = view
+        self._memory.viewed(view.number, message.fields)
         return [Return(VIEW, message)]
+
+    def _give(self, now: float, message: Message) -> Effects:
+        """Hand over what the coordinator lacks."""
+        given = {one.message.fields.get("item") for one in self.asking.open.values()}
+        effects: Effects = []
+        for name in message.fields["items"]:
+            item = self._memory.item(name) if name not in given else None
+            if item is not None:
+                effects += self.asking.ask(now, "give", {"item": name, **item[0]}, item[1])
+        return effects
 
     def _beat(self) -> Effects:
         if self.view is None:
             return []
-        fields = {"here": self.view.number, "seen": self.seen, "notices": len(self.notices)}
+        fields = {"here": self.view.number, "seen": self.seen, "notices": len(self.notices), "told": self._sequence}
         return [Send(COORDINATOR, Message("beat", {"session": self._address.session, **fields}))]
 
     def _beat_later(self, now: float) -> Effects:

@@ -1,13 +1,15 @@
 """Who has registered with the coordinator: their signs of life, and the numbered views of them."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 SERVER, WORKER = "server", "worker"
+TERM = 1 << 20  # views of one coordinator: those of the next have higher numbers
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Member:
         acknowledged: Number of the newest view that it has said to have seen.
         came: When it has registered.
         since: For a server, the number of the first view with it.
+        here: Number of the newest view that it has got.
+        told: How many collectives a worker knows the results of.
     """
 
     peer: Peer
@@ -35,6 +39,8 @@ class Member:
     acknowledged: int = -1
     came: float = 0.0
     since: int = 0
+    here: int = -1
+    told: int = 0
 
     def __str__(self) -> str:
         return f"{self.peer} (process {self.process} on {self.host})"
@@ -51,7 +57,8 @@ class Roster:
 
     Attributes:
         group: The workers that take part in collectives; at first all that are expected.
-        sealed: Whether training has begun. Before that views name no workers.
+        sealed_at: The collective with which training has begun; -1 before. Before that views name no workers.
+        reached: The last collective to which somebody has contributed.
         lost_servers: The servers that have died and not come back.
         view_message: The view as a message: one for all, so that it is encoded once.
         gone: Those that were members and are no longer, with whether they left.
@@ -59,7 +66,8 @@ class Roster:
 
     def __init__(self, workers: int, servers: int, survivable: int, send: Callable[[Peer, Message], None]) -> None:
         self.group = set(range(workers))
-        self.sealed = False
+        self.sealed_at = -1
+        self.reached = 0
         self.lost_servers: set[int] = set()
         self.gone: dict[Peer, bool] = {}
         self._workers = workers
@@ -68,9 +76,14 @@ class Roster:
         self._send = send
         self._members: dict[tuple[str, int], Member] = {}
         self._appeared: set[tuple[str, int]] = set()
-        self._view = View(0, (), ())
-        self.view_message = _message(self._view)
         self._first_life: dict[tuple[str, int], int] = {}
+        self._view = View(0, (), ())
+        self.view_message = self._message()
+
+    @property
+    def sealed(self) -> bool:
+        """Whether training has begun."""
+        return self.sealed_at >= 0
 
     # Members
 
@@ -108,6 +121,10 @@ class Roster:
         """Whether a later life is known to have begun in a process's place."""
         return peer.life + 1 < self._first_life.get((peer.role, peer.id), 0)
 
+    def has_left(self, worker: int) -> bool:
+        """Whether a worker has gone on purpose."""
+        return any(left and peer[:2] == (WORKER, worker) for peer, left in self.gone.items())
+
     def add(self, member: Member) -> None:
         """A process has registered; it takes the place of another with its number."""
         self._members[member.peer.role, member.peer.id] = member
@@ -143,7 +160,7 @@ class Roster:
     def publish(self) -> None:
         """Give the view, which has changed, the next number and send it to all."""
         self._view = self._next_view()
-        self.view_message = _message(self._view)
+        self.view_message = self._message()
         for member in self._members.values():
             self._send(member.peer, self.view_message)
 
@@ -155,6 +172,7 @@ class Roster:
             tuple(ServerInfo(m.peer.id, m.endpoint, m.public_key, m.since) for m in servers),
             tuple(WorkerInfo(m.peer.id, m.peer.life, m.public_key) for m in workers),
             tuple(sorted(self.lost_servers)) if self.copies_are_left else (),
+            self._view.begun or (self.number + 1 if self.sealed else 0),
         )
 
     def not_seen(self, number: int) -> list[str]:
@@ -173,6 +191,42 @@ class Roster:
         for member in self._members.values():
             self._send(member.peer, message)
 
+    def _message(self) -> Message:
+        return Message("view", {"view": self._view.as_dict(), "roster": self._state()})
 
-def _message(view: View) -> Message:
-    return Message("view", {"view": view.as_dict()})
+    # Terms
+
+    def _state(self) -> dict[str, Any]:
+        """What a coordinator that follows this one has to know beside the view."""
+        return {
+            "group": sorted(self.group),
+            "sealed": self.sealed_at,
+            "reached": self.reached,
+            "members": [one.peer[:3] for one in self.members],
+            "begun": [[*place, life] for place, life in self._first_life.items() if life],
+            "gone": [[*peer, left] for peer, left in self.gone.items()],
+            "lost": sorted(self.lost_servers),
+        }
+
+    def follow(self, term: int, begun: int, state: Mapping[str, Any]) -> None:
+        """Go on where a coordinator has stopped that was killed.
+
+        Args:
+            term: How many there were before.
+            begun: Number of the first view of training.
+            state: What the last one has told the members beside the view.
+        """
+        self._view = View(term * TERM, (), (), begun=begun)
+        if not state:
+            return
+        self.group = set(state["group"])
+        self.sealed_at, self.reached = state["sealed"], state["reached"]
+        self.lost_servers = set(state["lost"])
+        self.gone = {Peer(*one[:4]): bool(one[4]) for one in state["gone"]}
+        self._first_life = {(role, identity): life for role, identity, life in state["begun"]}
+        everybody = [
+            *itertools.product((WORKER,), range(self._workers)),
+            *itertools.product((SERVER,), range(self._servers)),
+        ]
+        for place in everybody if self.sealed else [peer[:2] for peer in self.gone]:
+            self.account_for(*place)

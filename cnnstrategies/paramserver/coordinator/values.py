@@ -29,8 +29,12 @@ class Values:
         name = message.string("name")
         if name not in self._values and len(self._values) >= MOST_VALUES:
             raise ControlError("too many values")
-        self._values.setdefault(name, message.frames)
+        self.give(name, message.frames)
         self._answer(sender, Message(DONE, request=message.request))
+
+    def give(self, name: str, frames: Sequence[Buffer]) -> None:
+        """Keep the first value of a name, and tell those that wait for it."""
+        self._values.setdefault(name, frames)
         for peer, request in self._waiting.pop(name, {}).items():
             self._reply(peer, request, name)
 

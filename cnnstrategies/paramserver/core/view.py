@@ -45,12 +45,19 @@ class View:
         servers: The live servers, by id.
         workers: The live workers, by id.
         lost: Ids of the servers that have died and that copies of their slices stand in for.
+        begun: Number of the first view of training; 0 before. The servers of that view are equally old: none of them
+            had state then.
     """
 
     number: int
     servers: tuple[ServerInfo, ...]
     workers: tuple[WorkerInfo, ...]
     lost: tuple[int, ...] = ()
+    begun: int = 0
+
+    def age(self, server: ServerInfo) -> int:
+        """Number of the view since which one of its servers has had state, or its place."""
+        return max(server.since, self.begun)
 
     def as_dict(self) -> dict[str, Any]:
         """This view as what JSON can hold."""
@@ -65,7 +72,8 @@ class View:
         """
         servers = tuple(ServerInfo(**server) for server in values["servers"])
         workers = tuple(WorkerInfo(**worker) for worker in values["workers"])
-        return cls(int(values["number"]), servers, workers, tuple(int(server) for server in values["lost"]))
+        lost = tuple(int(server) for server in values["lost"])
+        return cls(int(values["number"]), servers, workers, lost, int(values["begun"]))
 
 
 class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error

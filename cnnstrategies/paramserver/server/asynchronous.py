@@ -9,7 +9,7 @@ from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.server.clocks import StaleClock
-from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.specification import Specification
@@ -87,9 +87,9 @@ class Asynchronous:
             del self._given[who, key]
         self._release()
 
-    def begin(self, worker: int, step: int, begin: Begin) -> None:
+    def begin(self, who: Who, step: int, begin: Begin) -> None:
         """A worker's pushes of a step follow."""
-        self._begun[worker] = step, begin
+        self._begun[who[0]] = step, begin
 
     def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
         """Apply a worker's gradient; whether it is new.

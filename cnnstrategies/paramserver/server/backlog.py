@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError
-from cnnstrategies.paramserver.server.pushes import Begin, Pushes
+from cnnstrategies.paramserver.server.pushes import Begin, Pushes, Who
 from cnnstrategies.paramserver.server.shard import Shard
 
 
@@ -35,7 +35,7 @@ class Backlog:
         """The pushes of a step."""
         return self._steps.setdefault(step, Pushes())
 
-    def add(self, worker: int, header: Header, payload: memoryview) -> bool:
+    def add(self, worker: Who, header: Header, payload: memoryview) -> bool:
         """Keep a worker's push; whether it is new.
 
         Raises:
@@ -49,15 +49,15 @@ class Backlog:
             raise InvalidMessageError("a push of a step that has not begun")
         return self._steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding)
 
-    def has(self, worker: int, step: int, key: int) -> bool:
+    def has(self, worker: Who, step: int, key: int) -> bool:
         """Whether a worker's push of a slice is here."""
         return step in self._steps and self._steps[step].has(key, (worker,))
 
-    def begin(self, worker: int, step: int, begin: Begin) -> None:
+    def begin(self, worker: Who, step: int, begin: Begin) -> None:
         """Keep what comes before a worker's pushes of a step."""
         self.of(step).begun.setdefault(worker, begin)
 
-    def complete(self, step: int, worker: int) -> bool:
+    def complete(self, step: int, worker: Who) -> bool:
         """Whether a worker's pushes of a step are all here that this server has a use for."""
         pushes = self._steps[step]
         if pushes.count(worker) == len(self._shard.own):
@@ -69,7 +69,7 @@ class Backlog:
             and all(versions[key] > step or pushes.has(key, (worker,)) for key in self._shard.own)
         )
 
-    def all_complete(self) -> Iterator[tuple[int, int]]:
+    def all_complete(self) -> Iterator[tuple[int, Who]]:
         """Steps with workers whose pushes of that step are all here."""
         for step, pushes in self._steps.items():
             for worker in pushes.begun:
@@ -79,12 +79,6 @@ class Backlog:
     def compare(self) -> None:
         """After a change of the view: look whether the own slices have had the same steps."""
         self.uneven = len({self._shard.store.versions[key] for key in self._shard.own}) > 1
-
-    def forget_worker(self, worker: int, step: int) -> None:
-        """Take out a worker's pushes of a step and of later ones."""
-        for number, pushes in self._steps.items():
-            if number >= step:
-                pushes.forget(worker)
 
     def forget_before(self, step: int) -> None:
         """Drop the pushes of earlier steps."""

@@ -19,8 +19,8 @@ from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.gaps import Gaps
 from cnnstrategies.paramserver.server.outbox import Outbox
-from cnnstrategies.paramserver.server.pushes import Begin
-from cnnstrategies.paramserver.server.shard import Pull, Shard, Who
+from cnnstrategies.paramserver.server.pushes import Begin, Who
+from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Specification
 
@@ -124,7 +124,7 @@ class Handlers:
         if step is not None:
             answered, who = frozenset(unpack_keys(payload[header.meta :])), (worker, header.incarnation)
             first = int(said["first"])
-            behind = self._behind(who, step, answered, first)
+            behind = self._behind(who, step if said["given"] is True else step - 1, answered, first)
             if behind and self._restored:
                 self._catch_up(who, behind, first)
                 behind = {}
@@ -155,7 +155,8 @@ class Handlers:
 
         Args:
             who: The worker.
-            step: The step that it works on, or whose answers it waits for.
+            step: The step that it works on, or whose answers it waits for. A newcomer waits for those of the step
+                before its first: that one is decided, and maybe not applied yet.
             answered: Slices that it has had that step's answer for: it pushes and pulls them no more.
             first: The step that it has begun with.
         """
@@ -201,7 +202,7 @@ class Handlers:
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
         options = check_options(unpack_json(payload, header)["options"], self._groups)
-        self._mode.begin(worker, header.step, Begin(options, header.weight))
+        self._mode.begin((worker, header.incarnation), header.step, Begin(options, header.weight))
 
     def _push(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.key not in self._shard.owned:
@@ -216,7 +217,9 @@ class Handlers:
         if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
             raise InvalidMessageError("a pull of slices that another server is the primary of")
         if header.base:
-            self._shard.pull(worker, keys, Pull(header.step, whole=True))
+            # A newcomer to common steps begins with what the others have.
+            version = header.step if isinstance(self._mode, Synchronous) else 0
+            self._shard.pull(worker, keys, Pull(header.step, version, whole=True))
         elif isinstance(self._mode, Synchronous):
             self._shard.pull(worker, keys, Pull(header.step, version=header.step))
         else:

@@ -11,6 +11,9 @@ from cnnstrategies.paramserver.messages import Encoding
 from cnnstrategies.paramserver.server.store import Options
 from cnnstrategies.paramserver.slicing import Slice
 
+Who = tuple[int, int]
+"""Id and incarnation of a worker."""
+
 
 @dataclass(frozen=True)
 class Begin:
@@ -24,16 +27,17 @@ class Pushes:
     """The pushes of one step, a message of each worker for each slice.
 
     Attributes:
-        begun: The workers whose pushes may come.
+        begun: The workers whose pushes may come. What one that dies has pushed stays: the leader may have decided that
+            it takes part.
     """
 
     def __init__(self) -> None:
-        self.begun: dict[int, Begin] = {}
-        self._pieces: dict[int, dict[int, tuple[memoryview, Encoding]]] = {}
-        self._counts: dict[int, int] = {}
-        self._means: dict[int, tuple[frozenset[int], Tensor | None]] = {}
+        self.begun: dict[Who, Begin] = {}
+        self._pieces: dict[int, dict[Who, tuple[memoryview, Encoding]]] = {}
+        self._counts: dict[Who, int] = {}
+        self._means: dict[int, tuple[frozenset[Who], Tensor | None]] = {}
 
-    def add(self, worker: int, slice_: Slice, payload: memoryview, encoding: Encoding) -> bool:
+    def add(self, worker: Who, slice_: Slice, payload: memoryview, encoding: Encoding) -> bool:
         """Keep a push; whether it is the first of its worker for its slice.
 
         Raises:
@@ -49,15 +53,15 @@ class Pushes:
         self._counts[worker] = self._counts.get(worker, 0) + 1
         return True
 
-    def count(self, worker: int) -> int:
+    def count(self, worker: Who) -> int:
         """Slices that a worker has pushed; -1 before it began."""
         return self._counts.get(worker, 0) if worker in self.begun else -1
 
-    def has(self, key: int, workers: Collection[int]) -> bool:
+    def has(self, key: int, workers: Collection[Who]) -> bool:
         """Whether all these workers have pushed a slice."""
         return self._pieces.get(key, {}).keys() >= set(workers)
 
-    def mean(self, slice_: Slice, workers: Iterable[int], buffer: Tensor) -> Tensor | None:
+    def mean(self, slice_: Slice, workers: Iterable[Who], buffer: Tensor) -> Tensor | None:
         """The mean over all samples of the workers' gradients; None if none of them has one.
 
         A worker without a gradient counts as zeros if another has one, as under DDP.
@@ -90,13 +94,6 @@ class Pushes:
                 mean = gradient if share == 1.0 else torch.mul(gradient, share, out=buffer)
         self._means[slice_.key] = members, mean
         return mean
-
-    def forget(self, worker: int) -> None:
-        """Take out all of a worker's pushes."""
-        self.begun.pop(worker, None)
-        self._counts.pop(worker, None)
-        for pieces in self._pieces.values():
-            pieces.pop(worker, None)
 
     def drop(self, key: int) -> None:
         """Forget a slice that has been applied."""

@@ -10,13 +10,11 @@ from cnnstrategies.paramserver.compression import as_bytes, check_length, encode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.pushes import Who
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.specification import PullCompression, Specification
 from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
-
-Who = tuple[int, int]
-"""Id and incarnation of a worker."""
 
 
 @dataclass(frozen=True, slots=True)

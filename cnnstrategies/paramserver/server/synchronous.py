@@ -6,6 +6,7 @@ once all servers have those of all live workers. With clipping by the global nor
 squared norms and sends the factor. After a change of the view every server tells the leader again what it has.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import View
@@ -15,7 +16,7 @@ from cnnstrategies.paramserver.server.clipping import GlobalNorm
 from cnnstrategies.paramserver.server.clocks import SyncClock
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.outbox import Outbox
-from cnnstrategies.paramserver.server.pushes import Begin
+from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.reports import Reports
 from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Shard
@@ -70,7 +71,7 @@ class Synchronous:
     @property
     def leader(self) -> int:
         """The server that decides: the one that has been there longest."""
-        return min(((server.since, server.id) for server in self._view.servers), default=(0, self._server))[1]
+        return min(((self._view.age(server), server.id) for server in self._view.servers), default=(0, self._server))[1]
 
     @property
     def _servers(self) -> set[int]:
@@ -88,14 +89,14 @@ class Synchronous:
                 self.clock.leave(missing)  # It has died before this server has heard of it.
         for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
             self.clock.leave(worker)
-            self._backlog.forget_worker(worker, self.clock.step)
         self._lives = lives
         self.roll.follow(lives)
         self._backlog.compare()
         self._updater.follow(view)
         self._reports.follow(view.number, self._servers)
         self._norm.clear()
-        self._voted = set(self._backlog.all_complete())
+        complete = self._backlog.all_complete()
+        self._voted = {(step, worker) for step, (worker, life) in complete if lives.get(worker) == life}
         self._votes.clear()
         if self.leader == self._server:
             self._reports.add(self._server, view.number, self._voted)
@@ -123,6 +124,10 @@ class Synchronous:
 
     def join(self, worker: int, step: int | None) -> int:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next."""
+        if step is not None and step > self.clock.step and not self._shard.own:
+            # It has been through the steps before. A leader that has come back from a snapshot has no decision to tell.
+            self.clock.decide(step - 1, ())
+            self._ask_the_early()
         return self.clock.join(worker, step)
 
     def here(self, worker: int) -> None:
@@ -144,48 +149,59 @@ class Synchronous:
         if step > self.clock.step:
             self.clock.decide(step - 1, ())
         self._ask_the_early()
-        self._backlog.forget_before(step)
+        self._backlog.forget_before(step - 1)
         self._backlog.compare()
+        for reached, (worker, life) in list(self._backlog.all_complete()):
+            if self._lives.get(worker) == life:
+                self._vote(reached, worker)  # Of slices that are past the step no push is needed any more.
         self._plan()
         self._consider()
 
     # Pushes
 
-    def begin(self, worker: int, step: int, begin: Begin) -> None:
+    def begin(self, who: Who, step: int, begin: Begin) -> None:
         """A worker's pushes of a step follow."""
-        lowest = self._backlog.lowest(self.clock.step if self._decision is None else self._decision.step)
+        known = -1 if self._decision is None else self._decision.step
+        lowest = self._backlog.lowest(self.clock.step if known < 0 else known)
         if step > lowest + 1:
-            self._early.add(worker)  # This server is new and does not know yet how far the others are.
-        if step < lowest or step > lowest + 1:
-            return
-        self._backlog.begin(worker, step, begin)
-        self._vote(step, worker)
+            self._early.add(who[0])  # This server is new and does not know yet how far the others are.
+        elif known < step < lowest:
+            # This server has come back from a snapshot, and the others may not know that the step was decided.
+            self._backlog.begin(who, step, begin)
+            self._vote(step, who[0])
+        elif step >= lowest:
+            self._backlog.begin(who, step, begin)
+            self._vote_if_complete(step, who)
 
-    def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
+    def push(self, who: Who, header: Header, payload: memoryview) -> bool:
         """Keep a worker's push; whether it is new.
 
         Raises:
             InvalidMessageError: No step was begun for it, or the payload does not fit.
         """
-        if not self._backlog.add(who[0], header, payload):
+        if not self._backlog.add(who, header, payload):
             return False
-        self._vote(header.step, who[0])
+        self._vote_if_complete(header.step, who)
         if self._decision is not None and self._decision.step == header.step:
             self._updater.came(header.key)
         return True
 
-    def holds(self, key: int, who: tuple[int, int], request: int) -> bool:
+    def holds(self, key: int, who: Who, request: int) -> bool:
         """Whether a worker will get what it has asked for of an own slice without sending anything again."""
         pull = self._shard.pulled_by(key, who[0], request)
         if pull is None:
             return False
         there = self._shard.store.versions[key] >= pull.version
-        return there or self._backlog.has(who[0], pull.version - 1, key)
+        return there or pull.whole or self._backlog.has(who, pull.version - 1, key)
 
     # Decisions
 
+    def _vote_if_complete(self, step: int, who: Who) -> None:
+        if self._backlog.complete(step, who):
+            self._vote(step, who[0])
+
     def _vote(self, step: int, worker: int) -> None:
-        if (step, worker) in self._voted or not self._backlog.complete(step, worker):
+        if (step, worker) in self._voted:
             return
         self._voted.add((step, worker))
         if self.leader == self._server:
@@ -206,12 +222,14 @@ class Synchronous:
             return
         step = self.clock.step
         complete = self._reports.complete(step)
-        members = None if complete is None else self.clock.ready(complete)
-        if members is None:
+        ready = None if complete is None else self.clock.ready(complete)
+        if ready is None:
             return
-        options = self._backlog.of(step).begun[min(members)].options
+        members = tuple(sorted(ready))
+        lives = tuple(self._lives[worker] for worker in members)
+        options = self._backlog.of(step).begun[members[0], lives[0]].options
         scale = None if self._clips else 1.0
-        decision = Decision(step, tuple(sorted(members)), options, scale)
+        decision = Decision(step, members, lives, options, scale)
         self._tell_all(Kind.DECIDE, decision.as_dict())
         self._decide(decision)
 
@@ -319,7 +337,7 @@ class Synchronous:
     def _scale(self, step: int, factor: float) -> None:
         decision = self._decision
         if decision is not None and decision.step == step and decision.scale is None:
-            self._decide(Decision(step, decision.members, decision.options, factor))
+            self._decide(replace(decision, scale=factor))
 
 
 def _entries(values: dict[str, Any]) -> set[tuple[int, int]]:

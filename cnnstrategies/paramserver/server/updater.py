@@ -9,7 +9,7 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.server.backlog import Backlog
 from cnnstrategies.paramserver.server.clipping import squared_norm
 from cnnstrategies.paramserver.server.decision import Decision
-from cnnstrategies.paramserver.server.pushes import Pushes
+from cnnstrategies.paramserver.server.pushes import Pushes, Who
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
 
@@ -37,11 +37,11 @@ class Updater:
         self._keeps_means = specification.clip_norm is not None or specification.replication > 1
         self._buffers: dict[int | torch.dtype, Tensor] = {}
         self._todo: deque[int] = deque()
-        self._alive: set[int] = set()
+        self._lives: dict[int, int] = {}
 
     def follow(self, view: View) -> None:
         """Wait only for pushes of the workers of a view."""
-        self._alive = {worker.id for worker in view.workers}
+        self._lives = {worker.id: worker.incarnation for worker in view.workers}
 
     def plan(self, decision: Decision | None) -> None:
         """List the slices that the decided step is still to be applied to."""
@@ -71,7 +71,7 @@ class Updater:
         means: dict[int, Tensor | None] = {}
         start = 0
         for key in keys:
-            means[key] = self._mean(pushes, key, decision.members, start)
+            means[key] = self._mean(pushes, key, decision.who, start)
             start += self._shard.store.slices[key].numel
         if decision.scale is None:
             return True
@@ -108,12 +108,13 @@ class Updater:
         keys = [key for key in self._shard.own if self._shard.store.versions[key] == decision.step]
         if not all(pushes.has(key, present) for key in keys):
             return None
-        return squared_norm([self._mean(pushes, key, decision.members, 0) for key in keys])
+        return squared_norm([self._mean(pushes, key, decision.who, 0) for key in keys])
 
-    def _present(self, decision: Decision) -> list[int]:
-        return [worker for worker in decision.members if worker in self._alive]
+    def _present(self, decision: Decision) -> list[Who]:
+        """The members whose pushes come again if they are not here."""
+        return [(worker, life) for worker, life in decision.who if self._lives.get(worker) == life]
 
-    def _mean(self, pushes: Pushes, key: int, members: tuple[int, ...], start: int) -> Tensor | None:
+    def _mean(self, pushes: Pushes, key: int, members: list[Who], start: int) -> Tensor | None:
         """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.
 
         Slices share one buffer, unless the means are needed again: to be clipped, or by libzmq to be sent to backups.

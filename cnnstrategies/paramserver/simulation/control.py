@@ -25,11 +25,13 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     survivable = int(draw(seed, 43) < 0.5 and servers > 1)
     restarts, epochs, nodes = int(3 * draw(seed, 44)), 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
     settings = CoordinatorSettings(
-        "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), supervised=restarts > 0
-    )
+        "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), restarts > 0, nodes=nodes,
+        restartable=restarts > 0,
+    )  # fmt: skip
     places = [("worker", one) for one in range(workers)] + [("server", one) for one in range(servers)]
     places += [("coordinator", 0), *(("supervision", node) for node in range(nodes))]
     faults = Faults(seed, places, TIMEOUT, BUSY, removed)
+    faults.timed += [kill for kill in _kills(seed) if kill not in removed]
     world = World(seed, faults)
     if traced:
         world.trace = []
@@ -50,3 +52,9 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
         violation = str(error)
     met: list[Fault | MessageFault] = [*faults.timed, *faults.met]
     return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [])
+
+
+def _kills(seed: int) -> list[Fault]:
+    """More deaths of the coordinator than others have."""
+    many = int(draw(seed, 47) < 0.5) * (1 + int(draw(seed, 48) < 0.3))
+    return [Fault("kill", "coordinator", 0, BUSY * draw(seed, 49, one), 0.0) for one in range(many)]

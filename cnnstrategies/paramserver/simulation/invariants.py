@@ -4,7 +4,7 @@ from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Peer, Send
-from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.simulation.faults import DEADLY
 from cnnstrategies.paramserver.simulation.toys import SAMPLES, Toys, contents
 from cnnstrategies.paramserver.simulation.violation import ViolationError
@@ -31,9 +31,11 @@ class Invariants:
         self._epochs = epochs
         self._views: dict[int, str] = {}
         self._lives: dict[int, int] = {}
+        self._since: dict[str, int] = {}
         self._begun: set[int] = set()
         self._members: dict[int, dict[int, int]] = {}
-        self._known: dict[Peer, int] = {}
+        self._counted: dict[int, int] = {}  # collectives that were complete, of each coordinator
+        self._known: dict[Peer, tuple[int, int]] = {}
         self._deaths: list[Process] = []
         self._sealed_at: float | None = None
         world.on_send = self._sent
@@ -58,8 +60,17 @@ class Invariants:
             self._lives[worker.id] = worker.incarnation
         if self._views.setdefault(view.number, text) != text:
             raise ViolationError(f"11: view {view.number} is {text}, and was {self._views[view.number]}")
+        for server in filter(self._knows_itself, view.servers):
+            if self._since.setdefault(server.endpoint, server.since) != server.since:
+                raise ViolationError(f"11: server {server.id}, which goes on, is a new one in {text}")
         if view.workers and self._sealed_at is None:
             self._sealed_at = self._world.now
+
+    def _knows_itself(self, server: ServerInfo) -> bool:
+        """Whether a server goes on that has been told of a view with itself."""
+        role = self._world.processes[SERVER, server.id].role
+        view = role.view if isinstance(role, Participant) else None
+        return view is not None and any(one.endpoint == server.endpoint for one in view.servers)
 
     def _check_servers(self, view: int) -> None:
         """A collective that lets somebody in ends when every server knows whom."""
@@ -72,17 +83,26 @@ class Invariants:
 
     def _stepped(self, process: Process) -> None:
         if process.peer.role == "coordinator":
-            members = {one.peer.id: one.peer.life for one in self._toys.coordinator.members if one.peer.role == WORKER}
-            for sequence in range(len(self._members), self._toys.coordinator.collectives):
+            term, coordinator = process.peer.life, self._toys.coordinator
+            if coordinator.recovers:
+                return
+            if term not in self._counted:  # It begins where the one before has stopped.
+                self._counted[term] = coordinator.collectives
+            members = {one.peer.id: one.peer.life for one in coordinator.members if one.peer.role == WORKER}
+            for sequence in range(self._counted[term], coordinator.collectives):
                 self._members[sequence] = members
+            self._counted[term] = coordinator.collectives
             return
         if process.peer.role not in (SERVER, WORKER):
             return
         view = getattr(process.role, "view", None)
         number = -1 if view is None else view.number
-        if number < self._known.get(process.peer, -1):
+        known, begun = self._known.get(process.peer, (-1, 0))
+        if number < known:
             raise ViolationError(f"11: {process} goes back to view {number}")
-        self._known[process.peer] = number
+        if view is not None and begun not in (0, view.begun):
+            raise ViolationError(f"11: training begins for {process} with view {begun} and with {view.begun}")
+        self._known[process.peer] = number, 0 if view is None else view.begun
 
     def look(self) -> None:
         """Raise if nothing has gone on for long; to be called now and then.
@@ -133,8 +153,11 @@ class Invariants:
             raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")
 
     def _check_results(self) -> None:
-        for sequence, told in self._toys.log.results.items():
-            for worker, (_, life, _) in contents(next(iter(told.values()))).items():
+        kills = sum(one.peer.role == "coordinator" for one in self._deaths)
+        for sequence, heard in self._toys.log.results.items():
+            # What only such knew as went down with the coordinator it has to decide anew.
+            told = {peer: one for peer, one in heard.items() if not kills or self._came_to_its_end(peer)}
+            for worker, (_, life, _) in contents(next(iter(told.values()))).items() if told else ():
                 if self._members[sequence].get(worker) != life:
                     raise ViolationError(
                         f"10: collective {sequence} has life {life} of worker {worker}, no member then"
@@ -146,6 +169,10 @@ class Invariants:
                 mine = contents(one).get(peer.id)
                 if mine is None and not one.flag("joined"):
                     raise ViolationError(f"12: {peer} is not in the result of its collective {sequence}")
+
+    def _came_to_its_end(self, peer: Peer) -> bool:
+        process = self._world.processes[peer.role, peer.id]
+        return process.peer == peer and process.alive and process.ended is not None and process.ended.clean
 
     def _check_ends(self) -> None:
         victims = self._victims()
@@ -164,9 +191,11 @@ class Invariants:
     def _is_needed(self, process: Process, victims: set[str]) -> bool:
         """Whether the victims make a run end, or this process."""
         settings = self._settings
-        if "coordinator" in victims or str(process.peer) in victims or "worker 0" in victims:
+        if self._coordinator_is_lost() or str(process.peer) in victims or "worker 0" in victims:
             return True
         if any(victim.startswith(WORKER) and self._struck_before_training(victim) for victim in victims):
+            return True
+        if any(self._never_came(victim, process) for victim in victims):
             return True
         if victims | {str(one) for one in self._toys.log.left} >= {
             f"{WORKER} {one}" for one in range(settings.workers)
@@ -174,10 +203,29 @@ class Invariants:
             return True
         return sum(victim.startswith(SERVER) for victim in victims) > settings.survivable
 
+    def _coordinator_is_lost(self) -> bool:
+        """Whether it was hit in another way than by deaths after each of which it is started again."""
+        kills = sum(one.peer.role == "coordinator" for one in self._deaths)
+        others = [
+            fault
+            for fault in self._world.faults.timed
+            if (fault.role, fault.id) in (("coordinator", 0), ("supervision", 0))
+            and fault.kind not in ("kill", "sleep")
+        ]
+        return kills > self._toys.restarts or bool(others)
+
     def _struck_before_training(self, victim: str) -> bool:
         sealed = self._sealed_at
         return sealed is None or any(
             fault.at < sealed and (fault.kind == "crash" or _name(fault.role, fault.id) == victim)
+            for fault in self._world.faults.timed
+        )
+
+    def _never_came(self, victim: str, process: Process) -> bool:
+        """Whether a member was cut off from the start for as long as it had to appear."""
+        assert process.ended is not None
+        return f"{victim} did not appear" in process.ended.reason and any(
+            _name(fault.role, fault.id) == victim and fault.seconds > self._settings.appear - self._settings.timeout / 2
             for fault in self._world.faults.timed
         )
 
@@ -197,10 +245,11 @@ class Invariants:
     def _check_samples(self) -> None:
         log = self._toys.log
         done = [(epoch, sample) for epoch, sample, _ in log.processed]
-        if not self._victims() and not self._deaths and len(done) != len(set(done)):
+        died = {one.peer.role for one in self._deaths}
+        if not self._victims() - {"coordinator"} and not died - {"coordinator"} and len(done) != len(set(done)):
             raise ViolationError(f"13: processed twice: {sorted(one for one in done if done.count(one) > 1)}")
         # What a worker that dies has taken of an epoch is given out in that or in the next.
-        complete = range(self._epochs - 1 if self._deaths else self._epochs) if log.left else range(0)
+        complete = range(self._epochs - 1 if WORKER in died else self._epochs) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
         if missing:
             raise ViolationError(f"13: never processed: {sorted(missing)}")

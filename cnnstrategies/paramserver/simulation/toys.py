@@ -1,7 +1,7 @@
 """Workers, servers and supervisions that do to the coordinator what the real ones do, and train nothing."""
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
@@ -47,6 +47,9 @@ class Toys:
         restarts: How often a process that was killed is started again.
         nodes: Each with a supervision.
         seed: Of how long things take.
+
+    Attributes:
+        restarts: How often each process is started again.
     """
 
     def __init__(
@@ -56,18 +59,17 @@ class Toys:
         self._world = world
         self._settings = settings
         self._epochs = epochs
-        self._restarts = restarts
+        self.restarts = restarts
         self._nodes = nodes
         self._seed = seed
         self._draws = 0
-        # The handlers must be right without the answers that are kept.
-        self.coordinator = Coordinator(settings, kept=0 if draw(seed, 32) < 0.5 else KEPT)
+        self.coordinator = self._new_coordinator(0)
         self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
         world.on_node = lambda node: [world.processes[place] for place in self.hosts if self.hosts[place] == node]
 
     def start(self) -> None:
         """Start all."""
-        self._world.spawn(Peer("coordinator", 0), self.coordinator, _idle())
+        self._coordinate(self.coordinator, 0)
         for role, count in ((SERVER, self._settings.servers), (WORKER, self._settings.workers)):
             for identity in range(count):
                 self.hosts[role, identity] = identity % self._nodes
@@ -76,6 +78,14 @@ class Toys:
             children = [place for place, host in self.hosts.items() if host == node and place[0] != "coordinator"]
             peer = Peer("supervision", node)
             self._world.spawn(peer, Reporter(self._settings.session), self._supervise(node, children))
+
+    def _new_coordinator(self, term: int) -> Coordinator:
+        # The handlers must be right without the answers that are kept.
+        return Coordinator(replace(self._settings, term=term), kept=0 if draw(self._seed, 32) < 0.5 else KEPT)
+
+    def _coordinate(self, coordinator: Coordinator, term: int) -> None:
+        self.coordinator = coordinator
+        self._world.spawn(Peer("coordinator", 0, term), coordinator, _idle())
 
     def _seconds(self, least: float, most: float) -> float:
         self._draws += 1
@@ -150,15 +160,23 @@ class Toys:
 
     def _supervise(self, node: int, children: list[tuple[str, int]]) -> Program:
         lives = dict.fromkeys(children, 0)
-        over = False
+        over, term, gone = False, 0, set[tuple[str, int]]()
         asked = self._world.now
         while any(role == WORKER and self._runs(role, one) for role, one in lives):
             yield Sleep(LOOK)
+            if node == 0 and term < self.restarts and not over and not self._world.processes["coordinator", 0].alive:
+                term += 1
+                yield Sleep(self._seconds(0.05, 0.3))
+                self._coordinate(self._new_coordinator(term), term)
             for role, identity in list(lives):
                 process = self._world.processes[role, identity]
+                left = role == WORKER and process.peer in self.log.left and process.done
+                if left and (role, identity) not in gone:
+                    gone.add((role, identity))
+                    yield Tell("left", {"role": role, "id": identity, "incarnation": lives[role, identity]})
                 if process.alive:
                     continue
-                replaced = lives[role, identity] < self._restarts and not over
+                replaced = lives[role, identity] < self.restarts and not over
                 fields = {"role": role, "id": identity, "incarnation": lives[role, identity], "process": 1}
                 yield Tell("died", {**fields, "how": "was killed", "replaced": replaced})
                 if replaced:

@@ -125,6 +125,7 @@ class World:
         self._sent: dict[int, int] = {}
         self._links: dict[tuple[str, int, str, int], int] = {}
         self._blocked: dict[tuple[str, int, bool], float] = {}
+        self._asleep_until = 0.0
         for fault in faults.timed:
             self.at(fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
 
@@ -135,9 +136,13 @@ class World:
         process = Process(peer, role, program)
         process.drift = 1.0 + 0.02 * (draw(self._seed, 21, *map(ord, peer.role), peer.id, peer.life) - 0.5)
         self.processes[peer.role, peer.id] = process
+        for outgoing in (False, True):  # A cut is of the process that had this place before.
+            self._blocked.pop((peer.role, peer.id, outgoing), None)
         self.note(f"{process} starts")
-        self._act(process, lambda: process.role.start(self._clock(process)))
-        self.at(self.now, lambda: self._resume(process, 0, None))
+        if self.now < self._asleep_until:
+            self._pause(process, self._asleep_until)
+        self._run(process, lambda: self._act(process, lambda: process.role.start(self._clock(process))))
+        self.at(self.now, lambda: self._run(process, lambda: self._resume(process, 0, None)))
         return process
 
     def at(self, time: float, what: Callable[[], None]) -> None:
@@ -207,8 +212,9 @@ class World:
     def _sleep(self, fault: Fault) -> None:
         self.faults.counts["sleep"] += 1
         self.note(f"FAULT {fault}")
+        self._asleep_until = max(self._asleep_until, self.now + fault.seconds)
         for process in self.processes.values():
-            self._pause(process, self.now + fault.seconds)
+            self._pause(process, self._asleep_until)
 
     def _pause(self, process: Process, until: float) -> None:
         process.paused_until = max(process.paused_until, until)

@@ -1,7 +1,7 @@
 """The pushes of a worker's step."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,12 +123,21 @@ class Outgoing:
             keys: The slices.
             step: The step that is or will be worked on next.
         """
-        # Also in the middle of a step that has pushed nothing yet: a new server must hear of it.
-        if self._begin is not None and (self._unanswered or self._begin[0] == step):
-            for server in {server.id for server in self._connections.view.servers}:
-                self._send_begin(server)
+        self.begin_again([server.id for server in self._connections.view.servers], step)
         for key in [key for key in keys if key in self._unanswered]:
             self._send(key)
+
+    def begin_again(self, servers: Iterable[int], step: int) -> None:
+        """Tell some servers again what comes before the pushes, if there are or will be some.
+
+        Args:
+            servers: Their ids.
+            step: The step that is or will be worked on next.
+        """
+        # Also in the middle of a step that has pushed nothing yet: a new server must hear of it.
+        if self._begin is not None and (self._unanswered or self._begin[0] == step):
+            for server in servers:
+                self._send_begin(server)
 
     def _encode(self, index: int, flat: Tensor) -> None:
         for key in self._by_parameter[index]:

@@ -93,10 +93,13 @@ class WorkerRole:
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 4)
         self._joined = False
         self._first = 0  # step
+        self._given = False  # The parameters that it begins with have come.
         self._replaces = incarnation > 0
         self._unready: dict[int, float] = {}  # servers without values, and since when
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._initial: InitialValues | None = None
+        self._stands_in = False  # for workers with lower numbers
+        self._id = id
         self._moved = False  # The parameters are no longer those of the run's start.
         self._asked = 0  # Number of the last message that asks for what is under way.
         self._state: StateReceipt | None = None
@@ -111,11 +114,17 @@ class WorkerRole:
     def initialise(self, now: float, optimizer_state: Mapping[str, Any] | None) -> Generator[Wait]:
         """Give the servers the parameters' values, and the optimizer's state if there is some."""
         yield from self._meet(now)
+        self.stand_in(optimizer_state)
+        self._stands_in = False
+        for server in self.view.servers:
+            self._send_first_values(server.id)
+
+    def stand_in(self, optimizer_state: Mapping[str, Any] | None) -> None:
+        """Have the first values ready, for the case that those die that were to give them."""
+        self._stands_in = True
         self._initial = InitialValues(
             self._connections, self._specification, self._slices, self._parameters, optimizer_state
         )
-        for server in self.view.servers:
-            self._initial.send(server.id)
 
     def join(self, now: float) -> Generator[Wait, None, int]:
         """Become a member at a step boundary, and take the parameters; the step to begin with."""
@@ -131,11 +140,12 @@ class WorkerRole:
         # Never back where servers take a push with the number of an older one for the same push again.
         self.step = max(steps) if aggregates else max(self.step, *steps)
         self._moved = self._moved or self.step > 0
-        self._joined, self._first = True, self.step
+        self._joined, self._first, self._given = True, self.step, False
+        self._request(refresh=True)
         for server in self.view.servers:
             self._hello(server.id)
-        self._request(refresh=True)
         yield self.all_here()
+        self._given = True
         return self.step
 
     def leave(self) -> Generator[Wait]:
@@ -237,7 +247,7 @@ class WorkerRole:
     def _pulled(self, header: Header, payload: memoryview) -> None:
         if not self._pulls.take(header, payload):
             return
-        if not self._pulls.refreshing:
+        if not self._pulls.refreshing or header.base > 0:  # Others may have made steps before this one came.
             self._moved, self._initial = True, None
         self.counters.bytes_received += len(payload)
         self._outgoing.answered(header.key)
@@ -258,17 +268,25 @@ class WorkerRole:
             held = set(unpack_keys(payload[header.meta :]))
             own = self._placement.of(server)
             lost = [key for key in own if key not in held]
-            # One without slices of its own votes too, and must hear that the step has begun.
-            if not own or self._outgoing.open_among(lost) or self._pulls.open_among(lost):
+            if self._outgoing.open_among(lost) or self._pulls.open_among(lost):
                 self._send_again(lost)
+            elif not (self._outgoing.open_among(own) or self._pulls.open_among(own)):
+                # One of which nothing is open votes too, and must hear that the step has begun.
+                self._outgoing.begin_again((server,), self.step)
         if self._state is not None and asked > self._state.asked(server):
             self._ask_for_part(server)
         if values["ready"] is not False:
             self._unready.pop(server, None)
         elif self._moved or self._waits_in_vain(server):
             self._connections.lost(server)
-        elif self._initial is not None:
-            self._initial.send(server)  # It was started again before it had made a step.
+        else:
+            self._send_first_values(
+                server
+            )  # It was started again before it had made a step, or nobody has given it some.
+
+    def _send_first_values(self, server: int) -> None:
+        if self._initial is not None and not (self._stands_in and any(one.id < self._id for one in self.view.workers)):
+            self._initial.send(server)
 
     def _waits_in_vain(self, server: int) -> bool:
         """Whether a worker that takes another's place has waited for values for long: those who had some are gone."""
@@ -300,12 +318,12 @@ class WorkerRole:
                     self._connections.send(server, Kind.LEAVE, step=self.step)
                 self._say_hello(server, NO_STEP, joins)
 
-        def waiting() -> bool:
-            alive = servers & self._everyone()
-            return any(server not in self._welcomes or self._welcomes[server][1] <= asked for server in alive)
+        def answers() -> dict[int, tuple[int, int, dict[str, Any]]]:
+            # Others may be answers to what was asked before.
+            return {one: told for one, told in self._welcomes.items() if one in servers and told[1] > asked}
 
-        yield Wait(waiting, ask)
-        return self._welcomes
+        yield Wait(lambda: bool(servers & self._everyone() - answers().keys()), ask)
+        return answers()
 
     def _ask_for_state(self) -> Generator[Wait, None, StateReceipt | None]:
         """Ask for the optimizer state of all slices; None if it did not come from the same servers to the end."""
@@ -333,13 +351,17 @@ class WorkerRole:
 
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
         view, keys = self.view.number, pack_keys(answered)
-        said = {"joins": joins, "first": self._first, "request": self._pulls.step if self._pulls.under_way else None}
+        request = self._pulls.step if self._pulls.under_way else None
+        said = {"joins": joins, "first": self._first, "given": self._given, "request": request}
         self._connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
 
     def _hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
         if not self._joined:
             self._say_hello(server, NO_STEP, False)
+        elif not self._given:
+            came = [key for key in self._placement.of(server) if not self._pulls.open_among((key,))]
+            self._say_hello(server, self.step, True, came)
         elif self._outgoing.unanswered and self._pulls.under_way and not self._pulls.refreshing:
             answered = [key for key in self._placement.of(server) if not self._outgoing.waits(key)]
             self._say_hello(server, self.step - 1, True, answered)

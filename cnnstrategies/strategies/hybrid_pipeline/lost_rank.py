@@ -1,7 +1,8 @@
 """Which rank's error is told when one fails and the others lose their connection to it."""
 
 import functools
-import time
+import signal
+import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -9,13 +10,16 @@ from cnnstrategies.pipeline.transport import PeerError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-GRACE = 2.0  # Seconds that a rank leaves to the one that it has lost.
+# Seconds that a rank leaves to the one that it has lost, and to the process that has started them to see it end.
+GRACE = 30.0
+SILENT = 2.0  # The same after a time-out: the other one does not end by itself.
 
 
 def after_the_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
     """Have a rank that was forked or spawned end after the one that it has lost.
 
-    The process that has started them tells of the first to end; and Lightning calls no ``on_exception`` in the ranks.
+    The process that has started them tells of the first that it sees to have ended, and ends the others at once; and
+    Lightning calls no ``on_exception`` in the ranks.
 
     Args:
         method: Of the strategy.
@@ -25,10 +29,18 @@ def after_the_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
     def waiting(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
-        except PeerError:
+        except PeerError as error:
             strategy: Any = args[0]
             if strategy._start_method != "popen":
-                time.sleep(GRACE)
+                _wait_to_be_ended(SILENT if "timed out" in str(error).lower() else GRACE)
             raise
 
     return waiting
+
+
+def _wait_to_be_ended(seconds: float) -> None:
+    """Wait until the process that has started this one asks it to end, or for some seconds."""
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    asked.wait(seconds)
+    signal.signal(signal.SIGTERM, before)

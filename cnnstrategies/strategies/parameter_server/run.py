@@ -4,7 +4,7 @@ import atexit
 import json
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
     ServerProcess,
-    Service,
     StartMethod,
     load_keys,
     start,
@@ -151,19 +150,21 @@ def open_supervision(
     if servers and not options.endpoints:
         allow_files(files_of_server(workers, servers), "a server")
     if layout.node == 0:
+        again = options.max_restarts if place.supervised else 0
         settings = CoordinatorSettings(
             _listening(place.coordinator),
             workers,
             servers,
             options.timeout,
             survivable=options.replication - 1,
-            supervised=place.supervised and options.max_restarts > 0,
+            supervised=again > 0,
             session=place.session,
             nodes=layout.nodes,
             supervisor=supervision.process,
+            restartable=again > 0,
         )
         service = CoordinatorProcess(settings, place.key_file, place.directory)
-        supervision.start(Watched(COORDINATOR, 0, partial(_start, service, method)))
+        supervision.start(Watched(COORDINATOR, 0, partial(_start_coordinator, service, method), again))
     if servers and not options.endpoints:
         for index in range(options.servers):
             identity = layout.node * options.servers + index
@@ -183,8 +184,8 @@ def worker_address(options: Options, place: Place, rank: int) -> Address:
     )
 
 
-def _start(service: Service, method: StartMethod, incarnation: int) -> Handle:
-    return start(service, method)
+def _start_coordinator(service: CoordinatorProcess, method: StartMethod, term: int) -> Handle:
+    return start(replace(service, settings=replace(service.settings, term=term)), method)
 
 
 def _start_server(options: Options, place: Place, identity: int, method: StartMethod, incarnation: int) -> Handle:

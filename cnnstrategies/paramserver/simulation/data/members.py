@@ -51,7 +51,7 @@ class Members:
         died_at: When one last died that no fault of the schedule has hit.
         gone: Role, id and life of each.
         over: Why the run cannot go on.
-        lost_updates: How many a server lacks that began with a snapshot, of those that workers have seen.
+        losses: The slices that a server with a snapshot lacks updates of which workers have seen.
         restored: The servers that did.
     """
 
@@ -65,7 +65,7 @@ class Members:
         self.died_at = 0.0
         self.gone: set[tuple[str, int, int]] = set()
         self.over: str | None = None
-        self.lost_updates: dict[Peer, int] = {}
+        self.losses: dict[Peer, set[int]] = {}
         self.restored: set[int] = set()
         self._seed = seed
         self._draws = 0
@@ -116,9 +116,13 @@ class Members:
             self.restored.add(identity)
         if life:
             alone = [key for key in store.slices if self._is_alone(identity, key)]
-            lost = [self.watch.restored(key, store.values[key]) for key in alone]
+            for key in alone:
+                self.watch.restored(key, store.values[key], self._world.now)
             if contents is not None and life == 1:  # Else workers that know more than the first values end.
-                self.lost_updates[peer] = max(lost, default=0)
+                self.losses[peer] = set(alone)
+            store.look(alone)
+        else:
+            store.look(store.slices)
         role = Server(self._specification, identity, store, contents is not None)
         simulated = SimulatedServer(
             role,
@@ -135,6 +139,20 @@ class Members:
         return not any(
             one != identity and self.servers[one].alive and one not in self._lost for one in self._slices[key].servers
         )
+
+    def _unfilled(self, identity: int) -> None:
+        """A server is lost before one that was started again had its copies: those are two losses at once."""
+        for slice_ in self._slices:
+            others = [] if identity not in slice_.servers else [one for one in slice_.servers if one != identity]
+            left = [process for one in others if one not in self._lost and (process := self.servers[one]).alive]
+            roles = [process.role for process in left]
+            stores = [role.server.store for role in roles if isinstance(role, SimulatedServer)]
+            if not stores or any(slice_.key in store.whole for store in stores if isinstance(store, WatchedStore)):
+                continue
+            peer = left[0].peer
+            self.watch.restored(slice_.key, stores[0].values[slice_.key], self._world.now)
+            if peer in self.losses:
+                self.losses[peer].add(slice_.key)
 
     def _work(self, identity: int, life: int) -> Process:
         steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
@@ -210,7 +228,13 @@ class Members:
             return
         self.gone.add((role, identity, life))
         self.died.add(f"{role} {identity}")
+        self.watch.died(process.peer, self._world.now)
         self._world.at(self._world.now + self._seconds(0.01, 0.3), lambda: self._without(role, identity, life))
+
+    def leave(self, worker: int) -> None:
+        """A worker has come to its end: the coordinator names it no more."""
+        self.left.add(worker)
+        self._publish(workers=tuple(one for one in self._view.workers if one.id != worker))
 
     def _without(self, role: str, identity: int, life: int) -> None:
         """Go on without a process; another may take its place."""
@@ -219,6 +243,7 @@ class Members:
             self._publish(workers=tuple(one for one in self._view.workers if one.id != identity))
         else:
             self._lost.add(identity)
+            self._unfilled(identity)
             if len(self._lost) < self._specification.replication:
                 self._publish(servers=tuple(one for one in self._view.servers if one.id != identity))
             elif not replaced:

@@ -221,7 +221,9 @@ class SimulatedWorker:
 
     def on_call(self, now: float, call: Call) -> NodeEffects:
         """A view has come."""
-        self._view = call.fields["view"]
+        view = call.fields["view"]
+        if self._view is None or view.number > self._view.number:
+            self._view = view
         return self._waited(now)
 
     def on_timer(self, now: float, name: str) -> NodeEffects:
@@ -243,7 +245,7 @@ class SimulatedWorker:
                 self.role.on_time(now)
             while self._inbox and self._wait.waiting():
                 sender, message = self._inbox.pop(0)
-                self._handle(sender.id, message)
+                self._handle(sender, message)
             done = not self._wait.waiting()
         except (ServersUnreachableError, RemovedError) as error:
             return [End(str(error), False)]
@@ -255,13 +257,13 @@ class SimulatedWorker:
             lives = _lives(self.role.view)
             self._inbox = [(sender, one) for sender, one in self._inbox if lives.get(sender.id) == sender.life]
 
-    def _handle(self, server: int, message: Message) -> None:
+    def _handle(self, server: Peer, message: Message) -> None:
         header: Header = message.fields["header"]
         payload = memoryview(bytearray(message.frames[0]))
         pulls = self.role._pulls
         waited = header.kind == Kind.PULLED and pulls.open_among([header.key]) and header.step == pulls.step
         whole = pulls.refreshing
-        self.role.on_message(server, header, payload)
+        self.role.on_message(server.id, header, payload)
         if waited:
             value = torch.frombuffer(payload, dtype=torch.float64)
             self._watch.received(
@@ -272,6 +274,7 @@ class SimulatedWorker:
                 value,
                 header.step,
                 whole,
+                server,
                 message.fields["sent"],
                 self._clock(),
             )

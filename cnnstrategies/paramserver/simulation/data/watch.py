@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.slicing import Slice
@@ -51,7 +52,24 @@ class Watch:
         self._forgiven: dict[int, int] = {}
         self._members: dict[tuple[int, int], frozenset[Token]] = {}
         self._answered: dict[int, dict[Token, float]] = {}
-        self.highest = -1  # step that a worker has begun
+        self._restored: dict[int, tuple[float, frozenset[Token]]] = {}
+        self._lost: dict[int, set[Token]] = {}
+        self._lost_before: dict[int, set[Token]] = {}
+        self._begun: dict[int, float] = {}
+        self._deaths: dict[str, list[tuple[float, Peer]]] = {"worker": [], "server": []}
+
+    @property
+    def highest(self) -> int:
+        """The last step that a worker has begun."""
+        return max(self._begun, default=-1)
+
+    def begun(self, step: int, now: float) -> None:
+        """A worker begins a step."""
+        self._begun.setdefault(step, now)
+
+    def died(self, peer: Peer, now: float) -> None:
+        """A process has died, or counts as dead."""
+        self._deaths[peer.role].append((now, peer))
 
     def made_of(self, key: int, value: Tensor) -> frozenset[Token]:
         """The tokens in a content."""
@@ -93,6 +111,7 @@ class Watch:
         value: Tensor,
         request: int,
         whole: bool,
+        server: Peer,
         sent: float,
         now: float,
     ) -> None:
@@ -112,26 +131,59 @@ class Watch:
         if missing and not forgiven:
             raise ViolationError(f"7: slice {key} lacks {sorted(missing)}, which were answered, in version {version}")
         if whole:
+            # Of common steps a newcomer sees only what is safe; of others also what is on its way to the copies.
+            self._seen(key, tokens if self.aggregates else (), server, sent, now)
             return
         own = (worker, request - 1, 0 if self.clipped else life)
         if own not in tokens and not forgiven:
             raise ViolationError(f"3: worker {worker} gets slice {key} without its own push of step {request - 1}")
         if self.aggregates and last and not forgiven:
             told = self._members.setdefault((epoch, version), last)
-            if told != last:
+            if told != last and not self._torn(version - 1, told ^ last):
                 raise ViolationError(f"4: step {version - 1} has {sorted(told)} in one slice, {sorted(last)} in {key}")
-        answered = self._answered.setdefault(key, {})
-        for token in tokens if self.aggregates else {own}:
-            answered.setdefault(token, now)
+        self._seen(key, tokens if self.aggregates else {own}, server, sent, now)
 
-    def restored(self, key: int, value: Tensor) -> int:
-        """The only holder of a slice is started from a snapshot; how many updates that workers have seen are lost."""
+    def _seen(self, key: int, tokens: Iterable[Token], server: Peer, sent: float, now: float) -> None:
+        """A worker has had an answer with some tokens, maybe of a server that has been replaced since."""
+        answered, (restored, kept) = self._answered.setdefault(key, {}), self._restored.get(key, (0.0, frozenset()))
+        replaced = sent < restored or any(at < restored and peer == server for at, peer in self._deaths["server"])
+        for token in tokens:
+            if replaced and token not in kept:
+                self._lost[key].add(token)
+            else:
+                answered.setdefault(token, now)
+
+    def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
+        """Whether workers have died, and a server with what they had pushed: nobody can push that again."""
+        since = self._begun.get(step, 0.0)
+        workers = {peer.id for at, peer in self._deaths["worker"] if at >= since}
+        return workers >= {worker for worker, _, _ in tokens} and any(at >= since for at, _ in self._deaths["server"])
+
+    def holds_all(self, key: int, value: Tensor) -> bool:
+        """Whether a content has everything in it that was answered."""
+        return self._answered.get(key, {}).keys() <= self.made_of(key, value)
+
+    def restored(self, key: int, value: Tensor, now: float) -> None:
+        """A slice goes on from a snapshot, or from a copy that was never filled."""
         kept = self.made_of(key, value)
-        lost = {token for token in self._answered.get(key, {}) if token not in kept}
+        before = self._lost.get(key, set()) | self._lost_before.get(key, set())
+        self._lost_before[key] = before - kept
+        self._lost[key] = {token for token in self._answered.get(key, {}) if token not in kept}
+        self._restored[key] = now, kept
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
         self._epochs[key] = self._epochs.get(key, 0) + 1
         self._forgiven[key] = self.highest + 1
-        return len({step for _, step, _ in lost}) if self.aggregates else len(lost)
+
+    def lost(self, key: int) -> tuple[int, int]:
+        """How many updates that workers have seen were lost when a slice was last restored.
+
+        Without those that were lost before, by another server that the last one had been filled from, and with them.
+        """
+        lost = self._lost.get(key, set())
+        return self._updates(lost), self._updates(lost | self._lost_before.get(key, set()))
+
+    def _updates(self, tokens: set[Token]) -> int:
+        return len({step for _, step, _ in tokens}) if self.aggregates else len(tokens)
 
 
 def _content(key: int, value: Tensor) -> Content:
@@ -145,11 +197,31 @@ class WatchedStore(Store):
         specification: The run's.
         slices: The slices to hold.
         watch: Looks at them.
+
+    Attributes:
+        whole: The slices that have once had everything in them that was answered before, as their primary's copies.
     """
 
     def __init__(self, specification: Specification, slices: Iterable[Slice], watch: Watch) -> None:
         super().__init__(specification, slices)
         self._watch = watch
+        self.whole: set[int] = set()
+
+    def look(self, keys: Iterable[int]) -> None:
+        """See which slices have everything in them that was answered."""
+        for key in keys:
+            if key not in self.whole and self._watch.holds_all(key, self.values[key]):
+                self.whole.add(key)
+
+    def restore(self, contents: Mapping[str, Any]) -> None:
+        """Begin with a snapshot, of which no primary knows."""
+        super().restore(contents)
+        self.whole.clear()
+
+    def put(self, key: int, value: Tensor, version: int) -> None:
+        """Replace a slice's values."""
+        super().put(key, value, version)
+        self.look((key,))
 
     def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
         """Look at an update of some slices, and apply it."""
@@ -161,3 +233,4 @@ class WatchedStore(Store):
         super().apply(updates, options)
         for key, made_of in made.items():
             self._watch.became(key, self.values[key], made_of)
+        self.look(updates)

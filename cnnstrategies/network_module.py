@@ -1,0 +1,145 @@
+"""What the modules of this package share: a network, its optimizer and its schedule."""
+
+import os
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.parameter_groups import hold_back, parameter_groups, scale_learning_rates
+from cnnstrategies.seeds import mixed_seed
+
+Batch = tuple[Tensor, Tensor]
+
+
+class NetworkModule(LightningModule):
+    """Base of the modules that train one network on ``(images, targets)``.
+
+    Args:
+        network: Maps images to what the subclass compares with the targets.
+        num_classes: Number of classes.
+        optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
+        lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
+        lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
+        decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases too.
+        layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1].
+        unfreeze_every: Epochs after which the next layer before those that learn begins to learn; 0 for all at once.
+        channels_last: Store images and weights with the channels innermost.
+        compile_backend: Compile the network with this ``torch.compile`` backend; not compiled when left out.
+
+    Raises:
+        ConfigurationError: A number is out of its range, or the data has another number of classes.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerCallable | None,
+        lr_scheduler: LRSchedulerCallable | None,
+        lr_interval: Literal["epoch", "step"],
+        decay_norms_and_biases: bool,
+        layer_lr_decay: float,
+        unfreeze_every: int,
+        channels_last: bool,
+        compile_backend: str | None,
+    ) -> None:
+        super().__init__()
+        if num_classes < 2:
+            raise ConfigurationError(f"num_classes={num_classes}: at least 2 classes are needed")
+        if not 0 < layer_lr_decay <= 1:
+            raise ConfigurationError(f"layer_lr_decay={layer_lr_decay} is outside (0, 1]; 0.65 to 0.9 is usual")
+        if unfreeze_every < 0:
+            raise ConfigurationError(f"unfreeze_every={unfreeze_every} is negative; 0 trains all layers from the start")
+        self.network = network.to(memory_format=torch.channels_last) if channels_last else network
+        self.num_classes = num_classes
+        # Not the argument's default: jsonargparse would pass AdamW's weight decay on to the optimizer chosen instead.
+        self.optimizer_factory = torch.optim.AdamW if optimizer is None else optimizer
+        self.lr_scheduler_factory = lr_scheduler
+        self.lr_interval = lr_interval
+        self.decay_norms_and_biases = decay_norms_and_biases
+        self.layer_lr_decay = layer_lr_decay
+        self.unfreeze_every = unfreeze_every
+        self.channels_last = channels_last
+        self.compile_backend = compile_backend
+
+    def check_data(self, datamodule: LightningDataModule | None) -> None:
+        """Refuse data with another number of classes.
+
+        Args:
+            datamodule: Its ``num_classes`` is compared, if it has one.
+
+        Raises:
+            ConfigurationError: It is not the model's.
+        """
+        classes = getattr(datamodule, "num_classes", self.num_classes)
+        if classes != self.num_classes:
+            raise ConfigurationError(
+                f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has {classes}: "
+                f"set model.init_args.num_classes={classes}"
+            )
+
+    def setup(self, stage: str) -> None:
+        """Check the data against the model and compile the network."""
+        self.check_data(getattr(self.trainer, "datamodule", None))
+        if self.compile_backend is not None:
+            self.network.compile(backend=self.compile_backend)
+
+    def on_fit_start(self) -> None:
+        """Start the metrics anew: `validate` leaves them with tensors that only inference mode may update."""
+        for module in self.modules():
+            if isinstance(module, Metric):
+                module.reset()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Seed the random numbers of this training step (dropout, mixup) from (seed, step, rank).
+
+        A resumed run so draws what the uninterrupted one would have drawn, without states in the checkpoint.
+        """
+        seed = os.environ.get("PL_GLOBAL_SEED")
+        if self.trainer.training and seed is not None:
+            step = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
+            torch.manual_seed(mixed_seed(int(seed), step, self.global_rank))
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Choose the memory format, on the device."""
+        images, targets = batch
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return images, targets
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """Build the optimizer and the scheduler over the parameters that are trained."""
+        by_layer = self.layer_lr_decay < 1 or self.unfreeze_every > 0
+        groups, depths = parameter_groups(self, self.network, self.decay_norms_and_biases, by_layer)
+        plain = self.decay_norms_and_biases and not by_layer
+        # A factory of one's own may take nothing but parameters.
+        optimizer = self.optimizer_factory([p for group in groups for p in group["params"]] if plain else groups)
+        if by_layer:
+            scale_learning_rates(optimizer, [self.layer_lr_decay**depth for depth in depths])
+        if self.unfreeze_every:
+            hold_back(optimizer, lambda depth: self.current_epoch < depth * self.unfreeze_every, depths)
+        if self.lr_scheduler_factory is None:
+            return optimizer
+        scheduler = self.lr_scheduler_factory(optimizer)
+        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        if self.layer_lr_decay < 1 < len(set(depths)) and len(rates) == 1:
+            raise ConfigurationError(
+                f"layer_lr_decay={self.layer_lr_decay} and {type(scheduler).__name__}, which gives all layers one "
+                "learning rate: take another scheduler, such as cnnstrategies.schedules.WarmupCosine"
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "epoch", "monitor": scheduler.monitor},
+            }
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.lr_interval},
+        }

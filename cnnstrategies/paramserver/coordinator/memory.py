@@ -1,0 +1,182 @@
+"""What a member remembers of the coordinator, to tell one that is started again: that one has no file."""
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message
+
+EPOCHS = 3  # of data dispatch; what a worker left behind that died comes in the next but one at the latest
+ROUND, VALUE = "round ", "value "  # what an item's name begins with
+
+
+@dataclass
+class Taken:
+    """What a worker was given of an epoch.
+
+    Attributes:
+        samples: Of the epoch.
+        chunk: Samples of a chunk.
+        processed: Positions that were processed when it last asked.
+        asked: How often it was answered.
+        chunks: Epoch, start and stop of each chunk, one after the other.
+    """
+
+    samples: int
+    chunk: int
+    processed: int = 0
+    asked: int = 0
+    chunks: "array[int]" = field(default_factory=lambda: array("q"))
+
+
+class Report(NamedTuple):
+    """What a member tells.
+
+    Attributes:
+        number: Of the newest view that it knows.
+        newest: The message of it, as JSON.
+        seen: Number of the view that it has taken up.
+        sequence: Of its next collective.
+        rounds: The collectives whose results it has.
+        values: The names whose values it has, and whether it was told them.
+        notices: What was told to all.
+        epochs: What it was given of each.
+    """
+
+    number: int
+    newest: bytes
+    seen: int
+    sequence: int
+    rounds: Sequence[int]
+    values: Mapping[str, bool]
+    notices: Mapping[str, int]
+    epochs: Mapping[int, Taken]
+
+    @property
+    def items(self) -> set[str]:
+        """What it can give."""
+        return {f"{ROUND}{one}" for one in self.rounds} | {f"{VALUE}{one}" for one in self.values}
+
+    @classmethod
+    def of(cls, message: Message) -> "Report | None":
+        """The one in a member's hello; None if a process has just begun.
+
+        Raises:
+            ControlError: It has other fields.
+        """
+        told = message.fields.get("report")
+        if told is None:
+            return None
+        try:
+            lengths = [int(one[5]) for one in told["epochs"]]
+            chunks = array("q")
+            chunks.frombytes(bytes(message.frames[1]))
+            if sum(lengths) != len(chunks) or min([0, *lengths, *chunks]) < 0:
+                raise ValueError("other chunks")
+            epochs, first = {}, 0
+            for (number, samples, chunk, processed, asked, _), length in zip(told["epochs"], lengths, strict=True):
+                taken = chunks[first : first + length]
+                epochs[int(number)] = Taken(int(samples), int(chunk), int(processed), int(asked), taken)
+                first += length
+            return cls(
+                int(told["number"]),
+                bytes(message.frames[0]),
+                int(told["seen"]),
+                int(told["sequence"]),
+                [int(one) for one in told["rounds"]],
+                {str(name): got is True for name, got in told["values"].items()},
+                {str(name): int(value) for name, value in told["notices"].items()},
+                epochs,
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ControlError(f"report: {type(error).__name__}: {error}") from error
+
+
+class Memory:
+    """What a member was told.
+
+    Attributes:
+        keeps: Whether the coordinator may be started again; if not, only the newest view is kept.
+    """
+
+    def __init__(self) -> None:
+        self.keeps = False
+        self._number = -1
+        self._newest: Mapping[str, Any] = {}
+        self._setup: dict[int, Message] = {}
+        self._last: Message | None = None
+        self._sealed = False
+        self._values: dict[str, tuple[bool, Sequence[Buffer]]] = {}
+        self._epochs: dict[int, Taken] = {}
+
+    def viewed(self, number: int, fields: Mapping[str, Any]) -> None:
+        """A newer view has come."""
+        self._number = number
+        self._newest = {name: fields[name] for name in ("view", "roster") if name in fields}
+
+    def answered(self, asked: Message, reply: Message) -> None:
+        """A request was answered."""
+        if not self.keeps:
+            return
+        kind = asked.kind
+        if kind == "collect":
+            self._told(asked, reply)
+        elif kind in ("put", "get"):
+            name = asked.string("name")
+            if kind == "get":
+                self._values[name] = True, reply.frames
+            else:
+                self._values.setdefault(name, (False, asked.frames))
+        elif kind == "epoch":
+            number = asked.integer("epoch")
+            self._epochs.setdefault(number, Taken(asked.integer("samples"), asked.integer("chunk")))
+            self._epochs = {one: self._epochs[one] for one in sorted(self._epochs)[-EPOCHS:]}
+        elif kind == "take" and asked.integer("epoch") in self._epochs:
+            taken = self._epochs[asked.integer("epoch")]
+            taken.asked += 1
+            taken.processed = asked.integer("processed")
+            chunk = [reply.integer(name) for name in ("epoch", "start", "stop")]
+            if chunk[1] < chunk[2]:
+                taken.chunks.extend(chunk)
+
+    def _told(self, asked: Message, reply: Message) -> None:
+        """Keep the results of the set-up, for workers that are started again, and the last one of all."""
+        self._last = reply
+        if not self._sealed and not reply.flag("joined"):
+            self._setup[reply.integer("sequence")] = reply
+        self._sealed = self._sealed or asked.flag("seal")
+
+    @property
+    def _results(self) -> dict[int, Message]:
+        last = {} if self._last is None else {self._last.integer("sequence"): self._last}
+        return self._setup | last
+
+    def report(self, seen: int, sequence: int, notices: Mapping[str, int]) -> tuple[dict[str, Any], list[bytes]]:
+        """The field and the buffers of a hello to a coordinator that was started again."""
+        epochs = [
+            [number, one.samples, one.chunk, one.processed, one.asked, len(one.chunks)]
+            for number, one in self._epochs.items()
+        ]
+        report = {
+            "number": self._number,
+            "seen": seen,
+            "sequence": sequence,
+            "rounds": sorted(self._results),
+            "values": {name: got for name, (got, _) in self._values.items()},
+            "notices": dict(notices),
+            "epochs": epochs,
+        }
+        chunks = b"".join(one.chunks.tobytes() for one in self._epochs.values())
+        return report, [json.dumps(self._newest).encode(), chunks]
+
+    def item(self, name: str) -> tuple[dict[str, Any], Sequence[Buffer]] | None:
+        """The contents of what the coordinator lacks, if they are here."""
+        if name.startswith(VALUE) and name.removeprefix(VALUE) in self._values:
+            return {}, self._values[name.removeprefix(VALUE)][1]
+        for sequence, result in self._results.items():
+            if name == f"{ROUND}{sequence}":
+                fields = ("sequence", "ids", "sizes", "view", "admitted")
+                return {field: result.fields[field] for field in fields}, result.frames
+        return None

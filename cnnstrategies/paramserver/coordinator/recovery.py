@@ -1,0 +1,187 @@
+"""How a coordinator that follows one that was killed learns what that one knew: the members tell it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cnnstrategies.paramserver.coordinator.memory import ROUND, VALUE, Report, Taken
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
+from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+
+Life = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What a supervision says of a process that has ended.
+
+    Attributes:
+        life: Role, id and life.
+        process: Its process id.
+        how: It ended; None if it left.
+        replaced: Whether another takes its place.
+    """
+
+    life: Life
+    process: int
+    how: str | None
+    replaced: bool
+
+
+class Recovery:
+    """Gathers what members report.
+
+    It is complete when all members of the newest view that was reported have, or are known to have ended, or time is
+    up. Nobody else is a member then: that one had not told anybody.
+
+    Args:
+        workers: How many the run has.
+        servers: How many servers it has.
+        began: When this began.
+        timeout: Seconds to wait at most.
+        appear: Seconds to wait at most while nobody has reported a view.
+    """
+
+    def __init__(self, workers: int, servers: int, began: float, timeout: float, appear: float) -> None:
+        self.hellos: dict[Peer, Message] = {}
+        self.reports: dict[Peer, Report] = {}
+        self.seen: dict[Peer, float] = {}
+        self.fates: dict[Life, Fate] = {}
+        self._places = [(WORKER, one) for one in range(workers)] + [(SERVER, one) for one in range(servers)]
+        self._until, self._latest = began + timeout, began + appear
+        self._number = -1
+        self._newest: dict[str, dict[str, Any]] = {}
+
+    def hear(self, now: float, sender: Peer, message: Message) -> None:
+        """A process says hello.
+
+        Raises:
+            ControlError: Its report has other fields.
+        """
+        if (sender.role, sender.id) not in self._places:
+            return
+        report = Report.of(message)
+        older = [peer for peer in self.hellos if peer[:2] == sender[:2] and peer != sender]
+        if any(peer.life >= sender.life for peer in older):
+            return
+        for peer in older:
+            self.leave(peer)
+        self.hellos[sender], self.seen[sender] = message, now
+        if report is not None:
+            self.reports[sender] = report
+            if report.number > self._number:
+                self._newest = _newest(report)
+                self._number = report.number
+
+    def leave(self, peer: Peer) -> None:
+        """A process has ended."""
+        self.hellos.pop(peer, None)
+        self.reports.pop(peer, None)
+        self.seen.pop(peer, None)
+
+    def complete(self, now: float) -> bool:
+        """Whether nobody else has to be waited for."""
+        return now > (self._until if self._number >= 0 else self._latest) or not self.missing()
+
+    def missing(self) -> list[Life]:
+        """Who has not reported: members of the newest view, or while there is none all that are expected."""
+        lives = {peer[:2]: peer.life for peer in self.hellos}
+        if self._number < 0:
+            return [(*place, 0) for place in self._places if place not in lives]
+        ended = {life[:2]: life[2] for life in sorted(self.fates)}
+        members = {(role, identity): life for role, identity, life in self.state["members"]}
+        members |= {(WORKER, one["id"]): one["incarnation"] for one in self.view["workers"]}
+        return [
+            (*place, life)
+            for place, life in sorted(members.items())
+            if lives.get(place, -1) < life and ended.get(place, -1) < life
+        ]
+
+    # What was told
+
+    @property
+    def number(self) -> int:
+        """Of the newest view; -1 if nobody knows one."""
+        return self._number
+
+    @property
+    def view(self) -> Mapping[str, Any]:
+        """The newest view; empty if nobody knows one."""
+        return self._newest.get("view", {})
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """What the coordinator that was killed has told beside the view; see `Roster.follow`."""
+        return self._newest.get("roster", {})
+
+    def since(self, server: Peer) -> int | None:
+        """Since which view a server is there; None if the newest view has not this very process."""
+        report = self.reports.get(server)
+        if report is None:
+            return None
+        own = _own(report, server)
+        return next((one["since"] for one in self.view["servers"] if [one] == own), None)
+
+    def told(self) -> dict[int, int]:
+        """How many collectives each worker knows the results of."""
+        return {peer.id: report.sequence for peer, report in self.reports.items() if peer.role == WORKER}
+
+    def notices(self) -> dict[str, int]:
+        """What was told to all."""
+        return {name: value for report in self.reports.values() for name, value in report.notices.items()}
+
+    def epochs(self) -> dict[int, dict[int, Taken]]:
+        """What each worker was given of each epoch."""
+        found: dict[int, dict[int, Taken]] = {}
+        for peer, report in self.reports.items():
+            for number, taken in report.epochs.items():
+                found.setdefault(number, {})[peer.id] = taken
+        return found
+
+    def holders(self, rounds: Sequence[int]) -> dict[str, list[Peer]]:
+        """Who has what the coordinator lacks: some collectives' results, and values; first those that were told."""
+        found: dict[str, list[Peer]] = {f"{ROUND}{one}": [] for one in rounds}
+        for peer, report in sorted(self.reports.items()):
+            for item in report.items:
+                if item in found or item.startswith(VALUE):
+                    found.setdefault(item, []).append(peer)
+        for item, peers in found.items():
+            if item.startswith(VALUE):
+                name = item.removeprefix(VALUE)
+                peers.sort(key=lambda peer: not self.reports[peer].values[name])
+        return found
+
+
+def was_member(server: Peer, message: Message) -> bool:
+    """Whether a server that says hello has been in a view.
+
+    Raises:
+        ControlError: Its report has other fields.
+    """
+    report = Report.of(message)
+    return report is not None and bool(_own(report, server))
+
+
+def _own(report: Report, server: Peer) -> list[Any]:
+    return [one for one in _newest(report)["view"]["servers"] if one["id"] == server.id]
+
+
+def _newest(report: Report) -> dict[str, dict[str, Any]]:
+    """The newest view that a member knows, and what it was told with it.
+
+    Raises:
+        ControlError: That is none.
+    """
+    try:
+        newest = json.loads(report.newest)
+        view, state = newest["view"], newest["roster"]
+        numbers = [one for place in (*state["members"], *state["begun"]) for one in place[1:]]
+        numbers += [*state["group"], *state["lost"], state["sealed"], state["reached"], view["begun"]]
+        numbers += [one[name] for one in view["servers"] for name in ("id", "since")]
+        numbers += [one[name] for one in view["workers"] for name in ("id", "incarnation")]
+        if any(type(number) is not int for number in numbers) or any(len(one) != 5 for one in state["gone"]):
+            raise ValueError("no numbers")
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ControlError(f"report: {type(error).__name__}: {error}") from error
+    return {"view": view, "roster": state}

@@ -1,0 +1,467 @@
+"""Faults at named moments of a whole run: its real processes, forked, with their sockets, coordinator and supervision.
+
+A moment is named by what a process is about to send: ``server 1's 3rd RELAY to server 0: cut``. Each process counts
+what it sends, and plays its faults itself, so no moment depends on how fast the machine is:
+
+- ``drop``: the message is lost.
+- ``cut``: it is lost with the sender's connection, and with whatever else is on its way there.
+- ``kill``: the process dies before it is sent.
+- ``last``: the process dies when it is sent, and all before it.
+- ``stop``: the process is stopped for a while before it is sent.
+
+The moments of one process come one after the other, and each counts from the one before. A slow machine may ask twice,
+so a moment may come earlier than on a fast one: what is promised holds all the same.
+
+Kinds are those of `messages.Kind` between workers and servers, those of the control plane in small letters, and
+``SNAPSHOT``. A process that is started again plays nothing.
+"""
+
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor, nn
+
+from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.collectives import Collectives
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.drivers.line import Line
+from cnnstrategies.paramserver.drivers.links import Links
+from cnnstrategies.paramserver.drivers.server import ServerService
+from cnnstrategies.paramserver.effects import Parcel, Save
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.messages import SERVER
+from cnnstrategies.paramserver.processes import Forked, Handle, is_stopped
+from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, serve
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
+from cnnstrategies.paramserver.worker import worker as worker_role
+from cnnstrategies.processes import end_with_parent
+
+SIZES = (24, 16, 8)
+STEPS, EPOCH = 6, 3
+SLICE = 8  # elements
+TIMEOUT = 40.0  # seconds: no trace waits for it, however slow the machine
+HEARTBEAT = 0.1
+PAUSE = 0.3  # seconds of a process that is stopped
+MOMENT = re.compile(r"(\w+(?: \d+)?)'s (\d+)(?:st|nd|rd|th) (\w+)(?: to (\w+(?: \d+)?))?: (drop|cut|kill|last|stop)")
+_context = multiprocessing.get_context("fork")
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """When, and what happens."""
+
+    who: str
+    ordinal: int
+    kind: str
+    to: str | None
+    fault: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Moment":
+        match = MOMENT.fullmatch(text)
+        assert match is not None, f"no moment: {text}"
+        return cls(match[1], int(match[2]), match[3], match[4], match[5])
+
+
+class Player:
+    """Counts what this process sends, and plays its faults.
+
+    Args:
+        who: This process.
+        faults: Those of the run.
+        directory: Where a moment that has come is noted.
+    """
+
+    def __init__(self, who: str, faults: Sequence[str], directory: Path) -> None:
+        moments = [(text, Moment.parse(text)) for text in faults]
+        self._left = [(text, moment) for text, moment in moments if moment.who == who]
+        self._directory = directory
+        self._sent = 0  # of the kind that is counted now
+
+    def passes(self, kind: str, to: str | None, cut: Callable[[], None], last: Callable[[], None]) -> bool:
+        """Whether a message is sent.
+
+        Args:
+            kind: Its kind.
+            to: Its receiver.
+            cut: Makes the connection to the receiver anew, without what was sent.
+            last: Sends the message, and waits until all that was sent has left this process.
+        """
+        if not self._left or (self._left[0][1].kind, self._left[0][1].to) not in ((kind, to), (kind, None)):
+            return True
+        self._sent += 1
+        text, moment = self._left[0]
+        if self._sent < moment.ordinal:
+            return True
+        del self._left[0]
+        self._sent = 0
+        (self._directory / f"met {text}").touch()
+        if moment.fault == "last":
+            last()
+        if moment.fault in ("kill", "last"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif moment.fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif moment.fault == "cut":
+            cut()
+        return moment.fault not in ("drop", "cut")
+
+    # Where messages leave
+
+    def watch(self) -> None:
+        """Stand between the roles of this process and its sockets."""
+        # As at any other interval, but a test need not wait for it.
+        worker_role.PROBE_SECONDS = 0.1
+        self._watch_servers()
+        self._watch_workers()
+        self._watch_members()
+        self._watch_coordinator()
+
+    def _watch_servers(self) -> None:
+        act, player = ServerService._act, self
+
+        def played(service: ServerService, effects: Any) -> None:
+            for effect in effects:
+                if isinstance(effect, Parcel):
+                    to = _server(effect.to) if isinstance(effect.to, int) else _worker(service, effect.to)
+                    kind = effect.header.kind.name
+                elif isinstance(effect, Save):
+                    to, kind = None, "SNAPSHOT"
+                else:
+                    act(service, [effect])
+                    continue
+
+                def last(effect: Any = effect) -> None:
+                    act(service, [effect])
+                    _empty(service._context, service._bundles)
+
+                if player.passes(kind, to, lambda effect=effect: _cut_server(service, effect.to), last):
+                    act(service, [effect])
+                    if isinstance(effect, Save):
+                        _finish(service)
+
+        ServerService._act = played
+
+    def _watch_workers(self) -> None:
+        send, player = Links.send, self
+
+        def played(links: Links, parcels: Any) -> None:
+            for parcel in parcels:
+
+                def last(parcel: Parcel = parcel) -> None:
+                    send(links, [parcel])
+                    _empty(links._context, links._bundles)
+
+                to, kind = _server(parcel.to), parcel.header.kind.name
+                if player.passes(kind, to, lambda parcel=parcel: _cut_worker(links, parcel.to), last):
+                    send(links, [parcel])
+
+        Links.send = played
+
+    def _watch_members(self) -> None:
+        send, player = Line.send, self
+
+        def played(line: Line, message: Any) -> None:
+            def cut() -> None:
+                assert line._socket is not None
+                endpoint = line._socket.get_string(zmq.LAST_ENDPOINT)
+                line._socket.disconnect(endpoint)
+                line._socket.connect(endpoint)
+
+            def last() -> None:
+                send(line, message)
+                line._context.destroy(10_000)
+
+            if player.passes(message.kind, COORDINATOR, cut, last):
+                send(line, message)
+
+        Line.send = played
+
+    def _watch_coordinator(self) -> None:
+        send, player = CoordinatorService._send, self
+
+        def played(service: CoordinatorService, peer: Any, message: Any) -> None:
+            def last() -> None:
+                send(service, peer, message)
+                service._context.destroy(10_000)
+
+            if player.passes(message.kind, str(peer), _no_cut, last):
+                send(service, peer, message)
+
+        CoordinatorService._send = played
+
+
+def _finish(service: ServerService) -> None:
+    """Have a snapshot written to its end, so that what it holds does not depend on how fast the disk is."""
+    while not service._snapshots.done:
+        time.sleep(0.001)
+
+
+def _server(number: int | bytes) -> str:
+    assert isinstance(number, int)
+    return f"server {number & ~SERVER}"
+
+
+def _worker(service: ServerService, route: bytes) -> str:
+    return next(f"worker {worker}" for worker, known in service.role._outbox.routes.items() if known == route)
+
+
+def _empty(context: Any, bundles: Any) -> None:
+    for bundle in bundles.values():
+        bundle.flush()
+    context.destroy(10_000)
+
+
+def _cut_server(service: ServerService, to: int | bytes) -> None:
+    assert isinstance(to, int), "who has connected cuts"
+    service._dealers.pop(to)[1].close(linger=0)
+    del service._bundles[to]
+    service._connect()
+
+
+def _cut_worker(links: Links, to: int | bytes) -> None:
+    assert isinstance(to, int)
+    everyone = tuple(info for info, _ in links._sockets.values())
+    _, socket = links._sockets.pop(to)
+    links._poller.unregister(socket)
+    socket.close(linger=0)
+    del links._bundles[to]
+    links.connect(View(0, everyone, ()))
+
+
+def _no_cut() -> None:
+    raise AssertionError("who has connected cuts")
+
+
+# The run
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run.
+
+    Attributes:
+        faults: The moments.
+        workers: How many.
+        servers: How many.
+        restarts: How often each process that is killed is started again.
+        returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.
+        options: Of the specification.
+    """
+
+    faults: tuple[str, ...] = ()
+    workers: int = 2
+    servers: int = 2
+    restarts: int = 0
+    returns: bool = False
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        return str(self.options.get("mode", "sync"))
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.SGD:
+        """With momentum where the order of the gradients does not matter."""
+        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5 if self.mode == "sync" else 0.0)
+
+
+def zeros() -> list[nn.Parameter]:
+    """What training begins with."""
+    return [nn.Parameter(torch.zeros(size, dtype=torch.float64)) for size in SIZES]
+
+
+def rate(step: int) -> float:
+    """The learning rate: not the same in any two steps that follow each other."""
+    return 0.25 if step % 2 else 0.125
+
+
+def gradient(worker: int, step: int, size: int) -> Tensor:
+    """Of a worker in a step: small whole numbers, whose sums are exact in any order."""
+    return torch.arange(size, dtype=torch.float64) % 4 + (1 + worker) * (1 + step)
+
+
+def expected(plan: Plan, members: Callable[[int], Sequence[int]]) -> list[Tensor]:
+    """What one process makes of the gradients of some workers in each step; a step without any is left out."""
+    parameters = zeros()
+    optimizer = plan.optimizer(parameters)
+    for step in range(STEPS):
+        if not members(step):
+            continue
+        for parameter in parameters:
+            total = torch.stack([gradient(worker, step, len(parameter)) for worker in members(step)]).sum(0)
+            parameter.grad = total / len(members(step)) if plan.mode in ("sync", "local") else total
+        optimizer.param_groups[0]["lr"] = rate(step)
+        if "clip_norm" in plan.options:
+            nn.utils.clip_grad_norm_(parameters, plan.options["clip_norm"])
+        optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How it went.
+
+    Attributes:
+        values: Of the workers that came to the end, the parameters.
+        errors: Of the others that lived, what they were told.
+        output: What the processes printed.
+    """
+
+    values: dict[int, list[Tensor]]
+    errors: dict[int, str]
+    output: str
+
+
+def replay(plan: Plan, directory: Path) -> Outcome:
+    """Run a plan; every one of its moments must come."""
+    log = (directory / "log").open("w+b")
+    address = Address(f"ipc://{directory}/coordinator", "supervision", 0, 0, HEARTBEAT, TIMEOUT)
+    saved = {"snapshot_directory": str(directory)} if plan.options.get("snapshot_every") else {}
+    options = {"timeout": TIMEOUT, "slice_bytes": 8 * SLICE, "servers": plan.servers, **saved, **plan.options}
+    started = zeros()
+    named = [(str(number), parameter) for number, parameter in enumerate(started)]
+    specification = Specification.of(named, plan.optimizer(started), plan.workers, **options)
+
+    def fork(who: str, main: Callable[[int], int], life: int) -> Handle:
+        def child() -> None:
+            end_with_parent(parent)
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+            torch.set_num_threads(1)
+            Player(who, () if life else plan.faults, directory).watch()
+            os._exit(main(life))
+
+        parent = os.getpid()
+        process = _context.Process(target=child)
+        process.start()
+        return Forked(process)
+
+    def serve_one(number: int, life: int) -> int:
+        own = dataclasses.replace(address, role="server", id=number, incarnation=life)
+        return serve(ServerProcess(own, f"ipc://{directory}/server-{number}-{life}"))
+
+    def work_one(number: int, life: int) -> int:
+        own = dataclasses.replace(address, role="worker", id=number, incarnation=life)
+        return work(plan, own, specification, directory)
+
+    supervision = Supervision(address)
+    settings = CoordinatorSettings(
+        address.coordinator, plan.workers, plan.servers, TIMEOUT, survivable=specification.replication - 1,
+        supervised=plan.restarts > 0, supervisor=supervision.process,
+    )  # fmt: skip
+    coordinator = CoordinatorProcess(settings)
+    recoverable = specification.replication > 1 or specification.snapshot_every
+    with supervision:
+        supervision.start(Watched(COORDINATOR, 0, partial(fork, COORDINATOR, lambda life: serve(coordinator))))
+        for number in range(plan.servers):
+            main = partial(serve_one, number)
+            restarts = plan.restarts if recoverable else 0
+            supervision.start(Watched("server", number, partial(fork, f"server {number}", main), restarts))
+        for number in range(plan.workers):
+            main = partial(work_one, number)
+            supervision.start(Watched("worker", number, partial(fork, f"worker {number}", main), plan.restarts))
+        with _go_on(supervision) as tick:
+            supervision.watch(tick)
+    log.seek(0)
+    output = log.read().decode()
+    log.close()
+    missed = [text for text in plan.faults if not (directory / f"met {text}").exists()]
+    assert not missed, f"did not come: {missed}\n{output}"
+    values = {int(path.name[7:]): torch.load(path) for path in directory.glob("values-*")}
+    errors = {int(path.name[6:]): json.loads(path.read_text()) for path in directory.glob("error-*")}
+    return Outcome(values, errors, output)
+
+
+@contextlib.contextmanager
+def _go_on(supervision: Supervision) -> Iterator[Callable[[], None]]:
+    """Gives what lets those that were stopped go on after a while."""
+    since: dict[int, float] = {}
+    deadline = time.monotonic() + 60
+
+    def tick() -> None:
+        assert time.monotonic() < deadline, "it goes on for ever"
+        for one in supervision.watched:
+            if one.code is None and one.handle is not None and is_stopped(one.handle.pid):
+                began = since.setdefault(one.handle.pid, time.monotonic())
+                if time.monotonic() - began > PAUSE:
+                    one.handle.send_signal(signal.SIGCONT)
+
+    yield tick
+
+
+def work(plan: Plan, address: Address, specification: Specification, directory: Path) -> int:
+    """A worker's process, as the strategy has it: it meets the servers, trains, and takes their last values."""
+    member = Membership(address)
+    try:
+        values = train(plan, member, specification, [parameter.detach() for parameter in zeros()])
+    except Exception as error:
+        (directory / f"error-{address.id}").write_text(json.dumps(f"{type(error).__name__}: {error}"))
+        member.end(f"worker {address.id} failed: {error}")
+        member.close(leave=False)
+        return 75
+    torch.save(values, directory / f"values-{address.id}")
+    member.close()
+    return 0
+
+
+def meet(plan: Plan, run: Collectives, step: int) -> None:
+    """Between two epochs, let in those that were started again: if a worker is to return, as often as that takes."""
+    admitted = run.boundary(step).admitted
+    while plan.returns and not admitted:
+        time.sleep(0.02)
+        admitted = run.boundary(step).admitted
+    if admitted:
+        run.barrier("admitted")
+
+
+def train(plan: Plan, member: Membership, specification: Specification, values: list[Tensor]) -> list[Tensor]:
+    """What a worker does with its membership; gives the values at the end."""
+    run, address = Collectives(member), member.address
+    if address.id == 0:
+        run.put(SPECIFICATION, [specification.to_json().encode()])
+    (text,) = run.get(SPECIFICATION)
+    started = run.start()
+    told = Specification.from_json(bytes(text).decode())
+    worker = Worker(told, values, member.source(), address.id, address.incarnation)
+    if not started.joined and address.id == 0:
+        worker.initialise()
+    elif not started.joined:
+        worker.stand_in()
+    worker.join()
+    first = int(started.values[started.leader]) if started.joined else 0
+    if started.joined:
+        run.barrier("admitted")
+    optimizer = plan.optimizer(zeros())
+    for step in range(first, STEPS):
+        if step == EPOCH and not started.joined:
+            meet(plan, run, step)
+        optimizer.param_groups[0]["lr"] = rate(step)
+        worker.begin_step(hyperparameters(optimizer), 1)
+        for index, value in enumerate(values):
+            brought = gradient(address.id, step, len(value))
+            worker.push(index, value - rate(step) * brought if plan.mode == "local" else brought)
+        worker.end_step()
+        worker.wait_all()
+    run.barrier("trained")
+    worker.refresh()
+    run.barrier("seen")
+    worker.leave()
+    worker.close()
+    return values

@@ -1,0 +1,157 @@
+"""A coordinator that follows one that was killed: whom it waits for, and who may go before the others know enough."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import Participant
+from cnnstrategies.paramserver.coordinator.reporter import Reporter
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return, Role, Send
+
+pytestmark = pytest.mark.light
+SETTINGS: dict[str, Any] = {"timeout": 10.0, "supervised": True, "restartable": True, "supervisor": 5}
+
+
+class Run:
+    """Roles whose messages come at once, as long as nobody holds them back."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self.now, self.number = 0.0, 0
+        self.roles: dict[Peer, Role] = {}
+        self.returned: dict[tuple[Peer, int], Message | str] = {}
+        self.told: list[tuple[Peer, Message]] = []
+        self.holds: Callable[[Peer, Message], bool] = lambda peer, message: False
+        self.coordinate(0)
+
+    def coordinate(self, term: int) -> None:
+        self.term = Peer("coordinator", 0, term)
+        self.coordinator = Coordinator(CoordinatorSettings("here", self.workers, 0, term=term, **SETTINGS))
+        self._act(self.term, self.coordinator.start(self.now))
+
+    def join(self, role: Role, peer: Peer) -> Peer:
+        self.roles[peer] = role
+        self._act(peer, role.start(self.now))
+        return peer
+
+    def worker(self, identity: int, life: int = 0) -> Peer:
+        address = Address("here", "worker", identity, life, timeout=10.0)
+        hello = {"process": 1, "host": "here", "endpoint": "", "public_key": ""}
+        participant = Participant(address, 7, hello)
+        return self.join(participant, participant.peer)
+
+    def call(self, peer: Peer, kind: str, **fields: Any) -> Callable[[], Message | str | None]:
+        self.number += 1
+        number = self.number
+        self._act(peer, self.roles[peer].on_call(self.now, Call(number, kind, fields)))
+        return lambda: self.returned.get((peer, number))
+
+    def collect(self, peer: Peer, operation: str = "gather", seal: bool = False) -> Callable[[], Message | str | None]:
+        return self.call(peer, "collect", operation=operation, seal=seal)
+
+    def beat(self, *peers: Peer) -> None:
+        self.now += 0.5
+        for peer in peers:
+            self._act(peer, self.roles[peer].on_timer(self.now, "beat"))
+            self._act(peer, self.roles[peer].on_timer(self.now, "requests"))
+        self._act(self.term, self.coordinator.on_timer(self.now, "tick"))
+
+    def _act(self, peer: Peer, effects: Effects) -> None:
+        for effect in effects:
+            if isinstance(effect, Return):
+                self.returned[peer, effect.call] = effect.value
+            elif isinstance(effect, Send) and peer == self.term:
+                self.told.append((effect.to, effect.message))
+                if effect.to in self.roles and not self.holds(effect.to, effect.message):
+                    self._act(effect.to, self.roles[effect.to].on_message(self.now, peer, effect.message))
+            elif isinstance(effect, Send):
+                self._act(self.term, self.coordinator.on_message(self.now, peer, effect.message))
+
+
+def trained(workers: int) -> tuple[Run, list[Peer]]:
+    """A run whose workers have begun to train."""
+    run = Run(workers)
+    peers = [run.worker(one) for one in range(workers)]
+    for peer in peers:
+        run.collect(peer, "start", seal=True)
+    return run, peers
+
+
+def test_who_leaves_is_kept_until_the_others_know_what_it_alone_could_tell() -> None:
+    run, (first, second) = trained(2)
+    run.holds = lambda peer, message: peer == second and message.fields.get("sequence") == 1
+    run.collect(first)
+    lost = run.collect(second)
+    leaving = run.call(first, "leave")
+    run.beat(first)
+    assert leaving() is None
+    run.coordinate(1)
+    run.holds = lambda peer, message: False
+    for _ in range(4):
+        run.beat(first, second)
+    assert isinstance(told := lost(), Message)
+    assert told.fields["ids"] == [0, 1], "the result that only the first knew"
+    assert leaving() is not None
+
+
+def test_a_coordinator_that_is_no_more_is_not_heard() -> None:
+    run, (first, second) = trained(2)
+    waits = run.collect(first)
+    late = Message("done", {"sequence": 1, "ids": [0, 1], "sizes": [0, 0], "view": 0, "admitted": []}, (), 3)
+    role = run.roles[first]
+    assert isinstance(role, Participant)
+    (request,) = [one.message.request for one in role.asking.open.values()]
+    run.coordinate(1)
+    run.beat(first)
+    run._act(first, role.on_message(run.now, Peer("coordinator", 0, 0), late._replace(request=request)))
+    assert waits() is None, "the next coordinator may decide otherwise: nobody has told it"
+    run.collect(second)
+    run.beat(first, second)
+    run.beat(first, second)
+    assert isinstance(waits(), Message)
+
+
+def test_a_restart_waits_for_members_but_not_for_those_that_a_supervision_knows_to_have_ended() -> None:
+    run, (first, second, _) = trained(3)
+    supervision = run.join(Reporter(0), Peer("supervision", 0, 0, 5))
+    run.holds = lambda peer, message: message.kind == "view"
+    fields = {"role": "worker", "id": 2, "incarnation": 0, "process": 1, "how": "was killed", "replaced": False}
+    run.call(supervision, "died", **fields)
+    run.holds = lambda peer, message: False
+    run.coordinate(1)
+    run.beat(first)
+    assert run.coordinator.recovers, "two members of the newest view have not reported"
+    run.beat(second)
+    assert run.coordinator.recovers
+    run.call(supervision, "status")
+    assert not run.coordinator.recovers, "the supervision tells each coordinator anew"
+    assert [one.peer for one in run.coordinator.members] == [first, second]
+
+
+def test_who_was_taken_for_dead_is_no_member_after_a_restart_either() -> None:
+    run, (first, second, third) = trained(3)
+    for _ in range(25):
+        run.beat(first, second)
+    assert third not in [one.peer for one in run.coordinator.members]
+    run.coordinate(1)
+    run.told.clear()
+    run.beat(third, first, second)
+    refused = [message.fields["message"] for peer, message in run.told if peer == third and message.kind == "refused"]
+    assert refused
+    assert "counts as dead" in refused[0]
+    assert [one.peer for one in run.coordinator.members] == [first, second]
+
+
+def test_without_restarts_nothing_is_kept_for_them() -> None:
+    run = Run(1)
+    run.coordinator = Coordinator(CoordinatorSettings("here", 1, 0))
+    run.coordinator.start(0.0)
+    worker = run.worker(0)
+    run.collect(worker)
+    role = run.roles[worker]
+    assert isinstance(role, Participant)
+    assert role._memory.report(0, 0, {})[0]["rounds"] == []
+    assert run.call(worker, "leave")() is not None

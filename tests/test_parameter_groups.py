@@ -1,0 +1,133 @@
+"""Which parameters are decayed, how fast each layer learns, and schedules made of others."""
+
+import functools
+import math
+from unittest import mock
+
+import pytest
+import torch
+import torchvision
+from conftest import PlainCNN
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.networks import SmallCNN
+from cnnstrategies.parameter_groups import layer_depths
+from cnnstrategies.schedules import InTurn, WarmupCosine
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01)
+
+
+def rates_of(scheduler, steps):
+    rates = []
+    for _ in range(steps):
+        rates.append([group["lr"] for group in scheduler.optimizer.param_groups])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_norms_and_biases_are_not_decayed_where_that_is_asked_for():
+    network = SmallCNN(10)
+    model = ImageClassifier(network, 10, sgd, decay_norms_and_biases=False)
+    groups = model.configure_optimizers().param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    assert len(decay) == len(list(network.parameters()))
+    for module in network.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            plain = isinstance(module, nn.BatchNorm2d) or name == "bias"
+            assert decay[id(parameter)] == (0.0 if plain else 0.01), (module, name)
+    assert [
+        group["weight_decay"] for group in ImageClassifier(network, 10, sgd).configure_optimizers().param_groups
+    ] == [0.01]
+
+
+def test_each_layer_learns_at_a_share_of_the_next_ones_rate():
+    model = ImageClassifier(PlainCNN(), 10, sgd, layer_lr_decay=0.5, decay_norms_and_biases=False)
+    rates = {id(p): group["lr"] for group in model.configure_optimizers().param_groups for p in group["params"]}
+    for layer, rate in ((0, 0.025), (2, 0.05), (5, 0.1)):
+        for parameter in model.network[layer].parameters():
+            assert rates[id(parameter)] == pytest.approx(rate)
+
+
+def test_layers_begin_to_learn_one_after_the_other_from_the_last():
+    model = ImageClassifier(PlainCNN(), 10, functools.partial(torch.optim.AdamW, lr=0.1), unfreeze_every=2)
+    optimizer = model.configure_optimizers()
+    for epoch, learning in ((0, {5}), (1, {5}), (2, {2, 5}), (4, {0, 2, 5})):
+        before = {name: p.detach().clone() for name, p in model.network.named_parameters()}
+        with mock.patch.object(type(model), "current_epoch", epoch):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        after = dict(model.network.named_parameters())
+        assert {int(name[0]) for name in after if not torch.equal(after[name], before[name])} == learning
+        assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("resnet18", 10), ("vgg11_bn", 11), ("mobilenet_v3_small", 15), ("squeezenet1_1", 10), ("convnext_tiny", 23)],
+)
+def test_layers_are_the_networks_blocks_and_norms_are_not_layers(name, layers):
+    with torch.device("meta"):
+        network = torchvision.models.get_model(name, weights=None)
+        wrapped = nn.Module()
+        wrapped.net = network
+    depths = layer_depths(network)
+    parameters = list(network.parameters())
+    assert depths.keys() == {id(p) for p in parameters}
+    assert set(depths.values()) == set(range(layers))
+    assert depths[id(parameters[0])] == layers - 1
+    assert depths[id(parameters[-1])] == 0
+    assert layer_depths(wrapped) == depths
+
+
+def test_warmup_and_cosine_follow_the_formula_for_each_group():
+    schedule = functools.partial(WarmupCosine, total=20, warmup=4, start=0.1, end=0.001)
+    model = ImageClassifier(PlainCNN(), 10, sgd, schedule, layer_lr_decay=0.5)
+    scheduler = model.configure_optimizers()["lr_scheduler"]["scheduler"]
+    for epoch, rates in enumerate(rates_of(scheduler, 21)):
+        for base, rate in zip((0.025, 0.05, 0.1), rates, strict=True):
+            ramp = base * (0.1 + 0.9 * epoch / 4)
+            cosine = 0.001 + (base - 0.001) * (1 + math.cos(math.pi * (epoch - 4) / 16)) / 2
+            assert rate == pytest.approx(ramp if epoch < 4 else cosine)
+    again = WarmupCosine(sgd(PlainCNN().parameters()), 5, warmup=0)
+    assert [rate for (rate,) in rates_of(again, 2)] == pytest.approx([0.1, 0.1 * (1 + math.cos(math.pi / 5)) / 2])
+
+
+def test_schedulers_in_turn_each_count_from_their_start_and_resume():
+    def made():
+        builders = [
+            lambda optimizer: LinearLR(optimizer, 0.5, total_iters=2),
+            lambda optimizer: StepLR(optimizer, 2, 0.1),
+            lambda optimizer: ConstantLR(optimizer, 0.25, total_iters=9),
+        ]
+        return InTurn(sgd(PlainCNN().parameters()), builders, [2, 6])
+
+    expected = [0.05, 0.075, 0.1, 0.1, 0.01, 0.01, 0.025, 0.025]
+    assert [rate for (rate,) in rates_of(made(), 8)] == pytest.approx(expected)
+    first, second = made(), made()
+    rates_of(first, 4)
+    state, optimizer_state = first.state_dict(), first.optimizer.state_dict()
+    second.load_state_dict(state)
+    second.optimizer.load_state_dict(optimizer_state)
+    assert [rate for (rate,) in rates_of(second, 4)] == pytest.approx(expected[4:])
+
+
+MISTAKES = {
+    "warm-up": (lambda o: WarmupCosine(o, 5, warmup=5), "warmup=5 and total=5"),
+    "start": (lambda o: WarmupCosine(o, 5, 1, start=0.0), "start=0.0 is outside"),
+    "milestones": (lambda o: InTurn(o, [lambda o: CosineAnnealingLR(o, 3)] * 3, [4, 4]), r"milestones=\[4, 4\] for 3"),
+    "metric": (lambda o: InTurn(o, [ReduceLROnPlateau, ReduceLROnPlateau], [4]), "watches a metric"),
+    "one cycle": (lambda o: OneCycleLR(o, 0.1, total_steps=9), "layer_lr_decay=0.5 and OneCycleLR"),
+}
+
+
+@pytest.mark.parametrize(("scheduler", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_refused(scheduler, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ImageClassifier(PlainCNN(), 10, sgd, scheduler, layer_lr_decay=0.5).configure_optimizers()
