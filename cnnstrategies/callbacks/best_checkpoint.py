@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from cnnstrategies.callbacks.metric_names import USUAL, is_of_epochs, less_is_better
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.metric_names import USUAL, is_of_epochs, less_is_better
 
 AUTO = "auto"
 

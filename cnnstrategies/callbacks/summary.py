@@ -8,10 +8,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from cnnstrategies.callbacks.curves import choose_panels, draw_curves
-from cnnstrategies.callbacks.metric_names import less_is_better, worth_showing
+from cnnstrategies.callbacks.peak_memory import in_words, peak_bytes
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.trained_on import trained_on
+from cnnstrategies.metric_names import less_is_better, worth_showing
 
 
 class TrainingSummary(Callback):
@@ -38,12 +39,14 @@ class TrainingSummary(Callback):
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         log_dir = trainer.log_dir if trainer.loggers else None  # A broadcast: every rank asks.
+        held = peak_bytes(trainer)  # And so it is here.
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
         if not trainer.is_global_zero or debugging or not self.history:
             return
         if (bar := trainer.progress_bar_callback) is not None:
             bar.teardown(trainer, pl_module, "fit")  # Else the terminal shows its last state once more, below.
         rows = self._rows(trainer)
+        rows.append(("peak memory", in_words(held, trainer.strategy.root_device.type == "cuda")))
         if log_dir is not None and choose_panels(self.history):
             path = Path(log_dir) / "curves.png"
             draw_curves(self.history, path)

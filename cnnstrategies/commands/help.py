@@ -11,6 +11,7 @@ from typing import Any
 import docstring_parser
 
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.commands.compare_options import parser as compare_parser
 from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
 from cnnstrategies.commands.pack_options import parser as pack_parser
@@ -61,7 +62,11 @@ EXPORT = (
     ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
 )
 SUBMISSION = (("--dry_run", "print the script and submit nothing"),)
-PARSERS = {"doctor": doctor_parser, "pack": pack_parser}  # Of the commands that take no configuration.
+PARSERS = {
+    "doctor": doctor_parser,
+    "pack": pack_parser,
+    "compare": compare_parser,
+}  # Of the commands that take no configuration.
 EVERYTHING = (
     ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),
     ("--data.help CLASS", "those of a class; so with --model.help and --trainer.strategy.help"),

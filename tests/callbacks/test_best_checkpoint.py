@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import CSVLogger
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import BestCheckpoint, TrainingSummary
 from cnnstrategies.callbacks.curves import choose_panels, draw_curves
-from cnnstrategies.callbacks.metric_names import worth_showing
 from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.metric_names import worth_showing
 
 
 class Lit(LightningModule):

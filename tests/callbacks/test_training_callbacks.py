@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import Pruning, StepProfile, summary
 from cnnstrategies.callbacks.curves import draw_curves
+from cnnstrategies.callbacks.peak_memory import in_words
 
 
 def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
@@ -28,6 +29,9 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
     )
     assert code == 0, output
     log_dir = Path("runs/quickstart/version_0")
+
+    held = re.search(r"peak memory +│ (\d+) and (\d+) MB of 2 processes", output).groups()
+    assert all(50 < int(megabytes) < 20_000 for megabytes in held)
 
     # The parts of a step add up to it.
     table = output[output.index("Where 20 training steps spent") :]
@@ -87,3 +91,10 @@ def test_pruning_after_the_last_epoch_is_refused(run_cli, quick):
     code, output = run_cli("fit", *quick, "--trainer.strategy=auto", "--trainer.devices=1", *late)
     assert code == 2
     assert "Pruning(epoch=9) comes after the last of 3 epochs" in output.splitlines()[-1]
+
+
+@pytest.mark.light
+def test_the_memory_of_many_devices_is_a_range():
+    assert in_words([2_000_000], gpus=False) == "2 MB of the process"
+    assert in_words([1_000_000, 2_000_000, 3_000_000], gpus=True) == "1, 2, 3 MB of 3 GPUs"
+    assert in_words([number * 10**9 for number in range(1, 65)], gpus=True) == "1,000 to 64,000 MB of 64 GPUs"
