@@ -38,6 +38,8 @@ class ImageClassifier(NetworkModule):
             0 turns it off.
         cutmix_alpha: Pastes a rectangle of one training image into another (Yun et al. 2019); 0 turns it off.
             With both on, each batch draws one of the two.
+        train_sizes: Progressive resizing: epochs, and the height and width to which training images are scaled from
+            then on. Before the first of them, and in evaluation, they stay as the data module gives them.
         decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
             parameters of one dimension, too.
         layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
@@ -63,6 +65,7 @@ class ImageClassifier(NetworkModule):
         label_smoothing: float = 0.0,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
+        train_sizes: dict[int, int] | None = None,
         decay_norms_and_biases: bool = True,
         layer_lr_decay: float = 1.0,
         unfreeze_every: int = 0,
@@ -84,10 +87,16 @@ class ImageClassifier(NetworkModule):
         ):
             if value < 0:
                 raise ConfigurationError(f"{name}={value} is negative; use 0 to turn it off")
+        for epoch, size in (train_sizes or {}).items():
+            if epoch < 0 or size < 1:
+                raise ConfigurationError(
+                    f"train_sizes has {epoch}: {size}: it is given epochs from 0 on, and sizes of at least 1 pixel"
+                )
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.label_smoothing = label_smoothing
         self.aux_weight = aux_weight
+        self.train_sizes = dict(sorted((train_sizes or {}).items()))
         mixers: list[nn.Module] = []
         if mixup_alpha:
             mixers.append(v2.MixUp(alpha=mixup_alpha, num_classes=num_classes))
@@ -128,9 +137,15 @@ class ImageClassifier(NetworkModule):
         return len(targets)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Mix training images and choose the memory format, on the device."""
-        if self.trainer.training and self.mix is not None:
-            batch = self.mix(*batch)
+        """Scale and mix training images and choose the memory format, on the device."""
+        if self.trainer.training:
+            sizes = [size for epoch, size in self.train_sizes.items() if epoch <= self.current_epoch]
+            if sizes:
+                images, targets = batch
+                scaled = F.interpolate(images, (sizes[-1], sizes[-1]), mode="bilinear", antialias=True)
+                batch = scaled, targets
+            if self.mix is not None:
+                batch = self.mix(*batch)
         return super().on_after_batch_transfer(batch, dataloader_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

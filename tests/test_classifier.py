@@ -54,11 +54,14 @@ def test_auxiliary_logits_count_with_their_weight():
 
 def test_one_fit_with_mixing(tmp_path):
     torch.manual_seed(0)
-    model = ImageClassifier(SmallCNN(10), 10, SGD, mixup_alpha=0.3, cutmix_alpha=1.0, channels_last=True)
+    sizes = {0: 6, 1: 4}
+    model = ImageClassifier(
+        SmallCNN(10), 10, SGD, mixup_alpha=0.3, cutmix_alpha=1.0, train_sizes=sizes, channels_last=True
+    )
     seen = []
     step = model.training_step
     model.training_step = lambda batch, batch_idx: seen.append(batch) or step(batch, batch_idx)
-    run = trainer(max_epochs=1, limit_train_batches=3)
+    run = trainer(max_epochs=2, limit_train_batches=2)
     run.fit(model, datamodule=DigitsDataModule(batch_size=32))
     training_images_are_mixed_and_channels_last(model, seen)
     metrics_are_those_of_all_validation_samples(model, run)
@@ -66,7 +69,7 @@ def test_one_fit_with_mixing(tmp_path):
 
 
 def training_images_are_mixed_and_channels_last(model, seen):
-    assert len(seen) == 3
+    assert [tuple(images.shape[2:]) for images, _ in seen] == [(6, 6), (6, 6), (4, 4), (4, 4)]
     for images, targets in seen:
         assert targets.shape == (32, 10)
         torch.testing.assert_close(targets.sum(1), torch.ones(32))
@@ -133,6 +136,7 @@ def test_the_network_can_be_compiled_and_keeps_its_names():
 MISTAKES = {
     "one class": ({"num_classes": 1}, "num_classes=1"),
     "smoothing": ({"label_smoothing": 1.0}, r"label_smoothing=1.0 is outside \[0, 1\)"),
+    "sizes": ({"train_sizes": {0: 128, 5: 0}}, "train_sizes has 5: 0"),
     "mixup": ({"mixup_alpha": -1.0}, "mixup_alpha=-1.0 is negative; use 0"),
     "cutmix": ({"cutmix_alpha": -0.5}, "cutmix_alpha=-0.5"),
 }

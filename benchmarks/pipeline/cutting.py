@@ -44,15 +44,15 @@ def cuts_of_both(network: nn.Sequential, microbatch: Tensor, microbatches: int) 
 def best_cut(network: nn.Module, microbatch: Tensor, microbatches: int, link: Link) -> tuple[Predictor, Layout, str]:
     """The best place for two stages anywhere: the predictor, the layout and the last node's name."""
     traced = trace(network)
-    predictor = Predictor(profile(traced, microbatch), link, plain_1f1b(microbatches))
+    predictor = Predictor(profile(traced, microbatch), link, two_stages(microbatches))
     layout = predictor.search()
     assert layout is not None
     return predictor, layout, ordered_nodes(traced)[layout.cuts[0] - 1].name
 
 
-def plain_1f1b(microbatches: int) -> Request:
-    """A pipeline of two stages that hold no more microbatches than they must, for which the bound below holds."""
-    return Request(2, microbatches, replicas=(1, 1), run_ahead=False)
+def two_stages(microbatches: int) -> Request:
+    """A pipeline of two stages, with the package's defaults."""
+    return Request(2, microbatches, replicas=(1, 1))
 
 
 def bound(stages: list[StageCost], microbatches: int) -> float:

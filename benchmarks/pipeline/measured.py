@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cutting import best_cut, bound, plain_1f1b
+from cutting import best_cut, bound, two_stages
 from networks import images
 from ranks import run_ranks
 from torch import nn
@@ -72,7 +72,7 @@ def measure(
     return Result(
         cut,
         min(steps),
-        Predictor(quiet, link, plain_1f1b(microbatches)).time(layout),
+        Predictor(quiet, link, two_stages(microbatches)).time(layout),
         bound(stage_costs(quiet, layout.cuts), microbatches),
         median(a / b for a, b in zip(predicted, steps, strict=True)),
     )
@@ -98,7 +98,7 @@ def _measure(
 ) -> list[tuple[float, float, GraphCosts]]:
     torch.manual_seed(1)
     network = make()
-    pipeline = Pipeline(network, [cut], [1, 1], microbatches, run_ahead=False, batch_norm="microbatch")
+    pipeline = Pipeline(network, [cut], [1, 1], microbatches)
     inputs, targets = images(size, samples, classes)
     microbatch = inputs[: samples // microbatches]
     traced = trace(network)
@@ -117,7 +117,7 @@ def _measure(
     found = []
     for _ in range(rounds):
         dist.barrier()
-        predictor = Predictor(profile(traced, microbatch, warm_up=1, repeats=3), link, plain_1f1b(microbatches))
+        predictor = Predictor(profile(traced, microbatch, warm_up=1, repeats=3), link, two_stages(microbatches))
         found.append((min(step() for _ in range(STEPS)), predictor.time(layout), predictor.costs))
     if timeline is not None:
         _draw(rank, pipeline, step, predictor, layout, timeline)
@@ -137,5 +137,5 @@ def _draw(
         spans = [span for part in gathered for span in part or ()]
         names = {0: "stage 0", 1: "stage 1"}
         draw_timeline(spans, path.with_name(path.name + "_measured.png"), "Measured step", names)
-        predicted = predictor.simulate(layout, run_ahead=False).spans
+        predicted = predictor.simulate(layout, run_ahead=True).spans
         draw_timeline(predicted, path.with_name(path.name + "_predicted.png"), "Predicted step", names)

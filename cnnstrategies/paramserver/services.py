@@ -144,9 +144,46 @@ def start(service: Service, method: StartMethod) -> Handle:
         process = multiprocessing.get_context("fork").Process(target=_forked, args=(service,), daemon=True)
         process.start()
         return Forked(process)
+    return _tell(_program("main"), service)
+
+
+class Spares:
+    """A program that has imported what a server needs, and waits to be told which: the imports take it seconds."""
+
+    def __init__(self) -> None:
+        self._waiting: subprocess.Popen[bytes] | None = None
+
+    def prepare(self) -> None:
+        """Start one, unless one was started and not used: one that has died would die again."""
+        if self._waiting is None:
+            self._waiting = _program("wait_as_spare")
+
+    def start(self, service: Service) -> Handle:
+        """Have the one that waits run a service; without one, a new program."""
+        program, self._waiting = self._waiting, None
+        if program is None or program.poll() is not None:
+            return start(service, "program")
+        try:
+            return _tell(program, service)
+        except BrokenPipeError:  # It has died just now.
+            program.wait()
+            return start(service, "program")
+
+    def close(self) -> None:
+        """End the one that waits."""
+        program, self._waiting = self._waiting, None
+        if program is not None:
+            program.kill()
+            program.communicate()
+
+
+def _program(function: str) -> "subprocess.Popen[bytes]":
     # -u: what it prints last must not be lost when it is killed.
-    command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
-    program = subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
+    command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import {function}; {function}()"
+    return subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
+
+
+def _tell(program: "subprocess.Popen[bytes]", service: Service) -> Handle:
     assert program.stdin is not None
     program.stdin.write(to_json(service).encode())
     program.stdin.close()
@@ -164,9 +201,7 @@ def serve(service: Service, dedicated: bool = False) -> int:
         service: What to run.
         dedicated: Whether it is to say how the run ended: nobody on its machine does.
     """
-    # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_IGN)
+    _outlive_signals()
     name_process(f"ps-server-{service.address.id}" if isinstance(service, ServerProcess) else "ps-coordinator")
     try:
         service.run()
@@ -185,6 +220,20 @@ def main() -> None:
     """Serve what the standard input describes."""
     if text := sys.stdin.read():  # Else whoever started this was killed meanwhile.
         serve_and_exit(from_json(text))
+
+
+def wait_as_spare() -> None:
+    """Import what a server needs; then serve what the standard input describes, as soon as it does."""
+    _outlive_signals()
+    from cnnstrategies.paramserver.drivers import server  # noqa: F401
+
+    main()
+
+
+def _outlive_signals() -> None:
+    # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:

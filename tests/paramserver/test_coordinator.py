@@ -15,7 +15,7 @@ from local_cluster import wait_for
 from cnnstrategies.paramserver.coordinator.roster import TERM
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.services import CoordinatorProcess, start
+from cnnstrategies.paramserver.services import CoordinatorProcess, Spares, start
 from cnnstrategies.paramserver.supervision import Supervision
 
 
@@ -168,6 +168,32 @@ def test_services_start_without_lightning_and_outlive_the_signals_of_job_manager
     assert "/zmq/" in loaded
     assert "/torch/" not in loaded
     assert "/torchvision/" not in loaded  # Lightning brings it along.
+
+
+@pytest.mark.warm
+def test_a_spare_becomes_what_it_is_told_and_is_ended_if_it_is_not_needed(tmp_path):
+    spares = Spares()
+    spares.prepare()
+    waiting = spares._waiting
+    assert waiting is not None
+    service = spares.start(CoordinatorProcess(CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)))
+    assert service is waiting
+    while not Path(tmp_path / "coordinator").exists():
+        assert service.poll() is None
+        time.sleep(0.01)
+    service.send_signal(signal.SIGKILL)
+    waiting.wait()
+    spares.prepare()
+    unused = spares._waiting
+    assert unused is not None
+    unused.kill()
+    unused.wait()
+    assert spares.start(CoordinatorProcess(CoordinatorSettings("nowhere", 1, 0))) is not unused
+    spares.prepare()
+    last = spares._waiting
+    spares.close()
+    assert last is not None
+    assert last.poll() is not None
 
 
 def test_a_lost_server_ends_the_run_unless_it_has_a_copy(tmp_path):

@@ -1,6 +1,7 @@
 """Workers and servers in virtual time, with faults: the code that runs is the code that is simulated."""
 
 from collections import Counter
+from functools import partial
 
 import pytest
 from data_mutants import MUTANTS
@@ -27,6 +28,15 @@ def test_nothing_is_violated_in_some_seeds() -> None:
     kinds = [f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for role in ("worker", "server")]
     for kind in (*kinds, "sleep", "full disk", "lost with a connection", "delayed"):
         assert counts[kind], kind
+
+
+def test_training_goes_on_when_a_coordinator_follows_another() -> None:
+    """From the newest view that somebody knows; those that came after it are new to all."""
+    follows = partial(simulate, successor=True)
+    for seed in range(12):
+        outcome = follows(seed)
+        assert outcome.violation is None, explain(seed, outcome, follows)
+        assert outcome.counts["kill coordinator"] == 1
 
 
 def test_a_seed_is_all_that_is_needed_to_repeat_a_run() -> None:

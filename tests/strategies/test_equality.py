@@ -7,6 +7,7 @@ import panels
 import pytest
 import torch
 from conftest import PlainCNN
+from torch import nn
 
 NETWORK = [
     # Without batch normalisation, whose statistics are those of each rank's part; in float64, so that the order of
@@ -17,7 +18,19 @@ NETWORK = [
     "--data.init_args.augment=false",
     "--checkpoint.monitor=null",
 ]
+
+
+class Pooled(PlainCNN):
+    """For images of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.insert(4, nn.AdaptiveAvgPool2d(4))
+
+
 RECIPE = [
+    "--model.init_args.network=test_equality.Pooled",
+    "--model.init_args.train_sizes={1: 6, 2: 7}",
     "--model.init_args.decay_norms_and_biases=false",
     "--model.init_args.layer_lr_decay=0.5",
     "--model.init_args.unfreeze_every=1",
@@ -57,7 +70,7 @@ def test_one_line_changes_neither_the_weights_nor_the_steps(run_cli, quick):
     """The quickstart's YAML, with another strategy and nothing else, and what each says at its start.
 
     Each layer has a learning rate of its own and learns one epoch later than the next one, biases are not decayed,
-    and the rate warms up.
+    the rate warms up, and from epoch to epoch images have other sizes.
     """
     lines = {
         "one device": ONE,

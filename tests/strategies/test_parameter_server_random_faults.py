@@ -52,9 +52,9 @@ def draw(chance):
 def children(parent):
     """Number and name of the processes that a process has started, in order."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for process in filter(str.isdigit, os.listdir("/proc")):
         try:
-            number, _, rest = path.read_text().partition(" (")
+            number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
         except (FileNotFoundError, ProcessLookupError):
             continue
         name, _, rest = rest.rpartition(") ")

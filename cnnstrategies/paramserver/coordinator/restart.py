@@ -169,6 +169,7 @@ class Restart:
         roster = self._parts.roster
         roster.bury(*life)
         roster.account_for(*life[:2])
+        roster.gone[Peer(*life)] = True
         if life[0] == WORKER:
             roster.group.discard(life[1])
 

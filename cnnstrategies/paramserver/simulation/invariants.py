@@ -222,10 +222,12 @@ class Invariants:
         )
 
     def _never_came(self, victim: str, process: Process) -> bool:
-        """Whether a member was cut off from the start for as long as it had to appear."""
+        """Whether a member was cut off from the start for as long as it had to appear, or died with its supervision."""
         assert process.ended is not None
+        long = self._settings.appear - self._settings.timeout / 2
+        nodes = [node for place, node in self._toys.hosts.items() if _name(*place) == victim]
         return f"{victim} did not appear" in process.ended.reason and any(
-            _name(fault.role, fault.id) == victim and fault.seconds > self._settings.appear - self._settings.timeout / 2
+            fault.id in nodes if fault.kind == "crash" else _name(*fault[1:3]) == victim and fault.seconds > long
             for fault in self._world.faults.timed
         )
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from cnnstrategies.paramserver.simulation import control
 from cnnstrategies.paramserver.simulation.data import run as data
@@ -14,7 +15,11 @@ from cnnstrategies.paramserver.simulation.shrink import shrink
 
 LINES = 60  # of a trace
 Simulate = Callable[..., Outcome]
-PLANES: dict[str, Simulate] = {"control": control.simulate, "data": data.simulate}
+PLANES: dict[str, Simulate] = {
+    "control": control.simulate,
+    "data": data.simulate,
+    "data, with a successor of the coordinator,": partial(data.simulate, successor=True),
+}
 
 
 def explain(seed: int, outcome: Outcome, simulate: Simulate) -> str:

@@ -17,6 +17,7 @@ from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
     ServerProcess,
+    Spares,
     StartMethod,
     load_keys,
     start,
@@ -142,8 +143,11 @@ def open_supervision(
     address = Address(
         place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session
     )
-    supervision = Supervision(address, load_keys(place.key_file))
     recoverable = options.replication > 1 or options.snapshot_every > 0
+    restarts = options.max_restarts if recoverable and place.supervised and not options.endpoints else 0
+    # A server that is forked has imported everything.
+    spares = Spares() if servers and restarts and method == "program" else None
+    supervision = Supervision(address, load_keys(place.key_file), spares)
     workers = layout.nodes * layout.processes
     if layout.node == 0:
         allow_files(files_of_coordinator(workers, servers), "the coordinator")
@@ -168,8 +172,7 @@ def open_supervision(
     if servers and not options.endpoints:
         for index in range(options.servers):
             identity = layout.node * options.servers + index
-            restarts = options.max_restarts if recoverable and place.supervised else 0
-            server = partial(_start_server, options, place, identity, method)
+            server = partial(_start_server, options, place, identity, method, spares)
             supervision.start(Watched(SERVER, identity, server, restarts))
     return supervision
 
@@ -188,7 +191,9 @@ def _start_coordinator(service: CoordinatorProcess, method: StartMethod, term: i
     return start(replace(service, settings=replace(service.settings, term=term)), method)
 
 
-def _start_server(options: Options, place: Place, identity: int, method: StartMethod, incarnation: int) -> Handle:
+def _start_server(
+    options: Options, place: Place, identity: int, method: StartMethod, spares: Spares | None, incarnation: int
+) -> Handle:
     known_as = None
     if place.directory is not None:
         endpoint = f"ipc://{place.directory}/server-{place.session}-{identity}-{incarnation}"
@@ -200,7 +205,8 @@ def _start_server(options: Options, place: Place, identity: int, method: StartMe
     address = Address(
         place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout, session=place.session
     )
-    return start(ServerProcess(address, endpoint, place.key_file, place.insecure, known_as, os.getpid()), method)
+    service = ServerProcess(address, endpoint, place.key_file, place.insecure, known_as, os.getpid())
+    return start(service, method) if spares is None or incarnation == 0 else spares.start(service)
 
 
 def _listening(coordinator: str) -> str:

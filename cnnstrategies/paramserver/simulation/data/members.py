@@ -6,9 +6,10 @@ late, to each process at another time.
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from cnnstrategies.paramserver.coordinator.roster import TERM
 from cnnstrategies.paramserver.core.node import Call, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.messages import Kind
@@ -40,6 +41,7 @@ class Members:
         specification: The run's.
         restarts: How often a process that is lost is started again.
         busy: Seconds in which faults begin.
+        successor: Whether the coordinator is killed, and another follows.
 
     Attributes:
         servers: By id; a new life takes the place of an older.
@@ -55,7 +57,9 @@ class Members:
         restored: The servers that did.
     """
 
-    def __init__(self, seed: int, world: World, specification: Specification, restarts: int, busy: float) -> None:
+    def __init__(
+        self, seed: int, world: World, specification: Specification, restarts: int, busy: float, successor: bool
+    ) -> None:
         self.servers: dict[int, Process] = {}
         self.workers: dict[int, Process] = {}
         self.watch = Watch(specification)
@@ -76,6 +80,8 @@ class Members:
         self._wires = Wires()
         self._disks = [Disk() for _ in range(specification.servers)]
         self._view = View(0, (), ())
+        self._term = self._shown = 0
+        self._back = 0.0
         self._lost: set[int] = set()
         self._answers_left = int(60 * draw(seed, 70)) if draw(seed, 71) < 0.3 else -1
         world.on_send = self._sent
@@ -88,6 +94,9 @@ class Members:
         if specification.snapshot_every and draw(seed, 68) < 0.5:
             world.at(self._seconds(0.0, busy), lambda: self._fill(True))
             world.at(self._seconds(0.0, 2 * busy), lambda: self._fill(False))
+
+        if successor:
+            world.at(self._seconds(0.0, busy), self._lose_coordinator)
 
     def _seconds(self, least: float, most: float) -> float:
         self._draws += 1
@@ -206,7 +215,27 @@ class Members:
 
     def _show(self, process: Process, view: View) -> None:
         late = self._seconds(0.0, 1.0) ** 4 * 0.4
-        self._world.at(self._world.now + late, lambda: self._world.tell(process, Call(0, "view", {"view": view})))
+        self._world.at(self._world.now + late, lambda: self._tell(process, view))
+
+    def _tell(self, process: Process, view: View) -> None:
+        if view.number > self._term * TERM:  # Else it is lost with the coordinator.
+            self._shown = max(self._shown, view.number)
+            self._world.tell(process, Call(0, "view", {"view": view}))
+
+    def _lose_coordinator(self) -> None:
+        """For a moment nobody says who is a member."""
+        self._world.faults.counts["kill coordinator"] += 1
+        self._world.note("the coordinator is killed")
+        self._term += 1
+        self.died_at = self._back = self._world.now + self._seconds(0.1, 0.6)
+        self._world.at(self._back, self._follow)
+
+    def _follow(self) -> None:
+        """Another goes on from the newest view that somebody knows: a server that came after it is new to all."""
+        number = self._term * TERM + 1
+        known = [one if one.since <= self._shown else replace(one, since=number) for one in self._view.servers]
+        self._view = replace(self._view, number=number - 1)
+        self._publish(servers=tuple(known))
 
     def _silent(self, fault: Fault) -> None:
         """A process is missed, and ended unless nobody can reach it."""
@@ -238,6 +267,9 @@ class Members:
 
     def _without(self, role: str, identity: int, life: int) -> None:
         """Go on without a process; another may take its place."""
+        if self._world.now < self._back:
+            self._world.at(self._back, lambda: self._without(role, identity, life))
+            return
         replaced = life < self._restarts and self.over is None
         if role == "worker":
             self._publish(workers=tuple(one for one in self._view.workers if one.id != identity))
@@ -252,6 +284,9 @@ class Members:
             self._world.at(self._world.now + self._seconds(0.05, 0.5), lambda: self._replace(role, identity, life + 1))
 
     def _replace(self, role: str, identity: int, life: int) -> None:
+        if self._world.now < self._back:
+            self._world.at(self._back, lambda: self._replace(role, identity, life))
+            return
         if self.over is not None:
             return
         if role == "worker":

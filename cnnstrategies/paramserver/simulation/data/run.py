@@ -51,13 +51,16 @@ def specification_of(seed: int) -> Specification:
     )
 
 
-def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False) -> Outcome:
+def simulate(
+    seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False, successor: bool = False
+) -> Outcome:
     """Run one seed.
 
     Args:
         seed: Decides everything.
         removed: Faults that do not happen.
         traced: Whether to write down what happens.
+        successor: Whether the coordinator is killed, and another follows.
     """
     specification = specification_of(seed)
     places = [("worker", one) for one in range(specification.workers)]
@@ -66,7 +69,7 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     world = World(seed, faults)
     world.tcp = True
     world.trace = [] if traced else None
-    members = Members(seed, world, specification, int(3 * draw(seed, 66)), BUSY)
+    members = Members(seed, world, specification, int(3 * draw(seed, 66)), BUSY, successor)
     checks = Checks(world, members, specification)
     violation, looked = None, 0.0
     try:
