@@ -14,12 +14,17 @@ if TYPE_CHECKING:
     from cnnstrategies import strategies
     from cnnstrategies.classifier import ImageClassifier
     from cnnstrategies.errors import ConfigurationError
+    from cnnstrategies.segmenter import ImageSegmenter
 
-__all__ = ["ConfigurationError", "ImageClassifier", "strategies"]
+__all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategies"]
 
 
 def __getattr__(name: str) -> object:
-    homes = {"ConfigurationError": "cnnstrategies.errors", "ImageClassifier": "cnnstrategies.classifier"}
+    homes = {
+        "ConfigurationError": "cnnstrategies.errors",
+        "ImageClassifier": "cnnstrategies.classifier",
+        "ImageSegmenter": "cnnstrategies.segmenter",
+    }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     if name == "strategies":

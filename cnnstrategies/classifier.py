@@ -42,6 +42,7 @@ class ImageClassifier(NetworkModule):
             parameters of one dimension, too.
         layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
             optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
+        unfreeze_every: Train the last layer first, and one more after each so many epochs; 0 trains all from the start.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
@@ -64,12 +65,14 @@ class ImageClassifier(NetworkModule):
         cutmix_alpha: float = 0.0,
         decay_norms_and_biases: bool = True,
         layer_lr_decay: float = 1.0,
+        unfreeze_every: int = 0,
         aux_weight: float = 0.4,
         channels_last: bool = False,
         compile_backend: str | None = None,
     ) -> None:
         super().__init__(
             *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
+            unfreeze_every,
             *(channels_last, compile_backend),
         )
         if not 0 <= label_smoothing < 1:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import check_logits, main_logits
+from cnnstrategies.network_module import NetworkModule
+from cnnstrategies.segmenter import ImageSegmenter, check_map, main_map
 
 SAMPLES = 2  # Batch normalisation refuses to train on one.
 
 
-def check_network(model: ImageClassifier, datamodule: LightningDataModule | None, training: bool) -> None:
+def check_network(model: NetworkModule, datamodule: LightningDataModule | None, training: bool) -> None:
     """Refuse a network with another number of classes than the model has, where it can be known without data.
 
     What is not certain is left to the model's first step: a model of one's own, a network whose outputs depend on more
@@ -33,9 +35,13 @@ def check_network(model: ImageClassifier, datamodule: LightningDataModule | None
         ConfigurationError: The numbers differ, or the network is for images of another number of channels.
     """
     shape = getattr(datamodule, "image_shape", None)
-    if type(model) is not ImageClassifier or shape is None:
+    if type(model) not in (ImageClassifier, ImageSegmenter) or shape is None:
         return
     outputs = outputs_without_data(model.network, shape, training)
+    if type(model) is ImageSegmenter:
+        if isinstance(outputs, Tensor | dict):
+            check_map(main_map(outputs), (SAMPLES, model.num_classes, *shape[1:]))
+        return
     logits = None if outputs is None else main_logits(outputs)
     if isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == SAMPLES:
         check_logits(outputs, SAMPLES, model.num_classes)

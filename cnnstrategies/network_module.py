@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.parameter_groups import parameter_groups, scale_learning_rates
+from cnnstrategies.parameter_groups import hold_back, parameter_groups, scale_learning_rates
 from cnnstrategies.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
@@ -28,6 +28,7 @@ class NetworkModule(LightningModule):
         lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
         decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases too.
         layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1].
+        unfreeze_every: Epochs after which the next layer before those that learn begins to learn; 0 for all at once.
         channels_last: Store images and weights with the channels innermost.
         compile_backend: Compile the network with this ``torch.compile`` backend; not compiled when left out.
 
@@ -44,6 +45,7 @@ class NetworkModule(LightningModule):
         lr_interval: Literal["epoch", "step"],
         decay_norms_and_biases: bool,
         layer_lr_decay: float,
+        unfreeze_every: int,
         channels_last: bool,
         compile_backend: str | None,
     ) -> None:
@@ -52,6 +54,8 @@ class NetworkModule(LightningModule):
             raise ConfigurationError(f"num_classes={num_classes}: at least 2 classes are needed")
         if not 0 < layer_lr_decay <= 1:
             raise ConfigurationError(f"layer_lr_decay={layer_lr_decay} is outside (0, 1]; 0.65 to 0.9 is usual")
+        if unfreeze_every < 0:
+            raise ConfigurationError(f"unfreeze_every={unfreeze_every} is negative; 0 trains all layers from the start")
         self.network = network.to(memory_format=torch.channels_last) if channels_last else network
         self.num_classes = num_classes
         # Not the argument's default: jsonargparse would pass AdamW's weight decay on to the optimizer chosen instead.
@@ -60,6 +64,7 @@ class NetworkModule(LightningModule):
         self.lr_interval = lr_interval
         self.decay_norms_and_biases = decay_norms_and_biases
         self.layer_lr_decay = layer_lr_decay
+        self.unfreeze_every = unfreeze_every
         self.channels_last = channels_last
         self.compile_backend = compile_backend
 
@@ -111,16 +116,20 @@ class NetworkModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the scheduler over the parameters that are trained."""
-        groups, scales = parameter_groups(self, self.network, self.decay_norms_and_biases, self.layer_lr_decay)
-        plain = self.decay_norms_and_biases and self.layer_lr_decay == 1
+        by_layer = self.layer_lr_decay < 1 or self.unfreeze_every > 0
+        groups, depths = parameter_groups(self, self.network, self.decay_norms_and_biases, by_layer)
+        plain = self.decay_norms_and_biases and not by_layer
         # A factory of one's own may take nothing but parameters.
         optimizer = self.optimizer_factory([p for group in groups for p in group["params"]] if plain else groups)
-        if not plain:
-            scale_learning_rates(optimizer, scales)
+        if by_layer:
+            scale_learning_rates(optimizer, [self.layer_lr_decay**depth for depth in depths])
+        if self.unfreeze_every:
+            hold_back(optimizer, lambda depth: self.current_epoch < depth * self.unfreeze_every, depths)
         if self.lr_scheduler_factory is None:
             return optimizer
         scheduler = self.lr_scheduler_factory(optimizer)
-        if len(set(scales)) > 1 and len({float(group["lr"]) for group in optimizer.param_groups}) == 1:
+        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        if self.layer_lr_decay < 1 < len(set(depths)) and len(rates) == 1:
             raise ConfigurationError(
                 f"layer_lr_decay={self.layer_lr_decay} and {type(scheduler).__name__}, which gives all layers one "
                 "learning rate: take another scheduler, such as cnnstrategies.schedules.WarmupCosine"

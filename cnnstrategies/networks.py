@@ -1,8 +1,10 @@
 """CNNs for small images, which torchvision and timm do not cover."""
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -101,3 +103,43 @@ def _convolution(in_channels: int, channels: int, stride: int = 1) -> nn.Sequent
     return nn.Sequential(
         nn.Conv2d(in_channels, channels, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(channels)
     )
+
+
+class UNet(nn.Module):
+    """The network of Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation" (2015).
+
+    With padded convolutions and batch normalisation, so the output is as large as the input. Input
+    (N, in_channels, H, W), output (N, num_classes, H, W) logits.
+
+    Args:
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
+        widths: Channels at each resolution, from the full one to the lowest; each is half of the one before. H and W
+            must be divisible by ``2 ** (len(widths) - 1)``.
+    """
+
+    def __init__(
+        self, num_classes: int, in_channels: int = 3, widths: Sequence[int] = (64, 128, 256, 512, 1024)
+    ) -> None:
+        super().__init__()
+        channels = [in_channels, *widths]
+        self.down = nn.ModuleList(_two_convolutions(*pair) for pair in itertools.pairwise(channels))
+        pairs = list(itertools.pairwise(reversed(widths)))
+        self.enlarge = nn.ModuleList(nn.ConvTranspose2d(low, high, 2, stride=2) for low, high in pairs)
+        self.up = nn.ModuleList(_two_convolutions(2 * high, high) for _, high in pairs)
+        self.classifier = nn.Conv2d(widths[0], num_classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (N, in_channels, H, W) to (N, num_classes, H, W)."""
+        skipped = [self.down[0](images)]
+        for block in self.down[1:]:
+            skipped.append(block(F.max_pool2d(skipped[-1], 2)))
+        features = skipped.pop()
+        for enlarge, block in zip(self.enlarge, self.up, strict=True):
+            features = block(torch.cat([skipped.pop(), enlarge(features)], dim=1))
+        logits: Tensor = self.classifier(features)
+        return logits
+
+
+def _two_convolutions(in_channels: int, channels: int) -> nn.Sequential:
+    return nn.Sequential(_convolution(in_channels, channels), nn.ReLU(), _convolution(channels, channels), nn.ReLU())

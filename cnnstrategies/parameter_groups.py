@@ -1,6 +1,6 @@
 """Which parameters of a network are decayed, and how fast each layer learns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,8 +10,8 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def parameter_groups(
-    module: nn.Module, network: nn.Module, decay_norms_and_biases: bool, layer_lr_decay: float
-) -> tuple[list[dict[str, Any]], list[float]]:
+    module: nn.Module, network: nn.Module, decay_norms_and_biases: bool, by_layer: bool
+) -> tuple[list[dict[str, Any]], list[int]]:
     """The parameters that are trained, in groups for an optimizer.
 
     Args:
@@ -19,20 +19,20 @@ def parameter_groups(
         network: The part of it that has layers; all other parameters are those of its last one.
         decay_norms_and_biases: Whether parameters of one dimension, which are those of normalisations and biases,
             have the optimizer's weight decay; else theirs is 0.
-        layer_lr_decay: Each layer's learning rate as a share of the next one's.
+        by_layer: Whether each layer has groups of its own.
 
     Returns:
-        The groups, and each one's learning rate as a share of the optimizer's.
+        The groups, and how far from the end of the network the layer of each is.
     """
-    depths = layer_depths(network) if layer_lr_decay != 1 else {}
+    depths = layer_depths(network) if by_layer else {}
     groups: dict[tuple[int, bool], list[nn.Parameter]] = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
             decayed = decay_norms_and_biases or parameter.ndim > 1
             groups.setdefault((depths.get(id(parameter), 0), decayed), []).append(parameter)
-    scales = [layer_lr_decay**depth for depth, _ in groups]
     without: dict[str, Any] = {"weight_decay": 0.0}
-    return [{"params": members, **({} if decayed else without)} for (_, decayed), members in groups.items()], scales
+    made = [{"params": members, **({} if decayed else without)} for (_, decayed), members in groups.items()]
+    return made, [depth for depth, _ in groups]
 
 
 def layer_depths(network: nn.Module) -> dict[int, int]:
@@ -54,10 +54,37 @@ def layer_depths(network: nn.Module) -> dict[int, int]:
     return depths
 
 
-def scale_learning_rates(optimizer: Optimizer, scales: list[float]) -> None:
+def scale_learning_rates(optimizer: Optimizer, shares: Sequence[float]) -> None:
     """Give each group its share of the optimizer's learning rate; before a scheduler is made."""
-    for group, scale in zip(optimizer.param_groups, scales, strict=True):
-        group["lr"] = group["lr"] * scale
+    for group, share in zip(optimizer.param_groups, shares, strict=True):
+        group["lr"] = group["lr"] * share
+
+
+def hold_back(optimizer: Optimizer, is_held: Callable[[int], bool], depths: Sequence[int]) -> None:
+    """Have some groups' parameters stay as they are for now, by steps with a learning rate of 0.
+
+    They need gradients all the same. Were it taken from them and given back later, DDP would not notice, and their
+    gradients would be each process's own.
+
+    Args:
+        optimizer: The optimizer.
+        is_held: Asked in each step whether layers of a depth are held back.
+        depths: Those of the groups.
+    """
+    rates: list[Any] = []
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        rates[:] = [group["lr"] for group in optimizer.param_groups]
+        for group, depth in zip(optimizer.param_groups, depths, strict=True):
+            if is_held(depth):
+                group["lr"] = 0.0
+
+    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 def _units(module: nn.Module) -> Iterator[list[nn.Parameter]]:

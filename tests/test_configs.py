@@ -5,9 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
+from masked_images import write_masked_images
 from PIL import Image
 from torchvision import datasets
+from torchvision.models import shufflenet_v2_x0_5
 
 from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.packing import pack
@@ -33,6 +36,7 @@ SYNTHETIC = ["--data=SyntheticDataModule", "--data.init_args.num_samples=40", "-
 FEW = ["--data.init_args.global_batch_size=4"]
 NO_WORKERS = ["--data.init_args.num_workers=0"]
 COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
+AT_ONCE = ["--model.init_args.lr_scheduler.init_args.warmup=0"]  # Of one epoch.
 TWO, FOUR = ["--trainer.devices=2"], ["--trainer.devices=4"]
 SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.global_batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
@@ -57,6 +61,12 @@ ARGS = {
     "data/mnist.yaml": [*FEW, *NO_WORKERS],
     "data/synthetic.yaml": [*FEW, *COLOUR, "--data.init_args.image_size=64", "--model.init_args.num_classes=1000"],
     "experiments/cifar10_resnet20_ddp_2gpu.yaml": [*FEW, *NO_WORKERS, *TWO],
+    "experiments/cifar10_resnet56_recipe_gpu.yaml": [
+        *FEW,
+        *NO_WORKERS,
+        *AT_ONCE,
+        "--model.init_args.network.init_args.blocks=1",
+    ],
     "experiments/digits_smallcnn_ema_mixup_cpu.yaml": TWO,
     "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.max_epochs=11"],
     **{f"experiments/digits_smallcnn_hybrid_{layout}_cpu.yaml": FOUR for layout in ("2-2", "3-1", "1-2-1")},
@@ -71,6 +81,32 @@ ARGS = {
         *NO_WORKERS,
         *FOLDER,
         "--model.init_args.network.dict_kwargs.num_classes=2",
+    ],
+    "experiments/imagenet_resnet50_recipe_8gpu.yaml": [
+        *FEW,
+        *NO_WORKERS,
+        *FOLDER,
+        *AT_ONCE,
+        "--model.init_args.network.class_path=torchvision.models.resnet18",
+        "--model.init_args.network.dict_kwargs.num_classes=2",
+    ],
+    "experiments/folder_resnet50_finetune_gpu.yaml": [
+        *FEW,
+        *NO_WORKERS,
+        *FOLDER,
+        *AT_ONCE,
+        "--model.init_args.network.init_args.name=shufflenet_v2_x0_5",
+        "--model.init_args.network.init_args.weights=weights.pth",
+    ],
+    "experiments/folder_unet_segmentation_gpu.yaml": [
+        *FEW,
+        *NO_WORKERS,
+        *AT_ONCE,
+        "--data.init_args.root=masks",
+        "--data.init_args.val_split=0.2",
+        "--data.init_args.image_size=32",
+        "--model.init_args.num_classes=2",
+        "--model.init_args.network.init_args.widths=[4, 8]",
     ],
     "model/resnet20.yaml": [*SYNTHETIC, *FEW, "--data.init_args.num_classes=10"],
     "model/timm_convnext.yaml": [*SYNTHETIC, *FEW],
@@ -145,5 +181,9 @@ def downloads(monkeypatch, request):
             folder.mkdir(parents=True)
             for index in range(4):
                 Image.fromarray(random.integers(256, size=(50, 40, 3), dtype=np.uint8)).save(folder / f"{index}.jpg")
+    if "_segmentation_" in request.node.callspec.params["file"]:
+        write_masked_images(Path("masks/train"), count=5)
+    if request.node.callspec.params["file"].endswith("_finetune_gpu.yaml"):
+        torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
     if request.node.callspec.params["file"] == "data/shards.yaml":
         pack(contents_of("./images", {}), Path("shards"), Options(None, None, 10**6), workers=1)

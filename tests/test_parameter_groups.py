@@ -2,6 +2,7 @@
 
 import functools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,6 @@ from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.parameter_groups import layer_depths
 from cnnstrategies.schedules import InTurn, WarmupCosine
-
-pytestmark = pytest.mark.light
 
 
 def sgd(parameters):
@@ -54,6 +53,21 @@ def test_each_layer_learns_at_a_share_of_the_next_ones_rate():
             assert rates[id(parameter)] == pytest.approx(rate)
 
 
+def test_layers_begin_to_learn_one_after_the_other_from_the_last():
+    model = ImageClassifier(PlainCNN(), 10, functools.partial(torch.optim.AdamW, lr=0.1), unfreeze_every=2)
+    optimizer = model.configure_optimizers()
+    for epoch, learning in ((0, {5}), (1, {5}), (2, {2, 5}), (4, {0, 2, 5})):
+        before = {name: p.detach().clone() for name, p in model.network.named_parameters()}
+        with mock.patch.object(type(model), "current_epoch", epoch):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        after = dict(model.network.named_parameters())
+        assert {int(name[0]) for name in after if not torch.equal(after[name], before[name])} == learning
+        assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+
+
+@pytest.mark.light
 @pytest.mark.parametrize(
     ("name", "layers"),
     [("resnet18", 10), ("vgg11_bn", 11), ("mobilenet_v3_small", 15), ("squeezenet1_1", 10), ("convnext_tiny", 23)],

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cnnstrategies._torch_private import (
     add_all,
     communication_seconds,
+    convolution_backward,
     copy_all,
     is_compiled,
     measure_every_step,
@@ -54,3 +55,16 @@ def test_a_buffer_is_put_where_the_layer_and_its_state_read_it():
     put_buffer(layer, "running_mean", mean)
     assert layer.running_mean is mean
     assert layer.state_dict()["running_mean"].data_ptr() == mean.data_ptr()
+
+
+def test_a_convolution_has_its_gradients_one_by_one():
+    layer, values = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2).double(), torch.randn(2, 4, 5, 5).double()
+    values.requires_grad_()
+    output = layer(values)
+    start = torch.randn_like(output)
+    expected = torch.autograd.grad(output, (values, layer.weight, layer.bias), start)
+    for index, gradient in enumerate(expected):
+        wanted = [index == one for one in range(3)]
+        found = convolution_backward(start, values, layer.weight, wanted, [2, 2], [1, 1], [1, 1], 2)
+        torch.testing.assert_close(found[index], gradient)
+        assert [one is None for one in found] == [not one for one in wanted]

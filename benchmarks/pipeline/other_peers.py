@@ -29,6 +29,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 LIBRARIES = {"torchgpipe": "torchgpipe==0.0.7", "DeepSpeed": "deepspeed==0.19.8"}
 # Network, classes, the cut's name and the second stage's first child.
 NETWORKS = {"VGG-11 with BatchNorm": (vgg_like, 100, "_14", 15), "ResNet-20": (resnet_like, 10, "relu_6", 3)}
+PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 RATE = 1e-4
 Network = Callable[[], nn.Sequential]
 
@@ -139,13 +140,15 @@ def environment(folder: Path, library: str) -> Path:
     """The Python of an environment with a library, beside the packages of this one."""
     place = folder / library
     python = place / "bin" / "python"
-    if not python.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(place)], check=True)
-        packages = place / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-        (packages / "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    whole = place / "whole"  # Not there where an earlier call was ended in between.
+    if not whole.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(place)], check=True)
+        packages = subprocess.run([str(python), "-c", PURELIB], check=True, capture_output=True, text=True).stdout
+        Path(packages.strip(), "base.pth").write_text(sysconfig.get_path("purelib") + "\n")
         # torchgpipe's requirements build a torch of 2019; it needs nothing but torch.
         options = ["--no-deps"] if library == "torchgpipe" else []
         subprocess.run([str(python), "-m", "pip", "install", "-q", *options, LIBRARIES[library]], check=True)
+        whole.touch()
     return python
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-USUAL = ("val_acc", "val_loss")  # Of ImageClassifier, and of most modules.
+USUAL = ("val_acc", "val_miou", "val_loss")  # Of ImageClassifier and ImageSegmenter, and of most modules.
 
 
 def is_of_epochs(name: str) -> bool:

@@ -10,6 +10,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from typing_extensions import override
 
+from cnnstrategies.callbacks.mask_pictures import write_masks
 from cnnstrategies.data.image_folder import FolderSource
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.own_images import own_images
@@ -19,14 +20,20 @@ GATHER_ROWS = 4096
 
 
 class PredictionWriter(Callback):
-    """Writes what ``predict_step`` returns as CSV: one row per sample, in dataset order, whatever the world size.
+    """Writes what ``predict_step`` returns: probabilities as CSV, masks as pictures.
+
+    The CSV file has one row per sample, in dataset order, whatever the world size.
+
+    For a dict with ``masks`` each process writes those of its samples: PNG files under the samples' names, whose pixels
+    are the classes, with a palette that shows them as colours.
 
     Columns: ``sample`` (the data module's ``sample_name(index)``, else the index), ``class`` (the name of the most
     probable class, else its number), ``probability``, then one column of probability per class, or the next probable
     classes.
 
     Args:
-        output: The file; ``predictions.csv`` in the log directory when left out.
+        output: The file; ``predictions.csv`` in the log directory when left out. For masks the folder, ``predictions``
+            when left out.
         images: A folder of images of one's own, at any depth, to predict in place of the data module's. They are
             prepared as its validation images are, and named by their paths.
         top: Write so many classes of each sample, in the order of their probability, in place of the probabilities of
@@ -34,7 +41,7 @@ class PredictionWriter(Callback):
 
     Raises:
         ConfigurationError: ``predict_step`` returned something else than a dict with ``index`` (N,) and
-            ``probabilities`` (N, classes), the folder has no images, or ``top`` is below 1.
+            ``probabilities`` (N, classes), or ``masks`` (N, H, W), the folder has no images, or ``top`` is below 1.
     """
 
     def __init__(self, output: Path | None = None, images: Path | None = None, top: int | None = None) -> None:
@@ -46,6 +53,13 @@ class PredictionWriter(Callback):
         self._own: FolderSource | None = None
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
+        self._folder = Path()
+        self._masks = 0
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        log_dir = trainer.log_dir  # A broadcast: every rank asks.
+        self._folder = Path(log_dir or trainer.default_root_dir)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -65,6 +79,11 @@ class PredictionWriter(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        if isinstance(outputs, dict) and {"index", "masks"} <= outputs.keys():
+            folder = self.output or self._folder / "predictions"
+            write_masks(folder, getattr(trainer, "datamodule", None), outputs["index"].tolist(), outputs["masks"].cpu())
+            self._masks += len(outputs["index"])
+            return
         if not isinstance(outputs, dict) or not {"index", "probabilities"} <= outputs.keys():
             raise ConfigurationError(
                 f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}: predictions.csv needs "
@@ -75,13 +94,16 @@ class PredictionWriter(Callback):
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._masks:
+            rank_zero_info(f"{self._masks} masks of this process: {self.output or self._folder / 'predictions'}")
+            self._masks = 0
+            return
         indices, probabilities = gather_rows(trainer, torch.cat(self._indices), torch.cat(self._probabilities))
         self._indices.clear()
         self._probabilities.clear()
-        log_dir = trainer.log_dir  # A broadcast: every rank asks.
         if not trainer.is_global_zero:
             return
-        path = self.output or Path(log_dir or trainer.default_root_dir) / "predictions.csv"
+        path = self.output or self._folder / "predictions.csv"
         order = indices.argsort()
         self._write(path, trainer, indices[order].tolist(), probabilities[order])
         rank_zero_info(f"{len(indices)} predictions: {path}")

@@ -13,7 +13,6 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from typing_extensions import override
 
 from cnnstrategies.checkpoint_words import WORDS
-from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.cluster.run_name import keep_version, run_name
 from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
@@ -29,6 +28,7 @@ from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse know
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.processes import ended_by
@@ -110,7 +110,7 @@ class CLI(LightningCLI):
     @override
     def after_instantiate_classes(self) -> None:
         # Each rank checks again in `setup`; here no process has been started yet.
-        if isinstance(self.model, ImageClassifier):
+        if isinstance(self.model, NetworkModule):
             self.model.check_data(self.datamodule)
             if local_rank() == 0:
                 check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))

@@ -7,6 +7,7 @@ from cnnstrategies.data.fashion_mnist import FashionMNISTDataModule
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.mnist import MNISTDataModule
 from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.segmentation_folder import SegmentationFolderDataModule
 from cnnstrategies.data.sharded import ShardedImageDataModule
 from cnnstrategies.data.synthetic import SyntheticDataModule
 
@@ -18,6 +19,7 @@ __all__ = [
     "ImageDataModule",
     "ImageFolderDataModule",
     "MNISTDataModule",
+    "SegmentationFolderDataModule",
     "ShardedImageDataModule",
     "SyntheticDataModule",
 ]

@@ -116,6 +116,14 @@ class Worker:
         """
         self._run(self._role.initialise(time.monotonic(), optimizer_state))
 
+    def stand_in(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
+        """Give the servers the values that :meth:`initialise` would, if all workers with lower numbers die before.
+
+        Args:
+            optimizer_state: As for :meth:`initialise`.
+        """
+        self._role.stand_in(optimizer_state)
+
     def join(self) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
 

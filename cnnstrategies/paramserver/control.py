@@ -21,17 +21,25 @@ RECONNECT_MS = 20
 ROLES = ("worker", "server", "supervision", "coordinator")
 
 
-def connect(address: Address, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None) -> "zmq.Socket[bytes]":
-    """A socket to the coordinator, with the run's keys if there are some."""
+def connect(
+    address: Address, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None, run: KeyPair | None
+) -> "zmq.Socket[bytes]":
+    """A socket to the coordinator.
+
+    Args:
+        address: Where it is.
+        context: Of the socket.
+        keys: With which this process speaks; None for no encryption.
+        run: The run's keys, which are the coordinator's.
+    """
     connection = context.socket(zmq.DEALER)
     connection.setsockopt(zmq.LINGER, 200)
     connection.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
     connection.setsockopt(zmq.SNDHWM, 0)
-    if keys is not None:
-        # Whoever lacks the run's key file cannot even shake hands.
-        connection.curve_serverkey = connection.curve_publickey = keys.public.encode()
-        connection.curve_secretkey = keys.secret.encode()
+    if keys is not None and run is not None:
+        connection.curve_serverkey = run.public.encode()
+        connection.curve_publickey, connection.curve_secretkey = keys.public.encode(), keys.secret.encode()
     connection.connect(address.coordinator)
     return connection
 
@@ -47,25 +55,25 @@ def send(socket: "zmq.Socket[bytes]", sender: Peer, message: Message) -> None:
     socket.send_multipart([*encode(sender, message), *message.frames])
 
 
-def receive(socket: "zmq.Socket[bytes]") -> list[bytes]:
-    """The parts of the message that waits; none of one that has too many.
+def receive(socket: "zmq.Socket[bytes]", encrypted: bool) -> tuple[list[bytes], str]:
+    """The parts of the message that waits, none of one that has too many; and the key of its connection.
+
+    Args:
+        socket: Where it waits.
+        encrypted: Whether the connection has one.
 
     Raises:
         zmq.Again: None waits.
     """
-    parts = [socket.recv(zmq.NOBLOCK)]
+    first = socket.recv(zmq.NOBLOCK, copy=False)
+    parts = [first.bytes]
     count = 1
     while socket.getsockopt(zmq.RCVMORE):
         part = socket.recv(zmq.NOBLOCK)
         count += 1
         if count <= MOST_PARTS:
             parts.append(part)
-    return parts if count <= MOST_PARTS else []
-
-
-def waiting(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message can be received now."""
-    return bool(socket.poll(0))
+    return parts if count <= MOST_PARTS else [], str(first.get("User-Id")) if encrypted else ""
 
 
 def parse(frames: Sequence[bytes]) -> tuple[Peer, Message]:

@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import queue
-import secrets
 import select
 import socket
 import sys
@@ -12,15 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import zmq
-
-from cnnstrategies.paramserver.control import connect, parse, send, waiting
 from cnnstrategies.paramserver.coordinator.participant import VIEW, Participant
-from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
+from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Buffer, Call, ControlError, End, Message, Return
 from cnnstrategies.paramserver.core.view import RunEnded, View
+from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.loop import Loop
-from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.security import KeyPair, process_number
 
 WARN_SECONDS = 60.0  # between two lines about a wait
 
@@ -102,20 +99,24 @@ class Membership:
     Args:
         address: Who this process is, and where the coordinator is.
         endpoint: Where this process can be reached, for servers.
-        public_key: Its own CURVE key, which the views tell the others; empty without encryption.
-        keys: The run's CURVE keys, which every process of it has.
+        keys: The run's CURVE keys, which every process of it has; None for no encryption.
+
+    Attributes:
+        keys: This process's own CURVE keys: with them it speaks, and the views tell the others of them. None without
+            encryption.
     """
 
-    def __init__(self, address: Address, endpoint: str = "", public_key: str = "", keys: KeyPair | None = None) -> None:
+    def __init__(self, address: Address, endpoint: str = "", keys: KeyPair | None = None) -> None:
         self.address = address
-        self._keys = keys
+        self._run_keys = keys
+        self.keys = None if keys is None else KeyPair.create()
         hello = {
             "process": os.getpid(),
             "host": socket.gethostname(),
             "endpoint": endpoint,
-            "public_key": public_key,
+            "public_key": "" if self.keys is None else self.keys.public,
         }
-        self._participant = Participant(address, secrets.randbits(SECRET_BITS), hello)
+        self._participant = Participant(address, process_number(self.keys), hello)
         self._changed = threading.Condition()
         self._ended: RunEnded | None = None
         self._results: dict[int, Message | str] = {}
@@ -235,27 +236,16 @@ class Membership:
     # The thread
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        connection = connect(self.address, context, self._keys)
+        line = Line(self.address, self._participant.peer, self.keys, self._run_keys)
         try:
-            self._serve(connection)
+            self._serve(line)
         except Exception as error:  # The main thread must hear of it, whatever it is.
             self._set_ended(End(f"the heartbeat thread failed: {type(error).__name__}: {error}", clean=False))
         finally:
-            connection.close()
-            context.term()
+            line.close()
 
-    def _serve(self, connection: "zmq.Socket[bytes]") -> None:
-        peer = self._participant.peer
-        loop = Loop(
-            self._participant,
-            lambda to, message: send(connection, peer, message),
-            self._take_result,
-            self._set_ended,
-        )
-        poller = zmq.Poller()
-        poller.register(connection, zmq.POLLIN)
-        poller.register(self._wake_in, zmq.POLLIN)
+    def _serve(self, line: Line) -> None:
+        loop = Loop(self._participant, lambda to, message: line.send(message), self._take_result, self._set_ended)
         loop.start()
         closing_until = None
         while True:
@@ -268,12 +258,10 @@ class Membership:
                 closing_until = closing_until or now + self.address.timeout
                 if self._participant.idle or now > closing_until:
                     return
-            wait = loop.until_next(0.05 if closing else 1.0)
-            if self._wake_in in dict(poller.poll(int(1000 * wait) + 1)):
-                _drain(self._wake_in)
-            while waiting(connection):
+            for sender, message in line.receive(loop.until_next(0.05 if closing else 1.0), self._wake_in):
                 with contextlib.suppress(ControlError):
-                    loop.message(*parse(connection.recv_multipart()))
+                    loop.message(sender, message)
+            _drain(self._wake_in)
             loop.fire()
 
     @property

@@ -1,8 +1,10 @@
 """CURVE keys, who may connect, and where encryption may be left out."""
 
+import hashlib
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,7 @@ import zmq
 from zmq.utils import z85
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,16 @@ class KeyPair:
         if len(lines) != 2 or zmq.curve_public(lines[1].encode()) != lines[0].encode():
             raise ConfigurationError(f"{path} does not hold a pair of CURVE keys: create a new one")
         return cls(lines[0], lines[1])
+
+
+def fingerprint(public_key: str) -> int:
+    """The number by which the coordinator knows the process that has a key: whoever lacks the key is not that one."""
+    return int.from_bytes(hashlib.sha256(public_key.encode()).digest()[:8], "big") >> (64 - SECRET_BITS)
+
+
+def process_number(keys: KeyPair | None) -> int:
+    """That of this process: of its own keys, or without encryption one that nobody can guess."""
+    return secrets.randbits(SECRET_BITS) if keys is None else fingerprint(keys.public)
 
 
 def is_local(endpoint: str) -> bool:

@@ -92,20 +92,18 @@ class ServerProcess:
         from cnnstrategies.paramserver.specification import Specification
 
         torch.set_num_threads(1)
-        keys = None if self.key_file is None else KeyPair.create()
         run_keys = load_keys(self.key_file)
-        listener = Listener(self.endpoint, encrypted=keys is not None, insecure=self.insecure)
-        public = "" if keys is None else keys.public
+        listener = Listener(self.endpoint, encrypted=run_keys is not None, insecure=self.insecure)
         reached = listener.endpoint
         if self.known_as is not None:
             reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
-        membership = Membership(self.address, reached, public, run_keys)
+        membership = Membership(self.address, reached, run_keys)
         views = membership.source()
         try:
             membership.wait_registered()
             (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
             specification = Specification.from_json(bytes(text).decode())
-            server = ServerService(specification, views, self.address.id, listener, keys, self.insecure)
+            server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
             allow_memory(server.declared_memory)
             server.run()
         except RunEnded as ended:

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import secrets
 import signal
 import sys
 import time
@@ -11,17 +10,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-import zmq
-
-from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
-from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
+from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.processes import Handle, ending, is_stopped
-from cnnstrategies.paramserver.security import KeyPair
+from cnnstrategies.paramserver.security import KeyPair, process_number
 
 COORDINATOR = "coordinator"
 POLL = 0.02  # seconds
@@ -82,7 +79,8 @@ class Supervision:
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
         self._stopping = False
-        self._peer = Peer(coordinator.role, coordinator.id, 0, secrets.randbits(SECRET_BITS))
+        self._own = None if keys is None else KeyPair.create()
+        self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own))
         self._reporter = Reporter(coordinator.session)
         self._numbers = itertools.count(1)
 
@@ -279,13 +277,12 @@ class Supervision:
 
         What it has not answered before, it is asked again at every occasion: no death is untold because it was busy.
         """
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = connect(self.coordinator, context, self.keys)
+        line = Line(self.coordinator, self._peer, self._own, self.keys)
         number = next(self._numbers)
         answers: dict[int, Message | str] = {}
         loop = Loop(
             self._reporter,
-            lambda to, message: send(socket, self._peer, message),
+            lambda to, message: line.send(message),
             lambda result: answers.update({result.call: result.value}),
         )
         try:
@@ -293,12 +290,11 @@ class Supervision:
             loop.call(Call(number, kind, fields or {}))
             until = time.monotonic() + ANSWER_SECONDS
             while number not in answers and (left := until - time.monotonic()) > 0:
-                if socket.poll(int(1000 * loop.until_next(left)) + 1):
+                for sender, message in line.receive(loop.until_next(left)):
                     with contextlib.suppress(ControlError):
-                        loop.message(*parse(socket.recv_multipart()))
+                        loop.message(sender, message)
                 loop.fire()
             answer = answers.get(number)
             return answer if isinstance(answer, Message) and answer.kind == DONE else None
         finally:
-            socket.close()
-            context.term()
+            line.close()

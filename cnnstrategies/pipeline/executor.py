@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from cnnstrategies.pipeline.batchnorm import RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import GradientReducer
+from cnnstrategies.pipeline.inputs_first import InputsFirst
 from cnnstrategies.pipeline.losses import PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_recomputed
 from cnnstrategies.pipeline.stage import StageModule
@@ -115,11 +116,10 @@ class Executor:
                 with self._timed("receive", None):
                     self._expect(step, tasks[index : index + 1 + AHEAD])
                 with self._described(task):
+                    is_last = task.microbatch == last_backward
                     if task.kind == "forward":
-                        again = is_recomputed(self.checkpointing, task.microbatch == last_backward)
-                        self._forward(step, task.microbatch, again)
+                        self._forward(step, task.microbatch, is_last)
                     else:
-                        is_last = task.microbatch == last_backward
                         if is_last and not more:
                             self.reducer.overlap()
                         self._backward(step, task.microbatch, computed if is_last else _nothing)
@@ -166,11 +166,12 @@ class Executor:
         channels.finish()
         return step.outputs
 
-    def _forward(self, step: Step, microbatch: int, again: bool) -> None:
+    def _forward(self, step: Step, microbatch: int, is_last: bool) -> None:
+        again = is_recomputed(self.checkpointing, is_last)
         size = step.size(microbatch)
         with self._timed("receive", microbatch):
             values, leaves = step.channels.receive_forward(microbatch, size)
-        held = Held(leaves)
+        held = Held(leaves, inputs_first=is_last and not again and any(leaves.values()) and self._inputs_first())
         arguments = step.channels.inputs(values, step.images(microbatch))
         if again:
             held.arguments, held.random = arguments, RandomState(self.device)
@@ -184,7 +185,8 @@ class Executor:
             self.statistics.microbatch(microbatch),
             self._timed("forward", microbatch),
         ):
-            result = self.module(*arguments)
+            with InputsFirst(self.module) if held.inputs_first else nullcontext():
+                result = self.module(*arguments)
             if not self.last:
                 roots = step.channels.send_forward(microbatch, size, self._named(step, result), training=True)
                 if not again:
@@ -206,10 +208,18 @@ class Executor:
                 self._run_again(step, microbatch, held)
             if self.last:
                 computed(step)
-            self._backpropagate(held, gradients)
+            with step.channels.sending_early(microbatch, held.leaves) if held.inputs_first else nullcontext():
+                self._backpropagate(held, gradients)
         with self._timed("send", microbatch):
             step.channels.send_backward(microbatch, held.leaves)
         del step.held[microbatch]
+
+    def _inputs_first(self) -> bool:
+        """Whether the last backward, after which the stage before has one more, sends before its weights' turn.
+
+        Replicas' gradients would be summed later. On a GPU autograd's own thread would send: nothing has shown that.
+        """
+        return self.reducer.group is None and self.device.type == "cpu"
 
     def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor]]) -> None:
         roots: list[GradientEdge] = []

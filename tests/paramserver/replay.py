@@ -34,12 +34,12 @@ import torch
 import zmq
 from torch import Tensor, nn
 
-from cnnstrategies.paramserver import membership as membership_driver
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.links import Links
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.effects import Parcel, Save
@@ -175,22 +175,23 @@ class Player:
         Links.send = played
 
     def _watch_members(self) -> None:
-        send, player = membership_driver.send, self
+        send, player = Line.send, self
 
-        def played(connection: Any, peer: Any, message: Any) -> None:
+        def played(line: Line, message: Any) -> None:
             def cut() -> None:
-                endpoint = connection.get_string(zmq.LAST_ENDPOINT)
-                connection.disconnect(endpoint)
-                connection.connect(endpoint)
+                assert line._socket is not None
+                endpoint = line._socket.get_string(zmq.LAST_ENDPOINT)
+                line._socket.disconnect(endpoint)
+                line._socket.connect(endpoint)
 
             def last() -> None:
-                send(connection, peer, message)
-                connection.close(linger=10_000)
+                send(line, message)
+                line._context.destroy(10_000)
 
             if player.passes(message.kind, COORDINATOR, cut, last):
-                send(connection, peer, message)
+                send(line, message)
 
-        membership_driver.send = played
+        Line.send = played
 
     def _watch_coordinator(self) -> None:
         send, player = CoordinatorService._send, self
@@ -260,7 +261,7 @@ class Plan:
         workers: How many.
         servers: How many.
         restarts: How often each process that is killed is started again.
-        returns: Whether one of these is a worker.
+        returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.
         options: Of the specification.
     """
 
@@ -421,12 +422,13 @@ def work(plan: Plan, address: Address, specification: Specification, directory: 
 
 
 def meet(plan: Plan, run: Collectives, step: int) -> None:
-    """Between two epochs, let in those that were started again: as often as it takes them to come."""
-    while plan.returns:
-        if run.boundary(step).admitted:
-            run.barrier("admitted")
-            return
+    """Between two epochs, let in those that were started again: if a worker is to return, as often as that takes."""
+    admitted = run.boundary(step).admitted
+    while plan.returns and not admitted:
         time.sleep(0.02)
+        admitted = run.boundary(step).admitted
+    if admitted:
+        run.barrier("admitted")
 
 
 def train(plan: Plan, member: Membership, specification: Specification, values: list[Tensor]) -> list[Tensor]:
@@ -438,8 +440,10 @@ def train(plan: Plan, member: Membership, specification: Specification, values: 
     started = run.start()
     told = Specification.from_json(bytes(text).decode())
     worker = Worker(told, values, member.source(), address.id, address.incarnation)
-    if address.id == 0 and not started.joined:
+    if not started.joined and address.id == 0:
         worker.initialise()
+    elif not started.joined:
+        worker.stand_in()
     worker.join()
     first = int(started.values[started.leader]) if started.joined else 0
     if started.joined:

@@ -16,6 +16,7 @@ from cnnstrategies.paramserver.coordinator.roster import TERM
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import CoordinatorProcess, start
+from cnnstrategies.paramserver.supervision import Supervision
 
 
 def every_collective(collectives):
@@ -242,8 +243,12 @@ def test_a_worker_started_again_replays_the_set_up_and_joins_at_a_boundary(tmp_p
         for rank in range(3):
             run.worker(rank, train)
         wait_for(Path("trained"))
-        run.time.hold()  # It takes the place before the other one is missed.
+        run.time.hold()  # It takes the place before the other one is missed, because that one's death is told.
         run.kill("worker", 0, 0)  # The leader; the name that it gave must stay.
+        died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "was killed", "replaced": True}
+        supervision = Supervision(run.address("supervision", 0))
+        while supervision._send("died", died) is None:
+            pass
         run.worker(0, train, incarnation=1)
         wait_for(Path("life-1"))
         run.time.go_on(run.coordinator.pid)

@@ -38,9 +38,9 @@ class LossyCoordinator:
         self.address = Address(endpoint, "worker", 0, 0, 0.05, TIMEOUT)
         handle, send = self._service.handle, self._service._send
 
-        def lossy_handle(frames: Any) -> None:
+        def lossy_handle(frames: Any, key: str = "") -> None:
             if not loses(parse(frames[1:])[1].kind):
-                handle(frames)
+                handle(frames, key)
 
         def lossy_send(peer: Peer, message: Message) -> None:
             if not loses(message.kind):

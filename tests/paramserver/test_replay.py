@@ -26,16 +26,22 @@ def same(plan: Plan, outcome: Outcome) -> None:
     assert "are lost" not in outcome.output
 
 
-def without_worker_1(plan: Plan, outcome: Outcome) -> None:
-    """From some step on, until it comes back, the others go on without it; of no step there is only a part."""
-    until = EPOCH if plan.returns else STEPS
-    results = [
-        expected(plan, lambda step, first=first: range(1 if first <= step < until else 2)) for first in range(EPOCH)
-    ]
-    assert not outcome.errors, outcome
-    assert sorted(outcome.values) == ([0, 1] if plan.returns else [0])
-    for values in outcome.values.values():
-        assert any(_close(values, result) for result in results), (values, results)
+def without(worker: int, back: bool = False) -> Check:
+    """From some step on the others go on without it, until it comes back; of no step there is only a part."""
+
+    def check(plan: Plan, outcome: Outcome) -> None:
+        until = EPOCH if back else STEPS
+        others = [one for one in range(plan.workers) if one != worker]
+        results = [
+            expected(plan, lambda step, first=first: others if first <= step < until else range(plan.workers))
+            for first in range(EPOCH)
+        ]
+        assert not outcome.errors, outcome
+        assert sorted(outcome.values) == (list(range(plan.workers)) if back else others)
+        for values in outcome.values.values():
+            assert any(_close(values, result) for result in results), (values, results)
+
+    return check
 
 
 def ends(text: str) -> Check:
@@ -115,10 +121,14 @@ TRACES: dict[str, tuple[Plan, Check]] = {
         "worker 1's 1st hello to coordinator: cut", "coordinator's 2nd view to server 1: drop",
         "worker 0's 2nd collect to coordinator: drop", "coordinator's 1st done to worker 1: drop"),
     "a worker dies between two steps (6)": (
-        Plan(("worker 1's 3rd BEGIN to server 0: kill",)), without_worker_1),
-    "a worker dies within a step": (Plan(("worker 1's 8th PUSH to server 0: kill",)), without_worker_1),
+        Plan(("worker 1's 3rd BEGIN to server 0: kill",)), without(1)),
+    "a worker dies within a step": (Plan(("worker 1's 8th PUSH to server 0: kill",)), without(1)),
     "a worker is started again": (
-        Plan(("worker 1's 3rd BEGIN to server 0: kill",), restarts=1, returns=True), without_worker_1),
+        Plan(("worker 1's 3rd BEGIN to server 0: kill",), restarts=1, returns=True), without(1, back=True)),
+    "rank 0 dies before all servers have the first values": (
+        Plan(("worker 0's 2nd VALUE to server 0: kill",), restarts=1), without(0, back=True)),
+    "rank 0 is started again": (
+        Plan(("worker 0's 3rd BEGIN to server 0: kill",), restarts=1), without(0, back=True)),
     "a server dies whose slices nobody else has": (
         Plan(("server 1's 8th PULLED to worker 0: kill",)),
         ends(r"server 1 \(process \d+ on .*its parameters are lost")),

@@ -1,7 +1,6 @@
 """Keys, who may connect, and where encryption may be left out."""
 
 import fcntl
-import json
 import os
 import stat
 import tempfile
@@ -24,13 +23,14 @@ from training import SGD, batches, specify, train_alone
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import supervision
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.control import TAG, parse
+from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.sockets import Context, Listener, client_socket, server_socket
+from cnnstrategies.paramserver.drivers.registration import Bindings
+from cnnstrategies.paramserver.drivers.sockets import KNOCK_MS, Context, Listener, client_socket, server_socket
 from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.membership import Membership
@@ -42,7 +42,7 @@ from cnnstrategies.paramserver.private_directory import (
     shared_directory,
     temporary_place,
 )
-from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint
+from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint, fingerprint
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import Layout, choose_place
@@ -95,6 +95,7 @@ def test_only_who_is_admitted_gets_a_message_through() -> None:
     came = []
     for name, pair, seconds in (("stranger", stranger, 0.3), ("member", member, 60.0)):
         dealer = client_socket(context, ServerInfo(0, listener.endpoint, keys.public), pair, 1000)
+        assert dealer.getsockopt(zmq.HANDSHAKE_IVL) == KNOCK_MS, "one that was refused is to try again soon"
         dealer.send(name.encode())
         deadline = time.monotonic() + seconds
         while not router.poll(10) and time.monotonic() < deadline:
@@ -197,8 +198,8 @@ def test_a_directory_stays_while_a_process_uses_it_that_is_not_visible_here(monk
     let_go(run)
 
 
-def everything() -> list[list[bytes]]:
-    """All that anybody says, in the name of a worker, a server and a supervision, with numbers that are guessed."""
+def everything(known: int) -> list[tuple[Peer, Message]]:
+    """All that anybody says, in the name of others: with numbers that are guessed, and one that is known."""
     victim = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "died", "replaced": False}
     said: dict[str, dict[str, Any]] = {
         "end": {"message": "said a stranger", "clean": True}, "stop": {"members": [["worker", 0]]}, "status": {},
@@ -207,52 +208,151 @@ def everything() -> list[list[bytes]]:
         "beat": {"here": 0, "seen": 0, "notices": 0, "told": 0}, "epoch": {"epoch": 0, "samples": 1, "chunk": 1},
         "take": {"epoch": 0, "processed": 0, "ordinal": 1}, "probe": {"ids": [1, 2]},
     }  # fmt: skip
-    names = [[role, number, life, process] for role in ("worker", "server", "supervision") for number in (0, 1, 7)
-             for life in (0, 1) for process in (0, 1, 2**62 - 1)]  # fmt: skip
+    names = [
+        Peer(role, number, life, process)
+        for role in ("worker", "server", "supervision", "coordinator")
+        for number in (0, 1, 7)
+        for life in (0, 1)
+        for process in (0, 1, known)
+    ]
     return [
-        [TAG + kind.encode(), json.dumps({"session": 0, "from": name, "request": 1, "floor": 0, **fields}).encode()]
-        for kind, fields in said.items() for name in names
-    ]  # fmt: skip
+        (name, Message(kind, {"session": 0, "floor": 0, **fields}, (), 1))
+        for kind, fields in said.items()
+        for name in names
+    ]
 
 
-@pytest.mark.parametrize("has_the_key", [False, True])
-def test_a_stranger_changes_nothing_with_the_key_or_without(has_the_key: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+ABOUT: dict[str, Any] = {"session": 0, "floor": 0, "process": 1, "host": "", "endpoint": ""}
+
+
+@pytest.mark.parametrize("key", ["a stranger's", "the run's", "a member's own"])
+def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even who has overheard by which number the coordinator knows that one."""
     monkeypatch.setattr(supervision, "ANSWER_SECONDS", 60.0)
     keys = KeyPair.create()
     watch = Supervision(Address("", "supervision", 0), keys)
     settings = CoordinatorSettings("tcp://127.0.0.1:*", 1, 1, 60.0, supervisor=watch.process)
     with CoordinatorService(settings, keys) as service:
+        role = service._loop._role
+        assert isinstance(role, Coordinator)
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
         membership = Membership(Address(service.endpoint, "worker", 0, 0, 0.1, 60.0), keys=keys)
         membership.wait_registered()
+        (victim,) = role.members
+        if key == "a member's own":
+            liar = Membership(Address(service.endpoint, "server", 0, 0, 0.1, 60.0), keys=keys)
+            liar.wait_registered()
+            own = liar.keys
+        else:
+            own = keys if key == "the run's" else KeyPair.create()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        own = keys if has_the_key else KeyPair.create()
-        stranger = context.socket(zmq.DEALER)
-        stranger.curve_serverkey = keys.public.encode()  # Which is no secret.
-        stranger.curve_publickey, stranger.curve_secretkey = own.public.encode(), own.secret.encode()
-        stranger.connect(service.endpoint)
-        for message in everything():
-            stranger.send_multipart(message)
-        answers = set()
-        while stranger.poll(300):
-            answers.add(parse(stranger.recv_multipart())[1].kind)
-        assert answers <= ({"ended", "unknown", "UNKNOWN"} if has_the_key else set()), "nobody is told anything"
-        role = service._loop._role
-        assert isinstance(role, Coordinator)
+        stranger = connect(Address(service.endpoint, "worker", 0), context, own, keys)
+        lies = everything(victim.peer.process)
+        # Others' places, with keys of theirs and of its own.
+        for place in (victim.peer, victim.peer._replace(life=1), Peer("supervision", 0), Peer("coordinator", 0)):
+            for public in (victim.public_key, KeyPair.create().public):
+                lies.append((place, Message("register", {"session": 0, "public_key": public})))
+                lies.append((place, Message("hello", ABOUT | {"public_key": public}, (), 1)))
+        dropped = service.dropped
+        for sender, message in lies:
+            send(stranger, sender, message)
+        if key == "a stranger's":
+            assert not stranger.poll(300), "nobody is told anything"
+        else:
+            wait_until(lambda: service.dropped - dropped >= len(lies) - 1)
+            assert [parse(stranger.recv_multipart())[1].kind for _ in range(stranger.poll(0))] in ([], ["registered"])
         assert thread.is_alive()
-        assert role._roster.at("worker", 0) is not None
+        assert role._roster.at("worker", 0) is victim
         assert role._ended is None
         assert not role._values._values
         assert not role._notices
         stranger.close(0)
         context.term()
+        if key == "a member's own":
+            liar.close(leave=False)
         membership.close()
         assert role._ended is not None, "the worker itself may leave"
         watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
         watch._send("stop", {"members": [["worker", 0], ["server", 0]]})
         thread.join(60)
         assert not thread.is_alive(), "the supervision itself may stop it"
+
+
+def test_a_key_belongs_to_one_life_of_one_member() -> None:
+    run, own, other = KeyPair.create(), KeyPair.create(), KeyPair.create()
+    me = Peer("worker", 1, 2, fingerprint(own.public))
+    members = {me}
+    bindings = Bindings(run.public, lambda: members, most=3)
+
+    def register(peer: Peer, public: str, under: str = run.public) -> None:
+        bindings.check(under, peer, Message("register", {"public_key": public}))
+
+    def refused(check: Callable[..., None], *args: Any) -> None:
+        with pytest.raises(ControlError):
+            check(*args)
+
+    assert bindings.admits(run.public)
+    assert not bindings.admits(own.public)
+    refused(register, me, other.public)  # A key that is not the one by which it is known,
+    refused(register, me, own.public, own.public)  # not under the run's key,
+    refused(register, me._replace(role="coordinator"), own.public)
+    register(me, own.public)
+    register(me, own.public)
+    assert bindings.admits(own.public)
+    for liar in (me._replace(id=0), me._replace(life=1), me._replace(life=3), me._replace(role="server")):
+        refused(register, liar, own.public)
+        refused(bindings.check, own.public, liar, Message("beat"))
+    bindings.check(own.public, me, Message("beat"))
+    bindings.check(own.public, me, Message("hello", {"public_key": own.public}))
+    refused(bindings.check, own.public, me, Message("hello", {"public_key": other.public}))
+    refused(bindings.check, run.public, me, Message("end"))
+    for _ in range(9):
+        stranger = KeyPair.create().public
+        register(Peer("worker", 0, 0, fingerprint(stranger)), stranger)
+    assert len(bindings._bound) == 3
+    assert bindings.admits(own.public), "a member's key is not forgotten, however many come"
+
+
+def test_a_member_registers_anew_with_a_coordinator_that_follows_another(tmp_path: Path) -> None:
+    """That one has no file, and knows nobody's key."""
+    keys, settings = KeyPair.create(), CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0, 30.0)
+
+    def hears(service: CoordinatorService) -> bool:
+        heard: list[Peer] = []
+        service._loop.message = lambda sender, message: heard.append(sender)  # type: ignore[method-assign]
+        deadline = time.monotonic() + 30
+        service.run(lambda: bool(heard) or time.monotonic() > deadline)
+        return bool(heard)
+
+    with CoordinatorService(settings, keys) as service:
+        membership = Membership(Address(settings.endpoint, "worker", 0, 0, 0.05, 100.0), keys=keys)
+        assert hears(service)
+    with CoordinatorService(settings, keys) as service:
+        assert hears(service)
+        membership.close(leave=False)
+
+
+def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
+    """Who has the run's key could be a later life of anybody."""
+    role = Coordinator(CoordinatorSettings("ipc://", 1, 0, supervisor=9))
+    role.start(0.0)
+    first, second = Peer("worker", 0, 0, 5), Peer("worker", 0, 1, 6)
+    hello = Message("hello", ABOUT | {"public_key": ""}, request=1)
+    role.on_message(0.0, first, hello)
+    role.on_message(0.0, second, hello)
+    assert [member.peer for member in role.members] == [first]
+    died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "", "replaced": True}
+    role.on_message(0.0, Peer("supervision", 0, 0, 9), Message("died", {"session": 0, "floor": 0, **died}, request=1))
+    role.on_message(0.0, second, hello)
+    assert [member.peer for member in role.members] == [second]
 
 
 def test_a_member_does_what_its_role_does() -> None:

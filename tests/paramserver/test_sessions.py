@@ -69,7 +69,7 @@ def test_a_worker_that_is_ahead_knocks_until_the_coordinator_of_its_session_is_t
 def test_who_knocks_again_before_the_answer_has_come_is_the_same(tmp_path):
     with Run(tmp_path, 1) as run, zmq.Context() as context:
         address = run.address("worker", 0)
-        connection = connect(address, context, None)
+        connection = connect(address, context, None, None)
         fields = {"session": 0, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
         for _ in range(2):
             send(connection, Peer("worker", 0), Message("hello", fields, request=1))

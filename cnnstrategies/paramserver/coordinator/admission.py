@@ -65,6 +65,11 @@ class Admission:
             return f"{peer} was registered already ({known}), or has been replaced"
         return None
 
+    def is_early(self, peer: Peer) -> bool:
+        """Whether a process comes to take the place of another that is not known to be dead: it must ask again."""
+        known = self._roster.at(peer.role, peer.id)
+        return known is not None and known.peer.life < peer.life
+
     def admit(self, now: float, peer: Peer, message: Message) -> None:
         """Register a process that is not refused; a second time does nothing.
 
@@ -82,10 +87,6 @@ class Admission:
             message.string("public_key"),
             came=now,
         )
-        known = self._roster.at(peer.role, peer.id)
-        if known is not None:
-            self._roster.remove(known)
-            self._forget(now, known)
         self._roster.add(member)
         self._watchdog.kept(peer.role, peer.id)
         if peer.role == SERVER:

@@ -69,7 +69,7 @@ class Coordinator:
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
         self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send)
-        self._rounds = Rounds(self._roster, self._answer)
+        self._rounds = Rounds(self._roster, self._answer, settings.essential)
         self._values = Values(self._answer)
         self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
@@ -257,7 +257,7 @@ class Coordinator:
             self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
         elif self._ended is not None:
             self._send(sender, Message(REFUSED, self._ended.fields, request=message.request))
-        else:
+        elif not self._admission.is_early(sender):
             self._admission.admit(now, sender, message)
             fields = {**self._roster.view_message.fields, "keep": self._settings.restartable}
             self._send(sender, Message(DONE, fields, request=message.request))

@@ -48,19 +48,22 @@ class Rounds:
     """The collectives of a run, one after the other.
 
     One that seals is the last of the set-up: from then on views name the workers. At a boundary those that have come
-    since are let into the group. The results of both wait until all servers have seen the view that they lead to.
+    since are let into the group, and an essential one that is lost is waited for: else the others could be through
+    before it is back. The results of both wait until all servers have seen the view that they lead to.
 
     Args:
         roster: The members; its group and its seal change here.
         answer: Answers a request.
+        essential: Workers whose loss for ever ends the run.
 
     Attributes:
         sequence: How many are complete.
     """
 
-    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None]) -> None:
+    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None], essential: Sequence[int] = ()) -> None:
         self._roster = roster
         self._answer = answer
+        self._essential = essential
         self.sequence = 0
         self._log: dict[int, _Result] = {}
         self._pending: dict[int, _Contribution] = {}
@@ -148,6 +151,8 @@ class Rounds:
         if len(self._pending) < max(1, len(needed)) or not needed <= self._pending.keys():
             return
         seal, boundary = self._flags
+        if boundary and self._awaited:
+            return
         pending, self._pending = dict(sorted(self._pending.items())), {}
         result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()], now)
         result.frames = [frame for one in pending.values() for frame in one.frames]
@@ -167,6 +172,12 @@ class Rounds:
         if seal or boundary:
             result.view = roster.number
         self._hold(result, replies)
+
+    @property
+    def _awaited(self) -> list[int]:
+        """The essential workers that are lost and not back yet."""
+        present = self._roster.group | self._joiners.keys()
+        return [one for one in self._essential if one not in present and not self._roster.has_left(one)]
 
     def release(self) -> None:
         """Send the results that wait for the servers to have seen a view."""
@@ -190,7 +201,9 @@ class Rounds:
             operation = next(iter(self._pending.values())).operation
             here = tuple(f"worker {one}" for one in sorted(self._pending))
             present = set(here)
-            found.append(Wait(operation, here, tuple(name for name in group if name not in present)))
+            absent = [name for name in group if name not in present]
+            absent += [f"worker {one}" for one in self._awaited if self._flags[1]]
+            found.append(Wait(operation, here, tuple(absent)))
         if self._joiners:
             others = tuple(f"worker {one}" for one in sorted(self._others))
             found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), others))
@@ -203,7 +216,8 @@ class Rounds:
         """Some of those for whom a worker waits, if it waits in a collective."""
         if peer.id in self._pending:
             absent = (one for one in self._roster.group if one not in self._pending)
-            return [f"worker {one}" for one in itertools.islice(absent, MOST_NAMED)]
+            awaited = self._awaited if self._flags[1] else []
+            return [f"worker {one}" for one in itertools.islice(itertools.chain(absent, awaited), MOST_NAMED)]
         if peer.id in self._joiners:
             return ["the others' next boundary"]
         return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]

@@ -121,6 +121,10 @@ class Roster:
         """Whether a later life is known to have begun in a process's place."""
         return peer.life + 1 < self._first_life.get((peer.role, peer.id), 0)
 
+    def has_left(self, worker: int) -> bool:
+        """Whether a worker has gone on purpose."""
+        return any(left and peer[:2] == (WORKER, worker) for peer, left in self.gone.items())
+
     def add(self, member: Member) -> None:
         """A process has registered; it takes the place of another with its number."""
         self._members[member.peer.role, member.peer.id] = member

@@ -13,6 +13,7 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.loop import Loop
+from cnnstrategies.paramserver.drivers.registration import DESK, REGISTER, REGISTERED, Bindings
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
@@ -27,7 +28,7 @@ class CoordinatorService:
 
     Args:
         settings: Numbers and the endpoint.
-        keys: The run's CURVE keys: only processes that have them too are let in. None for no encryption.
+        keys: The run's CURVE keys: only processes that have them too can register. None for no encryption.
 
     Attributes:
         dropped: How many messages were none.
@@ -43,10 +44,11 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._gatekeeper = None
+        role = Coordinator(settings)
+        self._gatekeeper = self._bindings = None
         if keys is not None:
-            public = keys.public
-            self._gatekeeper = Gatekeeper(self._context, lambda key: key == public)
+            self._bindings = Bindings(keys.public, lambda: {member.peer for member in role.members})
+            self._gatekeeper = Gatekeeper(self._context, self._bindings.admits)
             self._socket.curve_server = True
             self._socket.curve_publickey = keys.public.encode()
             self._socket.curve_secretkey = keys.secret.encode()
@@ -58,7 +60,7 @@ class CoordinatorService:
         self._routes: OrderedDict[Peer, bytes] = OrderedDict()
         self._peer = Peer("coordinator", 0, settings.term)
         self._encoded: tuple[Message | None, list[bytes]] = None, []
-        self._loop = Loop(Coordinator(settings), self._send, on_end=self._end)
+        self._loop = Loop(role, self._send, on_end=self._end)
         self._loop.start()
 
     def _bind(self, settings: CoordinatorSettings) -> None:
@@ -92,15 +94,25 @@ class CoordinatorService:
             if self._socket in ready:
                 for _ in range(AT_ONCE):
                     try:
-                        self.handle(receive(self._socket))
+                        self.handle(*receive(self._socket, self._bindings is not None))
                     except zmq.Again:
                         break
             self._loop.fire()
 
-    def handle(self, frames: Sequence[bytes]) -> None:
-        """Act on one message; what is not one is counted and dropped."""
+    def handle(self, frames: Sequence[bytes], key: str = "") -> None:
+        """Act on one message; what is not one, or not its sender's, is counted and dropped.
+
+        Args:
+            frames: The message, after the number of its connection.
+            key: The public key of its connection.
+        """
         try:
             sender, message = parse(frames[1:])
+            if self._bindings is not None:
+                self._bindings.check(key, sender, message)
+                if message.kind == REGISTER:
+                    self._socket.send_multipart([frames[0], *encode(DESK, Message(REGISTERED))])
+                    return
             self._routes[sender] = frames[0]  # Another one after a cut.
             self._routes.move_to_end(sender)
             if len(self._routes) > ROUTES:

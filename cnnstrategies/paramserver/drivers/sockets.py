@@ -62,6 +62,7 @@ Context = zmq.Context[Socket]
 # Messages that wait unread, of each connection to a server; what lies beyond waits at the sender.
 WAITING_MESSAGES = 64
 LINGER_MS = 500
+KNOCK_MS = 1000  # until a member that a server does not know yet tries again
 # Small payloads wait for each other until they are as many or as large as this.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
@@ -103,6 +104,7 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     if keys is not None:
+        dealer.setsockopt(zmq.HANDSHAKE_IVL, KNOCK_MS)
         dealer.curve_serverkey = server.public_key.encode()
         dealer.curve_publickey = keys.public.encode()
         dealer.curve_secretkey = keys.secret.encode()

@@ -98,6 +98,8 @@ class WorkerRole:
         self._unready: dict[int, float] = {}  # servers without values, and since when
         self._welcomes: dict[int, tuple[int, int, dict[str, Any]]] = {}
         self._initial: InitialValues | None = None
+        self._stands_in = False  # for workers with lower numbers
+        self._id = id
         self._moved = False  # The parameters are no longer those of the run's start.
         self._asked = 0  # Number of the last message that asks for what is under way.
         self._state: StateReceipt | None = None
@@ -112,11 +114,17 @@ class WorkerRole:
     def initialise(self, now: float, optimizer_state: Mapping[str, Any] | None) -> Generator[Wait]:
         """Give the servers the parameters' values, and the optimizer's state if there is some."""
         yield from self._meet(now)
+        self.stand_in(optimizer_state)
+        self._stands_in = False
+        for server in self.view.servers:
+            self._send_first_values(server.id)
+
+    def stand_in(self, optimizer_state: Mapping[str, Any] | None) -> None:
+        """Have the first values ready, for the case that those die that were to give them."""
+        self._stands_in = True
         self._initial = InitialValues(
             self._connections, self._specification, self._slices, self._parameters, optimizer_state
         )
-        for server in self.view.servers:
-            self._initial.send(server.id)
 
     def join(self, now: float) -> Generator[Wait, None, int]:
         """Become a member at a step boundary, and take the parameters; the step to begin with."""
@@ -271,8 +279,14 @@ class WorkerRole:
             self._unready.pop(server, None)
         elif self._moved or self._waits_in_vain(server):
             self._connections.lost(server)
-        elif self._initial is not None:
-            self._initial.send(server)  # It was started again before it had made a step.
+        else:
+            self._send_first_values(
+                server
+            )  # It was started again before it had made a step, or nobody has given it some.
+
+    def _send_first_values(self, server: int) -> None:
+        if self._initial is not None and not (self._stands_in and any(one.id < self._id for one in self.view.workers)):
+            self._initial.send(server)
 
     def _waits_in_vain(self, server: int) -> bool:
         """Whether a worker that takes another's place has waited for values for long: those who had some are gone."""

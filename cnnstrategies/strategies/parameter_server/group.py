@@ -10,7 +10,6 @@ from torchmetrics import Metric
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import Place, worker_address
@@ -26,14 +25,12 @@ class WorkerGroup:
     Attributes:
         rank: This worker's.
         world_size: Workers of the run.
-        keys: This worker's CURVE keys; None without encryption.
         insecure: No encryption although other machines are reached.
     """
 
     def __init__(self) -> None:
         self.rank = 0
         self.world_size = 1
-        self.keys: KeyPair | None = None
         self.insecure = False
         self._membership: Membership | None = None
         self._collectives: Collectives | None = None
@@ -55,10 +52,7 @@ class WorkerGroup:
         """
         self.rank, self.world_size, self.insecure = rank, world_size, place.insecure
         self._alone = False
-        run_keys = load_keys(place.key_file)
-        self.keys = None if run_keys is None else KeyPair.create()
-        public = "" if self.keys is None else self.keys.public
-        self._membership = Membership(worker_address(options, place, rank), public_key=public, keys=run_keys)
+        self._membership = Membership(worker_address(options, place, rank), keys=load_keys(place.key_file))
         self._collectives = Collectives(self._membership)
 
     @property

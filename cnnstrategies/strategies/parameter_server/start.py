@@ -64,7 +64,7 @@ def meet_servers(
         membership.source(),
         address.id,
         address.incarnation,
-        group.keys,
+        membership.keys,
         group.insecure,
     )
     if started.joined:
@@ -72,9 +72,12 @@ def meet_servers(
         restore_trainer(trainer, optimizer, state)
         notice = f"Rank {group.rank} was started again and goes on in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
-    elif group.rank == 0:
-        served = optimizer.state and options.mode != "local"
-        worker.initialise(optimizer.state_dict() if served else None)
+    else:
+        served = optimizer.state_dict() if optimizer.state and options.mode != "local" else None
+        if group.rank == 0:
+            worker.initialise(served)
+        else:
+            worker.stand_in(served)
     worker.join()
     if started.joined:
         run.barrier("admitted")

@@ -1,0 +1,225 @@
+"""Folders of images and of masks that say of each pixel what it shows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tvf
+from typing_extensions import override
+
+from cnnstrategies.data.augment import each_image, to_normalised
+from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.image_folder import EXTENSIONS, MEAN, STD
+from cnnstrategies.data.loading import Batch
+from cnnstrategies.data.module import ImageDataModule, split
+from cnnstrategies.errors import ConfigurationError
+
+FILL = [round(255 * value) for value in MEAN]
+Pair = tuple[Path, Path | None]
+
+
+class SegmentationFolderDataModule(ImageDataModule):
+    """JPEG, PNG and WebP images, and PNG masks of the same names.
+
+    ::
+
+        root/train/images/*.jpg    root/train/masks/*.png
+        root/val/...               without val/, val_split of the training images
+        root/test/...              without test/, the validation images
+        root/predict/*.jpg         without predict/, the test images
+
+    A mask has a class in each pixel: a palette's indices, or grey values. Training images are cropped at random and
+    mirrored, with their masks; the others are scaled so that the longer side fits, and filled up to a square with
+    pixels that count nowhere.
+
+    Args:
+        root: Directory of the data set.
+        num_classes: Number of classes, background included.
+        image_size: Height and width of the images that the network gets.
+        ignore_index: The value of pixels in masks that count nowhere.
+        batch_size: Samples per batch and process; by default 32.
+        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
+        val_split: Share of the training images that is held out for validation where there is no ``val``.
+        augment: Crop training images at random, to a quarter of their area at least, and mirror them.
+        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others; masks stay.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        seed: Seed of the split, the shuffling and the augmentation.
+        drop_last: Leave out a last, partial training batch.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+
+    Raises:
+        ConfigurationError: The directory does not exist or has no images, an image has no mask, or a number is out of
+            its range.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        num_classes: int,
+        image_size: int = 512,
+        ignore_index: int = 255,
+        batch_size: int | None = None,
+        global_batch_size: int | None = None,
+        val_split: float = 0.1,
+        augment: bool = True,
+        transforms: Sequence[nn.Module] | None = None,
+        num_workers: int = 4,
+        seed: int = 0,
+        drop_last: bool = False,
+        persistent_workers: bool = True,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        if image_size < 1:
+            raise ConfigurationError(f"image_size={image_size}: at least 1 is needed")
+        self.root = Path(root)
+        if not (self.root / "train" / "images").is_dir():
+            raise ConfigurationError(f"no directory {(self.root / 'train/images').resolve()}: set data.init_args.root")
+        self.num_classes = num_classes
+        self.class_names = [str(index) for index in range(num_classes)]
+        self.ignore_index = ignore_index
+        self.val_split = val_split
+        self.augment = augment
+        self.image_shape = (3, image_size, image_size)
+        self.eval_transform = to_normalised(MEAN, STD)
+        self.train_transform = nn.Sequential(*each_image(transforms, self.image_shape), self.eval_transform)
+
+    @override
+    def setup(self, stage: str) -> None:
+        training = self._pairs("train")
+        held_out = self._pairs("val") if (self.root / "val").is_dir() else None
+        if held_out is None:
+            rest, chosen = split(len(training), self.val_split, self.seed)
+            training, held_out = [training[i] for i in rest], [training[i] for i in chosen]
+        tested = self._pairs("test") if (self.root / "test").is_dir() else held_out
+        predicted = tested
+        if (self.root / "predict").is_dir():
+            predicted = [(path, None) for path in _images(self.root / "predict")]
+        self.train_source = self._source(training, self.augment)
+        self.val_source, self.test_source = self._source(held_out, False), self._source(tested, False)
+        self.predict_source = self._source(predicted, False)
+
+    @override
+    def sample_name(self, index: int) -> str:
+        """The image's path from the root."""
+        return self._predicted(index).relative_to(self.root).as_posix()
+
+    def mask_of_image(self, index: int, mask: Tensor) -> Tensor:
+        """A predicted mask in the size of its image, without what was filled up."""
+        with Image.open(self._predicted(index)) as image:
+            width, height = image.size
+            if image.getexif().get(0x0112, 1) > 4:  # Turned by its orientation.
+                width, height = height, width
+        size = self.image_shape[1]
+        rows, columns = _fitted(height, width, size)
+        inner = mask[None, None, :rows, :columns].float()
+        return F.interpolate(inner, (height, width), mode="nearest-exact")[0, 0].to(mask.dtype)
+
+    def _predicted(self, index: int) -> Path:
+        assert isinstance(self.predict_source, MaskedSource)
+        return self.predict_source.pairs[index][0]
+
+    def _source(self, pairs: Sequence[Pair], augment: bool) -> "MaskedSource":
+        return MaskedSource(pairs, self.image_shape[1], self.num_classes, self.ignore_index, augment)
+
+    def _pairs(self, part: str) -> list[Pair]:
+        folder = self.root / part
+        masks = {path.stem: path for path in (folder / "masks").glob("*.png")}
+        images = _images(folder / "images")
+        for image in images:
+            if image.stem not in masks:
+                raise ConfigurationError(
+                    f"{image} has no mask: put {image.stem}.png into {folder / 'masks'}, or remove the image"
+                )
+        return [(image, masks[image.stem]) for image in images]
+
+
+class MaskedSource:
+    """Images and masks that are decoded, cropped and scaled together when they are asked for.
+
+    Args:
+        pairs: Each image, and its mask if it has one.
+        size: Height and width of what comes out.
+        num_classes: Number of classes.
+        ignore_index: The value of pixels that count nowhere.
+        augment: Crop at random and mirror; else all of the image is there.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], size: int, num_classes: int, ignore_index: int, augment: bool) -> None:
+        self.pairs = list(pairs)
+        self.size = size
+        self.num_classes = num_classes
+        self.ignore_index = ignore_index
+        crop = v2.RandomResizedCrop(size, scale=(0.25, 1.0), antialias=True)
+        self.random = v2.Compose([crop, v2.RandomHorizontalFlip()]) if augment else None
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def fetch(self, indices: list[int]) -> Batch:
+        """Images uint8 (n, 3, size, size), and their masks (n, size, size).
+
+        Raises:
+            ConfigurationError: A file is broken, or a mask does not fit its image or the classes.
+        """
+        loaded = [self._load(*self.pairs[index]) for index in indices]
+        return torch.stack([image for image, _ in loaded]), torch.stack([mask for _, mask in loaded]).long()
+
+    def _load(self, image_path: Path, mask_path: Path | None) -> tuple[Tensor, Tensor]:
+        try:
+            image = decode(image_path)
+        except BrokenImageError as error:
+            raise ConfigurationError(f"broken image {image_path} ({error}): repair or remove it") from None
+        mask = torch.zeros(image.shape[1:], dtype=torch.uint8) if mask_path is None else self._mask(mask_path, image)
+        if self.random is not None:
+            pair = self.random(tv_tensors.Image(image), tv_tensors.Mask(mask))
+            return pair[0].as_subclass(Tensor), pair[1].as_subclass(Tensor)
+        _, height, width = image.shape
+        rows, columns = _fitted(height, width, self.size)
+        image = tvf.resize(image, [rows, columns], antialias=True)
+        mask = tvf.resize(mask[None], [rows, columns], tvf.InterpolationMode.NEAREST_EXACT)[0]
+        square = torch.tensor(FILL, dtype=torch.uint8)[:, None, None].repeat(1, self.size, self.size)
+        square[:, :rows, :columns] = image
+        filled = torch.full((self.size, self.size), self.ignore_index)
+        filled[:rows, :columns] = mask
+        return square, filled
+
+    def _mask(self, path: Path, image: Tensor) -> Tensor:
+        try:
+            with Image.open(path) as opened:
+                values = np.array(opened if opened.mode in ("L", "P") else opened.convert("L"))
+        except Exception as error:
+            raise ConfigurationError(f"broken mask {path} ({error}): repair or remove it") from None
+        mask = torch.from_numpy(values)
+        if mask.shape != image.shape[1:]:
+            raise ConfigurationError(
+                f"mask {path} is of {tuple(mask.shape)} pixels and its image of {tuple(image.shape[1:])}: make "
+                "them equal"
+            )
+        largest = int(mask.masked_fill(mask == self.ignore_index, 0).max())
+        if largest >= self.num_classes:
+            raise ConfigurationError(
+                f"mask {path} has the class {largest}, and num_classes={self.num_classes} has 0 to "
+                f"{self.num_classes - 1}: set data.init_args.num_classes and model.init_args.num_classes"
+            )
+        return mask
+
+
+def _fitted(height: int, width: int, size: int) -> tuple[int, int]:
+    """The size of an image that fits into a square."""
+    longer = max(height, width)
+    return max(1, round(height * size / longer)), max(1, round(width * size / longer))
+
+
+def _images(folder: Path) -> list[Path]:
+    found = sorted(p for p in folder.glob("**/*") if p.suffix.lower() in EXTENSIONS and p.name[0] != ".")
+    if not found:
+        raise ConfigurationError(f"no images in {folder.resolve()}: files must end in {', '.join(EXTENSIONS)}")
+    return found

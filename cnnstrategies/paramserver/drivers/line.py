@@ -1,0 +1,100 @@
+"""A process's connection to the coordinator: with its own key, once that is registered under the run's."""
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import zmq
+
+from cnnstrategies.paramserver.control import connect, parse, send
+from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+from cnnstrategies.paramserver.drivers.registration import REGISTER, REGISTERED
+from cnnstrategies.paramserver.security import KeyPair
+
+UNHEARD = 2.0  # heartbeats without an answer, before the own key is registered again
+MOST_WAITING = 1 << 10  # messages
+
+
+class Line:
+    """Sends to the coordinator and receives from it. Used by one thread.
+
+    Args:
+        address: The coordinator's.
+        peer: This process.
+        own: Its own keys; None for no encryption.
+        run: The run's keys, likewise.
+    """
+
+    def __init__(self, address: Address, peer: Peer, own: KeyPair | None, run: KeyPair | None) -> None:
+        self._address = address
+        self._peer = peer
+        self._own = own
+        self._run = run
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._waiting: deque[Message] = deque(maxlen=MOST_WAITING)
+        self._heard = self._registered = -math.inf
+        self._desk = None if run is None else connect(address, self._context, run, run)
+        self._socket = connect(address, self._context, None, None) if run is None else None
+
+    def send(self, message: Message) -> None:
+        """Send a message, as soon as this process is registered."""
+        if self._socket is not None:
+            send(self._socket, self._peer, message)
+        else:
+            self._waiting.append(message)
+
+    def receive(self, seconds: float, wake: int | None = None) -> Iterator[tuple[Peer, Message]]:
+        """Wait for messages; what is none is dropped.
+
+        Args:
+            seconds: How long for the first.
+            wake: A file descriptor that ends the wait when it is readable.
+        """
+        self._register()
+        poller = zmq.Poller()
+        for one in (self._socket, self._desk, wake):
+            if one is not None:
+                poller.register(one, zmq.POLLIN)
+        poller.poll(int(1000 * seconds) + 1)
+        if self._desk is not None and self._read(self._desk, REGISTERED) and self._heard < self._registered:
+            self._open()
+        if self._socket is not None and (messages := self._read(self._socket)):
+            self._heard = time.monotonic()
+            yield from messages
+
+    def close(self) -> None:
+        """Close the sockets; what was sent last has a moment to leave."""
+        for socket in (self._socket, self._desk):
+            if socket is not None:
+                socket.close()
+        self._context.term()
+
+    def _register(self) -> None:
+        """Register the own key; again after a silence, for the coordinator may be another process now."""
+        now = time.monotonic()
+        silent = now - max(self._heard, self._registered) > UNHEARD * self._address.heartbeat
+        if self._desk is not None and self._own is not None and silent:
+            self._registered = now
+            about = {"session": self._address.session, "public_key": self._own.public}
+            send(self._desk, self._peer, Message(REGISTER, about))
+
+    def _open(self) -> None:
+        """Connect with the own key. One that was refused before would not be heard for half a minute."""
+        if self._socket is not None:
+            self._socket.close(0)
+        self._socket = connect(self._address, self._context, self._own, self._run)
+        while self._waiting:
+            send(self._socket, self._peer, self._waiting.popleft())
+
+    @staticmethod
+    def _read(socket: "zmq.Socket[bytes]", kind: str | None = None) -> list[tuple[Peer, Message]]:
+        found = []
+        while socket.poll(0):
+            with contextlib.suppress(ControlError):
+                sender, message = parse(socket.recv_multipart())
+                if kind in (None, message.kind):
+                    found.append((sender, message))
+        return found

@@ -1,0 +1,135 @@
+"""Networks with trained weights, by their names in torchvision or timm, and a new head."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.models import get_model, list_models
+
+from cnnstrategies.errors import ConfigurationError
+
+TIMM = "timm/"
+FILES = (".pth", ".pt", ".bin", ".safetensors")
+
+
+def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bool = False) -> nn.Module:
+    """A network with trained weights whose head is new, unless it was trained for as many classes.
+
+    Args:
+        name: Of torchvision, such as ``resnet50``, or of timm, such as ``timm/convnext_tiny.fb_in1k``.
+        num_classes: Number of classes.
+        weights: ``DEFAULT`` for the best ones, downloaded at first use; for torchvision the name of others too; or the
+            path of a file with a state dict (.pth, .pt, .bin, .safetensors).
+        frozen: Train the new head alone. Statistics of batch normalisation still follow the data.
+
+    Raises:
+        ConfigurationError: There is no such network or weights, they cannot be downloaded, do not fit, or nothing of
+            the network is new and all of it is to be frozen.
+    """
+    if weights.endswith(FILES) and not Path(weights).is_file():
+        raise ConfigurationError(f"no file {Path(weights).resolve()}: set model.init_args.network.init_args.weights")
+    try:
+        build = _of_timm if name.startswith(TIMM) else _of_torchvision
+        network, heads = build(name.removeprefix(TIMM), num_classes, weights)
+    except OSError as error:
+        why = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"the weights of {name} cannot be had ({why}): download them where there is a connection, copy the file, "
+            "and give its path as weights"
+        ) from error
+    if frozen:
+        if not heads:
+            raise ConfigurationError(
+                f"frozen: {name} was trained for {num_classes} classes, so it keeps its head, and nothing is left to "
+                "train"
+            )
+        network.requires_grad_(False)
+        for head in heads:
+            head.requires_grad_(True)
+    return network
+
+
+def _of_torchvision(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[nn.Module]]:
+    known = list_models()
+    if name not in known:
+        raise ConfigurationError(_unknown(name, known, f"torchvision; those of timm are written {TIMM}{name}"))
+    if weights.endswith(FILES):
+        state = _state_dict(Path(weights))
+        # The head comes last, and has a row for each class.
+        before = next((len(tensor) for tensor in reversed(list(state.values())) if tensor.ndim > 1), num_classes)
+        network = get_model(name, weights=None, num_classes=before)
+        try:
+            network.load_state_dict(state)
+        except RuntimeError as error:
+            why = " ".join(str(error).split())[:200]
+            raise ConfigurationError(f"{weights} is not of {name}: {why}") from error
+    else:
+        try:
+            network = get_model(name, weights=weights)
+        except (KeyError, AttributeError, ValueError) as error:
+            raise ConfigurationError(
+                f"torchvision has no weights {weights!r} of {name}: DEFAULT names the best"
+            ) from error
+        before = 1000
+    return network, [] if before == num_classes else _new_heads(network, before, num_classes)
+
+
+def _new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Module]:
+    """Put new layers in the place of those with an output for each class, auxiliary ones included."""
+    heads: list[nn.Module] = []
+    for parent in list(network.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and child.out_features == before:
+                heads.append(nn.Linear(child.in_features, num_classes, child.bias is not None))
+            elif isinstance(child, nn.Conv2d) and child.out_channels == before and child.kernel_size == (1, 1):
+                heads.append(nn.Conv2d(child.in_channels, num_classes, 1, bias=child.bias is not None))
+            else:
+                continue
+            setattr(parent, name, heads[-1])
+    return heads
+
+
+def _of_timm(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[nn.Module]]:
+    try:
+        import timm
+    except ImportError:
+        raise ConfigurationError(f"{TIMM}{name} needs timm: pip install 'cnnstrategies[timm]'") from None
+    plain = name.partition(".")[0]
+    if ":" not in name and not timm.is_model(plain):
+        raise ConfigurationError(_unknown(plain, timm.list_models(), "timm"))
+    options: dict[str, Any] = {}
+    if weights.endswith(FILES):
+        options["pretrained_cfg_overlay"] = {"file": weights}
+    elif weights != "DEFAULT":
+        raise ConfigurationError(
+            f"weights={weights!r}: those of timm are part of the name, such as {TIMM}{plain}.TAG; give DEFAULT or a "
+            "file"
+        )
+    try:
+        network: nn.Module = timm.create_model(name, pretrained=True, num_classes=num_classes, **options)
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:200]
+        raise ConfigurationError(f"{TIMM}{name}: {why}") from error
+    trained_for = getattr(network, "pretrained_cfg", {}).get("num_classes")
+    heads = [] if trained_for == num_classes else network.get_classifier()  # type: ignore[operator]
+    return network, list(heads) if isinstance(heads, Iterable) else [heads]
+
+
+def _state_dict(file: Path) -> Mapping[str, Tensor]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    try:
+        state: Mapping[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigurationError(f"{file} is not a file of weights: {' '.join(str(error).split())[:200]}") from error
+    return state
+
+
+def _unknown(name: str, known: Iterable[str], where: str) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"no network {name!r} in {where}" + (f"; did you mean {close[0]!r}?" if close else "")

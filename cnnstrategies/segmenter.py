@@ -1,0 +1,181 @@
+"""`ImageSegmenter`, the LightningModule that says of each pixel what it shows."""
+
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
+
+from cnnstrategies._lightning_private import built_by_cli
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.network_module import Batch, NetworkModule
+
+
+class ImageSegmenter(NetworkModule):
+    """Trains any network to segment images.
+
+    Its steps call ``self.network(images)`` once. Batches are ``(images, masks)`` with images (N, C, H, W) and masks
+    (N, H, W) of classes, or ``(images, indices)`` for predict. :meth:`loss` is the mean over a batch's images of each
+    one's mean over its pixels, so it does not depend on how the images are divided over devices.
+
+    Logged, over all samples of all ranks, each counted once: ``train_loss``, ``val_loss``, ``val_miou``, the mean over
+    the classes of the intersection of prediction and truth over their union, and ``val_pixel_acc``; ``test_...``
+    likewise.
+
+    Args:
+        network: Any module that maps images to logits (N, num_classes, H, W), or to a dict with those in ``out`` and
+            auxiliary ones in ``aux``, as torchvision's FCN and DeepLab do.
+        num_classes: Number of classes, background included.
+        optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
+        lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
+        lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
+        ignore_index: Pixels of this value in a mask count nowhere.
+        aux_weight: Weight of the loss of the auxiliary logits.
+        decay_norms_and_biases: Whether the optimizer's weight decay is that of normalisations and biases, which are the
+            parameters of one dimension, too.
+        layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
+            optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
+        unfreeze_every: Train the last layer first, and one more after each so many epochs; 0 trains all from the start.
+        channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
+            cores and on recent CPUs.
+        compile_backend: Compile the network with this ``torch.compile`` backend, for example ``inductor``; not
+            compiled when left out.
+
+    Raises:
+        ConfigurationError: A number is out of its range, or the data or the network has another number of classes.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        num_classes: int,
+        optimizer: OptimizerCallable | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        lr_interval: Literal["epoch", "step"] = "epoch",
+        ignore_index: int = 255,
+        aux_weight: float = 0.5,
+        decay_norms_and_biases: bool = True,
+        layer_lr_decay: float = 1.0,
+        unfreeze_every: int = 0,
+        channels_last: bool = False,
+        compile_backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
+            *(unfreeze_every, channels_last, compile_backend),
+        )
+        if aux_weight < 0:
+            raise ConfigurationError(f"aux_weight={aux_weight} is negative; use 0 to turn it off")
+        # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
+        self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
+        self.ignore_index = ignore_index
+        self.aux_weight = aux_weight
+        self.train_metrics = nn.ModuleDict({"loss": MeanMetric()})
+        self.val_metrics = self._metrics()
+        self.test_metrics = self._metrics()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The mean over a batch's images of the cross-entropy of their pixels.
+
+        Args:
+            outputs: What the network returned: logits (N, num_classes, H, W), or a dict with those in ``out``.
+            targets: Classes (N, H, W). An image without any that count has the loss 0.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            ConfigurationError: The logits have another shape.
+        """
+        total = self._loss(main_map(outputs), targets)
+        if isinstance(outputs, dict) and "aux" in outputs:
+            total = total + self.aux_weight * self._loss(outputs["aux"], targets)
+        return total
+
+    def loss_weight(self, targets: Tensor) -> int:
+        """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its images."""
+        return len(targets)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of a training batch."""
+        images, targets = batch
+        outputs = self.network(images)
+        loss = self.loss(outputs, targets)
+        self.log_step("train", outputs, targets, loss)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a validation batch to the metrics."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a test batch to the metrics."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Segment a batch of ``(images, indices)``.
+
+        Returns:
+            ``index`` (N,), the positions in the predict dataset, and ``masks`` (N, H, W), the classes.
+        """
+        images, indices = batch
+        logits = main_map(self.network(images))
+        check_map(logits, (len(images), self.num_classes, *images.shape[2:]))
+        return {"index": indices, "masks": logits.argmax(dim=1)}
+
+    def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
+        """Add a batch to a stage's metrics and log them."""
+        logits = main_map(outputs).detach()
+        for name, metric in getattr(self, f"{stage}_metrics").items():
+            if name == "loss":
+                metric.update(loss.detach(), weight=len(targets))
+            else:
+                metric.update(logits, targets)
+            on_bar = f"{stage}_{name}" in ("train_loss", "val_loss", "val_miou", "test_miou")
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=on_bar)
+        if stage == "train":
+            self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
+
+    def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
+        images, targets = batch
+        outputs = self.network(images)
+        self.log_step(stage, outputs, targets, self.loss(outputs, targets))
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        check_map(logits, (len(targets), self.num_classes, *targets.shape[1:]))
+        losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten(1)
+        counted = (targets != self.ignore_index).flatten(1).sum(dim=1).clamp(min=1)
+        return (losses.sum(dim=1) / counted).mean()
+
+    def _metrics(self) -> nn.ModuleDict:
+        options: dict[str, Any] = {"ignore_index": self.ignore_index, "validate_args": False}
+        return nn.ModuleDict(
+            {
+                "loss": MeanMetric(),
+                "miou": MulticlassJaccardIndex(self.num_classes, average="macro", **options),
+                "pixel_acc": MulticlassAccuracy(self.num_classes, average="micro", **options),
+            }
+        )
+
+
+def main_map(outputs: Any) -> Tensor:
+    """The main logits of what a network returned."""
+    logits: Tensor = outputs["out"] if isinstance(outputs, dict) and "out" in outputs else outputs
+    return logits
+
+
+def check_map(logits: Any, expected: tuple[int, ...]) -> None:
+    """Refuse logits of another shape; some of them would train, and mean something else.
+
+    Raises:
+        ConfigurationError: Their shape is not ``expected``.
+    """
+    if isinstance(logits, Tensor) and tuple(logits.shape) == expected:
+        return
+    returned = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    raise ConfigurationError(
+        f"the network returned {returned}, and {expected} is needed: logits for num_classes={expected[1]} classes, of "
+        "the height and width of the images"
+    )

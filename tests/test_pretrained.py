@@ -1,0 +1,106 @@
+"""Trained weights by name, found where torchvision and timm keep what they have downloaded, and a new head."""
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import timm
+import torch
+from torchvision.models import get_model, get_model_weights
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.pretrained import _new_heads, pretrained
+
+pytestmark = pytest.mark.light
+TIMM_NAME = "mobilenetv3_small_050"
+
+
+@pytest.fixture
+def squeezenet(monkeypatch):
+    """Weights made here, in the place and under the name of torchvision's."""
+    monkeypatch.setenv("TORCH_HOME", "torch_home")
+    network = get_model("squeezenet1_1")
+    file = Path("torch_home/hub/checkpoints", Path(get_model_weights("squeezenet1_1").DEFAULT.url).name)
+    file.parent.mkdir(parents=True)
+    torch.save(network.state_dict(), file)
+    return network.state_dict(), file
+
+
+def new_and_kept(network, state):
+    now = network.state_dict()
+    assert now.keys() == state.keys()
+    new = {name for name in now if now[name].shape != state[name].shape or not torch.equal(now[name], state[name])}
+    return new, now.keys() - new
+
+
+def test_torchvision_weights_by_name_and_file_with_a_new_head(squeezenet):
+    state, file = squeezenet
+    head = {"classifier.1.weight", "classifier.1.bias"}
+    for weights in ("DEFAULT", "IMAGENET1K_V1", str(file)):
+        network = pretrained("squeezenet1_1", 7, weights, frozen=True)
+        new, kept = new_and_kept(network, state)
+        assert new == head
+        assert len(kept) == 50
+        assert {name for name, p in network.named_parameters() if p.requires_grad} == head
+    assert network.eval()(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
+    assert new_and_kept(pretrained("squeezenet1_1", 1000), state)[0] == set()
+    torch.save(network.state_dict(), "mine.pth")
+    assert new_and_kept(pretrained("squeezenet1_1", 7, "mine.pth"), network.state_dict())[0] == set()
+    assert new_and_kept(pretrained("squeezenet1_1", 5, "mine.pth"), network.state_dict())[0] == head
+
+
+def test_timm_weights_by_name_and_file_with_a_new_head(monkeypatch, tmp_path):
+    network = timm.create_model(TIMM_NAME)
+    state = network.state_dict()
+    repository = tmp_path / ("models--" + network.pretrained_cfg["hf_hub_id"].replace("/", "--"))
+    folder = repository / "snapshots/0"
+    folder.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("0")
+    torch.save(state, folder / "pytorch_model.bin")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for weights in ("DEFAULT", str(folder / "pytorch_model.bin")):
+        network = pretrained(f"timm/{TIMM_NAME}", 7, weights, frozen=True)
+        assert new_and_kept(network, state)[0] == {"classifier.weight", "classifier.bias"}
+        assert {name for name, p in network.named_parameters() if p.requires_grad} == {
+            "classifier.weight",
+            "classifier.bias",
+        }
+    with pytest.raises(ConfigurationError, match=r"cannot be had .* copy the file, and give its path"):
+        pretrained("timm/mobilenetv3_small_075", 7)
+
+
+MISTAKES = {
+    "name": (("resnet5", 7), "no network 'resnet5' in torchvision; .* timm/resnet5; did you mean 'resnet50'"),
+    "timm": (("timm/mobilenetv3_smal_050", 7), "did you mean 'mobilenetv3_small_050'"),
+    "timm's weights": ((f"timm/{TIMM_NAME}", 7, "A1"), "those of timm are part of the name"),
+    "file": (("resnet18", 7, "nowhere.pth"), r"no file .*nowhere.pth: set model"),
+    "weights": (("resnet18", 7, "IMAGENET22K"), "torchvision has no weights 'IMAGENET22K' of resnet18"),
+    "other network": (("shufflenet_v2_x0_5", 7, "other.pth"), "other.pth is not of shufflenet_v2_x0_5"),
+    "no weights": (("shufflenet_v2_x0_5", 7, "text.pt"), "text.pt is not a file of weights"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_refused(arguments, message):
+    torch.save({"weight": torch.zeros(3, 4)}, "other.pth")
+    Path("text.pt").write_text("no weights")
+    with pytest.raises(ConfigurationError, match=message):
+        pretrained(*arguments)
+
+
+def test_nothing_left_to_train_is_refused(squeezenet):
+    with pytest.raises(ConfigurationError, match="keeps its head, and nothing is left to train"):
+        pretrained("squeezenet1_1", 1000, frozen=True)
+
+
+@pytest.mark.parametrize(("name", "heads"), [("inception_v3", 2), ("densenet121", 1), ("vgg11", 1)])
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_heads_are_all_that_is_new(name, heads):
+    with torch.device("meta"):
+        network = get_model(name, weights=None)
+        before = {name: tuple(p.shape) for name, p in network.named_parameters()}
+        assert len(_new_heads(network, 1000, 7)) == heads
+    changed = {name for name, p in network.named_parameters() if tuple(p.shape) != before[name]}
+    assert len(changed) == 2 * heads

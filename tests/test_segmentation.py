@@ -1,0 +1,174 @@
+"""`ImageSegmenter` and its data: loss, metrics, pictures, and the same result under every strategy."""
+
+import csv
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from masked_images import write_masked_images
+from PIL import Image
+from torch import nn
+
+from cnnstrategies import ConfigurationError, ImageSegmenter
+from cnnstrategies.callbacks.mask_pictures import palette
+from cnnstrategies.data import SegmentationFolderDataModule
+from cnnstrategies.networks import UNet
+
+
+class PlainUNet(nn.Module):
+    """Without batch normalisation, and with a value that skips a stage."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.down, self.bottom = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)
+        self.up, self.head = nn.ConvTranspose2d(8, 4, 2, stride=2), nn.Conv2d(8, num_classes, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.down(x).tanh()
+        x = self.bottom(F.max_pool2d(skip, 2)).tanh()
+        return self.head(torch.cat([skip, self.up(x)], dim=1))
+
+
+CONFIG = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  precision: 64-true
+  max_epochs: 2
+  enable_progress_bar: false
+  logger: {class_path: CSVLogger, init_args: {save_dir: runs}}
+model:
+  class_path: ImageSegmenter
+  init_args:
+    num_classes: 2
+    network: {class_path: test_segmentation.PlainUNet, init_args: {num_classes: 2}}
+    optimizer: {class_path: SGD, init_args: {lr: 0.3, momentum: 0.9}}
+data:
+  class_path: SegmentationFolderDataModule
+  init_args: {root: data, num_classes: 2, image_size: 16, global_batch_size: 4, num_workers: 0}
+"""
+LINES = {
+    "one": ["--trainer.strategy=auto", "--trainer.devices=1", "--data.init_args.augment=false"],
+    **{
+        name: [f"--trainer.strategy={name}_fork", "--data.init_args.augment=false"]
+        for name in ("ddp", "hybrid_pipeline", "parameter_server")
+    },
+}
+
+
+def test_every_strategy_trains_what_one_device_trains_and_masks_become_pictures(run_cli):
+    write_masked_images(Path("data/train"), count=8)
+    write_masked_images(Path("data/val"), count=4)
+    Path("masks.yaml").write_text(CONFIG)
+    states, metrics = {}, {}
+    for name, line in LINES.items():
+        code, output = run_cli("fit", "--config=masks.yaml", *line, f"--trainer.logger.init_args.name={name}")
+        assert code == 0, output
+        folder = Path("runs") / name / "version_0"
+        states[name] = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+        rows = list(csv.DictReader((folder / "metrics.csv").open()))
+        metrics[name] = [(float(row["val_loss"]), float(row["val_miou"])) for row in rows if row.get("val_miou")]
+    for name in states:
+        for key, value in states["one"].items():
+            torch.testing.assert_close(states[name][key], value, rtol=1e-9, atol=1e-12)
+        assert len(metrics[name]) == 2
+        assert metrics[name] == pytest.approx(metrics["one"], rel=1e-5)
+    checkpoint = "runs/one/version_0/checkpoints/best.ckpt"
+    code, output = run_cli("predict", "--config=masks.yaml", *LINES["ddp"], f"--ckpt_path={checkpoint}")
+    assert code == 0, output
+    (folder,) = Path("runs").glob("**/predictions")
+    pictures = sorted(folder.glob("val/images/*.png"))
+    assert [picture.name for picture in pictures] == [f"{index}.png" for index in range(4)]
+    with Image.open(pictures[0]) as picture:
+        assert picture.size == (24, 20)
+        assert picture.mode == "P"
+        assert set(np.array(picture).flat) <= {0, 1}
+
+
+def test_the_loss_is_the_mean_of_the_images_means_over_the_pixels_that_count():
+    model = ImageSegmenter(nn.Identity(), num_classes=3, aux_weight=0.3)
+    logits, auxiliary = torch.randn(3, 3, 4, 5), torch.randn(3, 3, 4, 5)
+    masks = torch.randint(3, (3, 4, 5))
+    masks[0, :2], masks[2] = 255, 255
+    each = [F.cross_entropy(logits[[i]], masks[[i]], ignore_index=255) for i in range(2)]
+    torch.testing.assert_close(model.loss(logits, masks), sum(each) / 3)
+    outputs = OrderedDict(out=logits, aux=auxiliary)
+    torch.testing.assert_close(model.loss(outputs, masks), sum(each) / 3 + 0.3 * model.loss(auxiliary, masks))
+    with pytest.raises(ConfigurationError, match=r"returned shape \(3, 3, 4, 5\), and \(3, 4, 4, 5\) is needed"):
+        ImageSegmenter(nn.Identity(), num_classes=4).loss(logits, masks)
+    assert UNet(3, widths=(4, 8, 16))(torch.zeros(2, 3, 16, 24)).shape == (2, 3, 16, 24)
+
+
+@pytest.mark.light
+def test_images_and_masks_are_cropped_together_and_fitted_whole():
+    write_masked_images(Path("data/train"), count=6)
+    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=1 / 3, batch_size=2, num_workers=0)
+    data.setup("fit")
+    assert (len(data.train_source), len(data.val_source)) == (4, 2)
+    images, masks = next(iter(data.train_dataloader()))
+    assert images.shape == (2, 3, 16, 16)
+    assert masks.shape == (2, 16, 16)
+    torch.manual_seed(0)
+    for source in (data.train_source, data.val_source):
+        for _ in range(5):
+            images, masks = source.fetch([0, 1])
+            bright = images.float().mean(dim=1) > 140
+            counted = masks != 255
+            # At the edges of the bright square pixels are mixed.
+            assert ((bright == (masks == 1)) & counted).sum() > 0.85 * counted.sum()
+    image, mask = data.val_source.fetch([0])
+    assert (mask[0, 13:] == 255).all(), "24 x 20 pixels fit as 16 x 13"
+    assert (image[0, :, 13:].permute(1, 2, 0) == torch.tensor([124, 116, 104])).all()
+    restored = data.mask_of_image(0, mask[0])
+    assert restored.shape == (20, 24)
+
+
+def read_all():
+    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.2, num_workers=0)
+    data.setup("fit")
+    data.train_source.fetch([0, 1, 2, 3])
+    data.val_source.fetch([0])
+
+
+def no_mask():
+    Path("data/train/masks/3.png").unlink()
+
+
+def another_size():
+    Image.new("L", (9, 9)).save("data/train/masks/3.png")
+
+
+def another_class():
+    Image.new("L", (24, 20), 7).save("data/train/masks/3.png")
+
+
+def no_png():
+    Path("data/train/masks/3.png").write_text("nothing")
+
+
+MISTAKES = {
+    no_mask: r"images/3.png has no mask: put 3.png into .*masks",
+    another_size: r"mask .*3.png is of \(9, 9\) pixels and its image of \(20, 24\)",
+    another_class: r"mask .*3.png has the class 7, and num_classes=2 has 0 to 1",
+    no_png: r"broken mask .*3.png",
+}
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(("damage", "message"), MISTAKES.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_a_mistake_in_the_files_is_named(damage, message):
+    write_masked_images(Path("data/train"), count=5)
+    damage()
+    with pytest.raises(ConfigurationError, match=message):
+        read_all()
+
+
+@pytest.mark.light
+def test_classes_have_the_colours_of_pascal_voc():
+    colours = palette()
+    assert colours[:12] == [0, 0, 0, 128, 0, 0, 0, 128, 0, 128, 128, 0]
+    assert colours[-3:] == [224, 224, 192]
+    assert len(colours) == 768
