@@ -41,7 +41,7 @@ def start(name, *args):
     return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
-def wait_until(condition, name, process, seconds=90):
+def wait_until(condition, name, process, seconds=150):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -131,7 +131,7 @@ def test_a_signal_before_training_ends_every_process():
     # Itself and the helper that starts programs warm; then the other rank.
     wait_until(lambda: len(alive(process.pid)) > 2, "early", process)
     os.kill(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=90) == 128 + signal.SIGTERM
+    assert process.wait(timeout=150) == 128 + signal.SIGTERM
     assert_group_ends(process.pid, 60)
 
 
@@ -139,7 +139,7 @@ def test_a_killed_rank_ends_the_others():
     process = start("killed")
     wait_for("killed", "Training", process)
     os.kill(process.pid, signal.SIGKILL)  # Rank 0, which started the other.
-    assert process.wait(timeout=90) == -signal.SIGKILL
+    assert process.wait(timeout=150) == -signal.SIGKILL
     assert_group_ends(process.pid, 60)
 
 

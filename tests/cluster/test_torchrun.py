@@ -15,14 +15,14 @@ from cnnstrategies.cluster.run_name import run_name
 from cnnstrategies.cluster.torchrun import AGENT_SERVES, own_store
 from cnnstrategies.errors import ConfigurationError
 
-EPOCHS = 12
+EPOCHS = 40
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2")
 RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=digits")
 
 
 # The other worker waits for the dead one's gradient as long as `timeout`.
-SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=4")
+SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=15")
 
 
 @pytest.mark.cluster

@@ -97,7 +97,7 @@ def test_async_with_two_copies_applies_every_update_exactly_once(seed: int, tmp_
     optimizer = torch.optim.SGD(parameters, lr=1.0)
     named = [(str(i), p) for i, p in enumerate(parameters)]
     specification = Specification.of(
-        named, optimizer, 2, mode="async", servers=3, replication=2, slice_bytes=1024, timeout=20.0
+        named, optimizer, 2, mode="async", servers=3, replication=2, slice_bytes=1024, timeout=60.0
     )
 
     def count(connect: Callable[..., Any], id: int) -> list[Tensor]:
