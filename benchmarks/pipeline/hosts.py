@@ -55,6 +55,7 @@ def hosts(count: int, megabits: int) -> Iterator[list[str]]:
         limit(names, megabits)
         yield names
     finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice.
         for name in (*names, switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
         signal.signal(signal.SIGTERM, before)
