@@ -297,8 +297,9 @@ def test_a_slow_stage_computes_and_the_other_one_waits_for_it(ranks, capfd):
     slow = Slow(ranks, 1, [{0: "receive"}], forward=0.02, backward=0.06)
     first, last = stages_of(ranks, [1, 1], slow_last=slow, step=0.005)
     assert last["forward"] == pytest.approx(4 * 20)
-    assert last["backward"] == pytest.approx(4 * 60)
-    assert last["receive"] == 0
+    # The first stage may begin its next training_step while the last one is still in this backward, or waits already.
+    assert last["backward"] == pytest.approx(4 * 60, abs=5)
+    assert last["receive"] <= 5
     expected = {"receive": 4 * (20 + 60), "metrics": 5, "step": 4 * (20 + 60) + 5}
     assert first == pytest.approx(dict.fromkeys(first, 0) | expected)
     printed = capfd.readouterr().out

@@ -10,6 +10,7 @@ from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return, Role, Send
+from cnnstrategies.paramserver.core.view import View
 
 pytestmark = pytest.mark.light
 SETTINGS: dict[str, Any] = {"timeout": 10.0, "supervised": True, "restartable": True, "supervisor": 5}
@@ -155,3 +156,30 @@ def test_without_restarts_nothing_is_kept_for_them() -> None:
     assert isinstance(role, Participant)
     assert role._memory.report(0, 0, {})[0]["rounds"] == []
     assert run.call(worker, "leave")() is not None
+
+
+def test_a_server_that_training_has_waited_for_is_as_old_as_the_others_and_one_that_comes_again_is_not() -> None:
+    """Whoever is equally old has its share of the slices: none of them had state when training began."""
+    coordinator = Coordinator(CoordinatorSettings("here", 1, 2, supervised=True, supervisor=5, survivable=1))
+    views: list[View] = []
+
+    def hear(sender: Peer, kind: str, **fields: Any) -> None:
+        said = Message(kind, {"session": 0, "floor": 0, **fields}, (), 1)
+        for effect in coordinator.on_message(1.0, sender, said):
+            if isinstance(effect, Send) and effect.message.kind == "view":
+                views.append(View.from_dict(effect.message.fields["view"]))
+
+    about = {"process": 1, "host": "here", "endpoint": "there", "public_key": ""}
+    worker = Peer("worker", 0, 0, 1)
+    coordinator.start(0.0)
+    hear(worker, "hello", **about)
+    hear(Peer("server", 0, 0, 1), "hello", **about)
+    hear(worker, "collect", sequence=0, operation="start", seal=True, boundary=False)
+    hear(Peer("server", 1, 0, 1), "hello", **about)
+    first, late = views[-1].servers
+    assert views[-1].age(first) == views[-1].age(late)
+    died = {"role": "server", "id": 1, "incarnation": 0, "process": 1, "how": "was killed", "replaced": True}
+    hear(Peer("supervision", 0, 0, 5), "died", **died)
+    hear(Peer("server", 1, 1, 2), "hello", **about)
+    first, again = views[-1].servers
+    assert views[-1].age(first) < views[-1].age(again)

@@ -87,12 +87,14 @@ class Admission:
             message.string("public_key"),
             came=now,
         )
+        is_first = not self._roster.has_appeared(peer.role, peer.id)
         self._roster.add(member)
         self._watchdog.kept(peer.role, peer.id)
         if peer.role == SERVER:
             # A server that another replaces without having been missed has lost its state all the same.
             self._roster.lost_servers.discard(peer.id)
-            member.since = self._roster.number + 1
+            # Training has waited for one that comes late: it is as old as the others.
+            member.since = (self._roster.begun if is_first else 0) or self._roster.number + 1
             self._roster.publish()
 
     # Losing

@@ -25,7 +25,8 @@ class Member:
         public_key: Its CURVE key; empty without encryption.
         acknowledged: Number of the newest view that it has said to have seen.
         came: When it has registered.
-        since: For a server, the number of the first view with it.
+        since: For a server, the number of the first view with it, or of the first one of training if that has waited
+            for it.
         here: Number of the newest view that it has got.
         told: How many collectives a worker knows the results of.
     """
@@ -96,6 +97,10 @@ class Roster:
         """Whether the run has such a member."""
         return identity < {SERVER: self._servers, WORKER: self._workers}.get(role, 0)
 
+    def has_appeared(self, role: str, identity: int) -> bool:
+        """Whether nobody waits any more for the first process of a place."""
+        return (role, identity) in self._appeared
+
     def missing(self) -> list[str]:
         """The expected members that have never been there."""
         expected = itertools.chain(
@@ -151,6 +156,11 @@ class Roster:
     def number(self) -> int:
         """Of the present view."""
         return self._view.number
+
+    @property
+    def begun(self) -> int:
+        """Number of the first view of training; 0 before."""
+        return self._view.begun
 
     @property
     def copies_are_left(self) -> bool:

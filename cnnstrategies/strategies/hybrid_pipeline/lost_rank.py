@@ -10,8 +10,9 @@ from cnnstrategies.pipeline.transport import PeerError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# Seconds that a rank leaves to the one that it has lost, and to the process that has started them to see it end.
-GRACE = 30.0
+# Seconds that a rank leaves to the one that it has lost, and to the process that has started them to see it end. If it
+# was asked to end before it came here, nobody asks again, and the whole time passes.
+GRACE = 5.0
 SILENT = 2.0  # The same after a time-out: the other one does not end by itself.
 
 
