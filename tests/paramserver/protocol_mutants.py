@@ -154,6 +154,13 @@ MUTANTS = [
         "coordinator.restart:Restart",
         "*range(max(0, sequence - 1), sequence)",
         "*()",
+        seed=292,
+    ),
+    ProtocolMutant(
+        "a coordinator that follows another before training waits for no worker",
+        "coordinator.recovery:Recovery",
+        'if self.state["sealed"] < 0:',
+        "if False:",
         seed=44,
     ),
     ProtocolMutant(

@@ -32,8 +32,8 @@ class Fate:
 class Recovery:
     """Gathers what members report.
 
-    It is complete when all members of the newest view that was reported have, or are known to have ended, or time is
-    up. Nobody else is a member then: that one had not told anybody.
+    It is complete when all members of the newest view that was reported have, before training all that are expected, or
+    are known to have ended, or time is up. Nobody else is a member then: that one had not told anybody.
 
     Args:
         workers: How many the run has.
@@ -85,13 +85,18 @@ class Recovery:
         return now > (self._until if self._number >= 0 else self._latest) or not self.missing()
 
     def missing(self) -> list[Life]:
-        """Who has not reported: members of the newest view, or while there is none all that are expected."""
+        """Who has not reported: members of the newest view, and before training all that are expected.
+
+        Views name no workers before training, and who comes to a collective changes no view.
+        """
         lives = {peer[:2]: peer.life for peer in self.hellos}
         if self._number < 0:
             return [(*place, 0) for place in self._places if place not in lives]
         ended = {life[:2]: life[2] for life in sorted(self.fates)}
         members = {(role, identity): life for role, identity, life in self.state["members"]}
         members |= {(WORKER, one["id"]): one["incarnation"] for one in self.view["workers"]}
+        if self.state["sealed"] < 0:
+            members = dict.fromkeys(self._places, 0) | members
         return [
             (*place, life)
             for place, life in sorted(members.items())
