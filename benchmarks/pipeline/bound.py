@@ -1,6 +1,7 @@
 """Our step against its own bound: sum t_i + (M - 1) max t_i, from the profile of the stages. Target: at least 0.9.
 
-The bound is of backwards that are whole; a step whose last backward is in two parts may beat it."""
+The bound is of backwards that are whole; a step whose last backward is in two parts may beat it.
+"""
 
 import argparse
 from pathlib import Path
