@@ -69,11 +69,11 @@ def test_one_fit_with_mixing(tmp_path):
 
 
 def training_images_are_mixed_and_channels_last(model, seen):
+    assert any(((targets > 0).sum(1) == 2).any() for _, targets in seen), "a batch's weight may be 1 by chance"
     assert [tuple(images.shape[2:]) for images, _ in seen] == [(6, 6), (6, 6), (4, 4), (4, 4)]
     for images, targets in seen:
         assert targets.shape == (32, 10)
         torch.testing.assert_close(targets.sum(1), torch.ones(32))
-        assert ((targets > 0).sum(1) == 2).any()
         assert images.is_contiguous(memory_format=torch.channels_last)
     weight = model.network.block2[0][0].weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
