@@ -114,6 +114,47 @@ class NetworkModule(LightningModule):
             images = images.contiguous(memory_format=torch.channels_last)
         return images, targets
 
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The mean loss of a batch; every subclass has its own.
+
+        Args:
+            outputs: What the network returned.
+            targets: What the batch has beside the images.
+        """
+        raise NotImplementedError
+
+    def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
+        """Add a batch to a stage's metrics and log them; every subclass has its own.
+
+        Args:
+            stage: Which metrics.
+            outputs: What the network returned for the batch.
+            targets: What the batch has beside the images.
+            loss: Mean loss over the batch.
+        """
+        raise NotImplementedError
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the loss of a training batch."""
+        images, targets = batch
+        outputs = self.network(images)
+        loss = self.loss(outputs, targets)
+        self.log_step("train", outputs, targets, loss)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a validation batch to the metrics."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Add a test batch to the metrics."""
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
+        images, targets = batch
+        outputs = self.network(images)
+        self.log_step(stage, outputs, targets, self.loss(outputs, targets))
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the scheduler over the parameters that are trained."""
         by_layer = self.layer_lr_decay < 1 or self.unfreeze_every > 0

@@ -98,22 +98,6 @@ class ImageSegmenter(NetworkModule):
         """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its images."""
         return len(targets)
 
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Return the loss of a training batch."""
-        images, targets = batch
-        outputs = self.network(images)
-        loss = self.loss(outputs, targets)
-        self.log_step("train", outputs, targets, loss)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a validation batch to the metrics."""
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a test batch to the metrics."""
-        self._evaluate("test", batch)
-
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Segment a batch of ``(images, indices)``.
 
@@ -137,11 +121,6 @@ class ImageSegmenter(NetworkModule):
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=on_bar)
         if stage == "train":
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
-
-    def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
-        images, targets = batch
-        outputs = self.network(images)
-        self.log_step(stage, outputs, targets, self.loss(outputs, targets))
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         check_map(logits, (len(targets), self.num_classes, *targets.shape[1:]))
