@@ -128,7 +128,10 @@ def test_interrupted_jobs_go_on_exactly(slurm, run_cli):
         ended = torch.load(job.last, weights_only=True)
         assert ended["global_step"] == whole[job]["global_step"], job.log
         for key, value in whole[job]["state_dict"].items():
-            assert torch.equal(ended["state_dict"][key], value), f"{key}\n{job.log}"
+            # The stop is one more moment at which the servers' workers take the mean of their running statistics.
+            exact = job is not server or "running" not in key
+            error = torch.zeros_like(value) if exact else 1e-6 * (1 + value.abs())
+            assert ((ended["state_dict"][key] - value).abs() <= error).all(), f"{key}\n{job.log}"
 
 
 def _uninterrupted(run_cli, *args):
