@@ -50,8 +50,9 @@ mutants: $(INSTALLED)
 # The parameter server in virtual time, with faults; a seed that fails is explained, and seen again with FIRST.
 SEEDS ?= 300
 FIRST ?= 0
+PROCESSES ?= $(shell nproc)
 simulate: $(INSTALLED)
-	$(BIN)/python -m cnnstrategies.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS)
+	$(BIN)/python -m cnnstrategies.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
 # Runs of the command line under a parameter server, each with one process killed or stopped at a random moment; some
 # minutes for 200. FIRST is the seed of the first here, too.
