@@ -8,7 +8,9 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from cnnstrategies.commands.submit import check, main
+from cnnstrategies.commands.submission import check
+from cnnstrategies.commands.submit import main
+from cnnstrategies.commands.submit_slurm import write
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]
@@ -31,7 +33,7 @@ def test_one_file_serves_fit_and_submit(run_cli):
     """The file that a job reads is whole, names the job's own folder, and is accepted by `fit`."""
     submission = check([QUICKSTART, *TWO_NODES, "--cluster.account=biology", "--trainer.max_epochs=7"])
     folder = Path("cnn-1").resolve()
-    submission.write(folder)
+    write(submission, folder)
     code, output = run_cli("fit", f"--config={folder / 'config.yaml'}", "--print_config")
     assert code == 0, output
     config = yaml.safe_load(output)
