@@ -48,7 +48,7 @@ class RunRecord(Callback):
         ids = {}
         for number, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in IDS:
-                _ = logger.experiment  # Begins the run, which has an id from then on.
+                _ = logger.experiment  # type: ignore[attr-defined]  # Begins the run, which has an id from then on.
                 ids[str(number)] = str(logger.version)
         for folder in dict.fromkeys(folders):
             write_record(folder, {**read_record(folder), "run": self.name, "loggers": ids})

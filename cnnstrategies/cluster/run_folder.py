@@ -126,11 +126,7 @@ def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
         last = folder / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
         if not last.exists():
             continue
-        if not _belongs(folder, run.name):
-            raise ConfigurationError(
-                f"{last} is not of the run {run.name}, which would go on from it after a restart: give another "
-                "checkpoint.dirpath, or --fresh, which sets it aside"
-            )
+        refuse_anothers(last, run.name)
         if _is_whole(last):
             return last
         others = [file for file in folder.glob(f"*{callback.FILE_EXTENSION}") if file != last and _is_whole(file)]
@@ -139,6 +135,25 @@ def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
             rank_zero_info(f"{last} is not whole: {newest.name} is taken")
             return newest
     return None
+
+
+def refuse_anothers(last: Path, name: str) -> None:
+    """Refuse a folder with the last checkpoint of another run; a restart would go on from it.
+
+    Args:
+        last: That checkpoint's path.
+        name: Of this run.
+
+    Raises:
+        ConfigurationError: It is another's.
+    """
+    folder = last.parent
+    record = read_record(folder)
+    if last.exists() and record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) != name:
+        raise ConfigurationError(
+            f"{last} is not of the run {name}, which would go on from it after a restart: give another "
+            "checkpoint.dirpath, or move it; `fit --fresh` sets it aside"
+        )
 
 
 def set_aside(trainer: Trainer, run: Run) -> None:
@@ -189,12 +204,6 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     partial = folder / f".{RECORD}.partial"
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, folder / RECORD)
-
-
-def _belongs(folder: Path, name: str) -> bool:
-    """Whether a folder of checkpoints is this run's: by what is written there, or by its place."""
-    record = read_record(folder)
-    return record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) == name
 
 
 def _is_whole(checkpoint: Path) -> bool:
