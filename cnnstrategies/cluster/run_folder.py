@@ -13,12 +13,14 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch import loggers as loggers_of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.run_name import Run
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.loggers import CSVLogger
 
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -36,6 +38,9 @@ def place(config: Any, run: Run) -> None:
     """
     name = run.name
     loggers = keep_version(config.trainer, name)
+    for logger in loggers:
+        if getattr(logger, "class_path", None) == f"{loggers_of_lightning.__name__}.{CSVLogger.__name__}":
+            logger.class_path = f"{CSVLogger.__module__}.{CSVLogger.__name__}"
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
@@ -157,7 +162,7 @@ def refuse_anothers(last: Path, name: str) -> None:
 
 
 def set_aside(trainer: Trainer, run: Run) -> None:
-    """Move what a run of this name has left, so that a new one finds an empty folder; on one rank.
+    """Move what a run of this name has left, so that a new one finds an empty folder; before its loggers open files.
 
     Args:
         trainer: Its loggers and checkpoint callbacks say where it is.
@@ -166,7 +171,7 @@ def set_aside(trainer: Trainer, run: Run) -> None:
     folders = [
         Path(logger.root_dir) / str(logger.version)
         for logger in trainer.loggers
-        if isinstance(logger, TensorBoardLogger | CSVLogger)
+        if isinstance(logger, TensorBoardLogger | loggers_of_lightning.CSVLogger)
     ]
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
