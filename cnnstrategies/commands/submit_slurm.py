@@ -38,7 +38,7 @@ class SlurmTarget(Target):
                 one.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
             if one.options.check_data and one.cli.datamodule is not None:
                 one.cli.datamodule.prepare_data()
-        self.folder = _run_folder(base.options)
+        self.folder = run_folder(base.options)
 
     @override
     def show(self) -> str:
@@ -89,8 +89,12 @@ def write(submission: Submission, folder: Path) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def _run_folder(options: ClusterOptions) -> Path:
-    """A new folder's path; two submissions in one second get different ones."""
+def run_folder(options: ClusterOptions) -> Path:
+    """A new folder's path; two submissions in one second get different ones.
+
+    Args:
+        options: The ``cluster`` section.
+    """
     stem = f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(path for name in names if not (path := options.folder.resolve() / name).exists())
