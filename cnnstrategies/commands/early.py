@@ -30,6 +30,8 @@ ROOTS: dict[str, str | None] = {
     "network": "cnnstrategies.cluster.hosts.Network",
     "seed_everything": None,
     "ckpt_path": None,
+    "run_name": None,
+    "fresh": None,
 }
 # Where the classes are that a configuration may name without their module.
 HOMES = (

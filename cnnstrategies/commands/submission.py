@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.run_name import keep_version
+from cnnstrategies.cluster.run_folder import checkpoint_arguments, keep_version
 from cnnstrategies.commands.errors import check_checkpoint, check_trainer_names
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.data import ImageDataModule
@@ -70,7 +69,7 @@ class Submission:
     @property
     def checkpoints(self) -> str | None:
         """Where the configuration wants its checkpoints; None where it leaves that open."""
-        directory: str | None = _checkpoint_arguments(self.cli.config)[0].dirpath
+        directory: str | None = checkpoint_arguments(self.cli.config)[0].dirpath
         return directory
 
     def text(self, folder: Path, changes: Mapping[str, Any]) -> str:
@@ -83,7 +82,7 @@ class Submission:
         config = self.cli.config.clone()
         for name in ("config", "dry_run", "to"):
             config.pop(name, None)
-        for arguments in _checkpoint_arguments(config):
+        for arguments in checkpoint_arguments(config):
             if arguments.dirpath is None:
                 arguments.dirpath = str(folder / "checkpoints")
         keep_version(config.trainer, folder.name)
@@ -196,11 +195,3 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
             "a job listen on the nodes that it is given; leave out endpoints"
         )
     return strategy
-
-
-def _checkpoint_arguments(config: Any) -> list[Any]:
-    """The arguments of the configuration's own ModelCheckpoints, or else of the command line's."""
-    callbacks = config.trainer.callbacks or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    own = [c.init_args for c in callbacks if c.class_path.rpartition(".")[2] == ModelCheckpoint.__name__]
-    return own or [config.checkpoint]

@@ -14,6 +14,7 @@ from cnnstrategies.cluster.ray.connection import check_nodes, connected, demand,
 from cnnstrategies.cluster.ray.driver import Driver, Order
 from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.node import PYTHON
+from cnnstrategies.cluster.run_name import checked
 from cnnstrategies.commands.submission import Target
 from cnnstrategies.commands.submit_slurm import run_folder
 from cnnstrategies.errors import ConfigurationError
@@ -46,8 +47,10 @@ class RayTarget(Target):
             )
         if base.parameter_server is not None and base.size.nodes > 1:
             base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
-        by_default = options.folder == ClusterOptions.folder
-        self.folder = run_folder(replace(options, folder=Path(FOLDER)) if by_default else options)
+        if options.folder == ClusterOptions.folder:
+            options = replace(options, folder=Path(FOLDER))
+        name = base.cli.config.run_name
+        self.folder = run_folder(options) if name is None else options.folder.resolve() / checked(name)
         self.order = self._order()
 
     def _order(self) -> Order:
@@ -57,14 +60,13 @@ class RayTarget(Target):
         setup = setup_lines(options)
         config = str(folder / "config.yaml")
         find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cnnstrategies') is None)"
-        checkpoints = Path(self.base.checkpoints or folder / "checkpoints").resolve()
         return Order(
             nodes=size.nodes,
             needed=demand(options, size),
             script=f"{setup}exec {interpreter} -m cnnstrategies fit --config {shlex.quote(config)}",
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
             config=config,
-            last=str(checkpoints / "last.ckpt"),
+            name=folder.name,
             directory=os.getcwd(),
             # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
             variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1)},
@@ -92,7 +94,7 @@ class RayTarget(Target):
                 check_nodes(ray.nodes(), order.nodes, order.needed)
             if options.check_data and self.base.cli.datamodule is not None:
                 self.base.cli.datamodule.prepare_data()
-            self.folder.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             Path(order.config).write_text(self.base.text(self.folder, {}), encoding="utf-8")
             lines = Lines(self.folder / LOG)
             try:

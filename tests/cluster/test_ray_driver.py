@@ -101,7 +101,7 @@ def _address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(ray: FakeRay, script: str, probe: str = "true", restarts: int = 1, wait: float = 0.0) -> tuple[int, str]:
     order = Order(
-        *(2, {"CPU": 1.0}, f"{script} #", probe, CONFIG, "last.ckpt", ".", {"OMP_NUM_THREADS": "3"}),
+        *(2, {"CPU": 1.0}, script, probe, CONFIG, "digits", ".", {"OMP_NUM_THREADS": "3"}),
         *(restarts, wait, 10.0, False),
     )
     lines = Lines(Path("run.log"))
@@ -127,11 +127,12 @@ def test_each_node_has_its_rank_and_the_first_ones_address_and_no_other_launcher
     assert f"[node 1] is 1 of 127.0.0.1:{port} 3 .\n" in second
 
 
-def test_a_failure_is_tried_again_from_the_last_checkpoint_as_often_as_allowed():
-    code, log = run(FakeRay(), 'if [ "$NODE_RANK" = 1 ]; then touch last.ckpt; exit 3; fi; exit 1')
+def test_a_failure_is_tried_again_under_the_same_name_as_often_as_allowed():
+    says = 'echo "$CNNSTRATEGIES_RUN_NAME $CNNSTRATEGIES_RUN_STARTS"; '
+    code, log = run(FakeRay(), says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
     assert code in (1, 3)
     assert log.count("The run starts again (1 of at most 1): ") == 1
-    assert log.count("; going on from last.ckpt") == 1
+    assert {line.split()[-1] for line in log.splitlines() if "digits" in line} == {"0", "1"}
     assert "cluster.ray.max_restarts=1" in log.splitlines()[-1]
 
 

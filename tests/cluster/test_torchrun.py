@@ -11,9 +11,7 @@ import torch
 from cluster.processes_of import PYTHON, Program, fit
 from torch.distributed import TCPStore
 
-from cnnstrategies.cluster.run_name import run_name
 from cnnstrategies.cluster.torchrun import AGENT_SERVES, own_store
-from cnnstrategies.errors import ConfigurationError
 
 EPOCHS = 40
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")
@@ -51,17 +49,6 @@ def test_after_a_rank_is_killed_the_run_goes_on_from_its_last_checkpoint_in_the_
     history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)
     assert list(history) == list(range(EPOCHS))  # Every epoch was trained, and none twice.
     assert os.listdir(tmp_path / "runs/quickstart") == [path.parents[1].name]
-
-
-def test_restarts_need_a_name_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_name() is None
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert run_name() is None
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    with pytest.raises(ConfigurationError, match="--rdzv-id"):
-        run_name()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "digits")
-    assert run_name() == "torchrun_digits"
 
 
 def test_each_start_has_a_store_that_is_not_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:

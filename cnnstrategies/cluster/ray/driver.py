@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import shlex
 import signal
 import threading
 import time
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from cnnstrategies.cluster import run_name
 from cnnstrategies.cluster.job import UNLIMITED, WAIT_SECONDS
 from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
@@ -32,10 +32,10 @@ class Order:
     Attributes:
         nodes: How many.
         needed: Of each node, as Ray counts it.
-        script: Of the shell; starts a node's program, with further words for ``fit``.
+        script: Of the shell; starts a node's program.
         probe: Of the shell; fails where the package is not installed.
         config: The configuration that the program reads.
-        last: The run's last checkpoint, from which it goes on.
+        name: Of the run, by which a program that is started again finds its last checkpoint.
         directory: Working directory of the program.
         variables: For the program, on every node.
         max_restarts: How often all is started again.
@@ -49,7 +49,7 @@ class Order:
     script: str
     probe: str
     config: str
-    last: str
+    name: str
     directory: str
     variables: dict[str, str]
     max_restarts: int
@@ -116,7 +116,7 @@ class Driver:
         """
         with self._heeding_signals():
             for start in itertools.count():
-                ends, why = self._start()
+                ends, why = self._start(start)
                 if self._signal is not None:
                     return 128 + self._signal
                 if not ends.failed:
@@ -129,16 +129,16 @@ class Driver:
                 self._lines.say(f"The run starts again ({start + 1} of at most {self._order.max_restarts}): {why}")
         raise AssertionError
 
-    def _start(self) -> tuple[Ends, str]:
+    def _start(self, number: int) -> tuple[Ends, str]:
         """One start of the run, until its end."""
         group = self._place()
         if group is None:
             return Ends(), ""
-        actors = [self._actor(group, number) for number in range(self._order.nodes)]
+        actors = [self._actor(group, bundle) for bundle in range(self._order.nodes)]
         try:
             places, ends = self._look(actors)
             if not ends.failed:
-                self._launch(actors, places)
+                self._launch(actors, places, number)
                 ends = self._follow(actors)
             return ends, ends.why(places)
         finally:
@@ -197,9 +197,9 @@ class Driver:
             ConfigurationError: The run cannot start on one of them.
         """
         order, ends = self._order, Ends()
-        unknown = Place("unknown", "unknown", 0, None, False)
+        unknown = Place("unknown", "unknown", 0, None)
         places = [unknown] * len(actors)
-        asked = [actor.look.remote(order.config, order.last, order.probe) for actor in actors]
+        asked = [actor.look.remote(order.config, order.probe) for actor in actors]
         for number, reference in enumerate(asked):
             try:
                 places[number] = self._ray.get(reference)
@@ -210,15 +210,13 @@ class Driver:
                 raise ConfigurationError(place.missing)
         return places, ends
 
-    def _launch(self, actors: list[Any], places: list[Place]) -> None:
+    def _launch(self, actors: list[Any], places: list[Place], starts: int) -> None:
         order, main = self._order, places[0]
-        resumes = ["--ckpt_path", order.last] if main.resumes else []
-        variables = {**order.variables, "MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
-        where = ", ".join(f"{place.host} ({place.address})" for place in places)
-        self._lines.say(f"Starting on {where}" + (f"; going on from {order.last}" if resumes else ""))
-        script = " ".join([order.script, *map(shlex.quote, resumes)])
+        meeting = {"MASTER_ADDR": main.address, "MASTER_PORT": str(main.port)}
+        variables = {**order.variables, **meeting, **run_name.variables(order.name, starts)}
+        self._lines.say(f"Starting on {', '.join(f'{place.host} ({place.address})' for place in places)}")
         for number, actor in enumerate(actors):
-            actor.start.remote(script, order.directory, {**variables, "NODE_RANK": str(number)})
+            actor.start.remote(order.script, order.directory, {**variables, "NODE_RANK": str(number)})
 
     def _follow(self, actors: list[Any]) -> Ends:
         """Pass on what the programs print until all have ended, or some have and the others do not."""

@@ -39,14 +39,12 @@ class Place:
         address: Where other nodes reach it.
         port: A free one.
         missing: Why the run cannot start there; None if it can.
-        resumes: Whether the run's last checkpoint is there.
     """
 
     host: str
     address: str
     port: int
     missing: str | None
-    resumes: bool
 
 
 class Node:
@@ -56,12 +54,11 @@ class Node:
         self._program: subprocess.Popen[bytes] | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def look(self, config: str, last: str, probe: str) -> Place:
+    def look(self, config: str, probe: str) -> Place:
         """Whether the run can start here.
 
         Args:
             config: The run's configuration.
-            last: Its last checkpoint.
             probe: A shell script that fails where the package is not installed.
         """
         host, missing = socket.gethostname(), None
@@ -77,7 +74,7 @@ class Node:
                 )
         with socket.create_server(("", 0)) as server:
             port = int(server.getsockname()[1])
-        return Place(host, _address(), port, missing, os.path.exists(last))
+        return Place(host, _address(), port, missing)
 
     def start(self, script: str, directory: str, variables: dict[str, str]) -> None:
         """Start the program.

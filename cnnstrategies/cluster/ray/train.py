@@ -34,7 +34,7 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
                 f"Ray Train has started {local} workers on node {context.get_node_rank()} and {expected} on the first: "
                 "the strategies need as many on each; change ScalingConfig's num_workers, or its resources_per_worker"
             )
-        rank_zero_only.rank = rank  # Lightning may have been imported before the worker had its rank.
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning may have been imported before the worker had its rank.
 
     @property
     @override
