@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 CPUS = 2
@@ -73,16 +74,23 @@ def ray_cluster(nodes: int) -> Iterator[RayCluster]:
             program.wait()
 
 
-def raylet_of(variable: str, value: str) -> int | None:
-    """The process id of the raylet below which a program runs that has a variable of this value."""
+def raylet_of(run: str, node: int) -> int | None:
+    """The process id of the raylet below which a node's program of a run is under way."""
+    wanted = {f"CNNSTRATEGIES_RUN_NAME={run}", f"NODE_RANK={node}"}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             variables = process.joinpath("environ").read_bytes().decode(errors="replace").split("\0")
-            if f"{variable}={value}" in variables:
-                raylets = [word.partition("=")[2] for word in variables if word.startswith("RAY_RAYLET_PID=")]
-                if raylets:
-                    return int(raylets[0])
+            if wanted <= set(variables):
+                return next(int(one.partition("=")[2]) for one in variables if one.startswith("RAY_RAYLET_PID="))
     return None
+
+
+def wait_until_gone(run: str, nodes: Iterable[int], seconds: float = 30.0) -> None:
+    """Fail when a program of a run is left."""
+    deadline = time.monotonic() + seconds
+    while any(raylet_of(run, node) is not None for node in nodes):
+        assert time.monotonic() < deadline, "a program was left behind"
+        time.sleep(0.1)
 
 
 def _serve(nodes: int, folder: str) -> None:

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
-from cluster.ray_cluster import RayCluster, missing, ray_cluster, raylet_of
+from cluster.ray_cluster import RayCluster, missing, ray_cluster, raylet_of, wait_until_gone
 
 reason = missing()
-pytestmark = [pytest.mark.cluster, pytest.mark.ray, pytest.mark.skipif(reason is not None, reason=str(reason))]
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.ray,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(reason is not None, reason=str(reason)),
+]
 
 EPOCHS = 12
 SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.security=none")
@@ -41,12 +46,12 @@ def test_after_a_node_is_killed_the_run_goes_on_from_its_last_checkpoint_on_anot
 ) -> None:
     run = submit(cluster, tmp_path / "log", *STRATEGIES[strategy], f"--trainer.max_epochs={EPOCHS}")
     run.wait_until(lambda: bool(list(tmp_path.glob("ray/*/checkpoints/last.ckpt"))))
-    raylet = raylet_of("NODE_RANK", "1")
+    (folder,) = tmp_path.glob("ray/*")
+    raylet = raylet_of(folder.name, 1)
     assert raylet is not None, run.output()
     os.kill(raylet, signal.SIGKILL)
     cluster.add()
     assert run.wait() == 0, run.output()
-    (folder,) = tmp_path.glob("ray/*")
     output = run.output()
     assert len(re.findall(r"The run starts again \(1 of at most 3\): node 1 \(.*\) was lost", output)) == 1, output
     checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
@@ -56,7 +61,7 @@ def test_after_a_node_is_killed_the_run_goes_on_from_its_last_checkpoint_on_anot
     log = (folder / "run.log").read_text()
     assert "parameters" in log
     assert set(log.splitlines()) <= set(output.splitlines())
-    assert raylet_of("NODE_RANK", "0") is None, "a program was left behind"
+    wait_until_gone(folder.name, range(2))
 
 
 def test_a_signal_stops_all_nodes_with_a_checkpoint(tmp_path: Path, cluster: RayCluster) -> None:
@@ -65,7 +70,8 @@ def test_a_signal_stops_all_nodes_with_a_checkpoint(tmp_path: Path, cluster: Ray
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.output()
     assert re.search(r"Stopped by SIGTERM after step \d+; continue with --ckpt_path .*last.ckpt", run.output())
-    assert raylet_of("NODE_RANK", "1") is None, "a program was left behind"
+    (folder,) = tmp_path.glob("ray/*")
+    wait_until_gone(folder.name, range(2))
 
 
 REFUSED = {
@@ -91,3 +97,10 @@ def test_the_strategies_train_inside_ray_train_and_report(tmp_path: Path, cluste
     for strategy in STRATEGIES:
         (path,) = re.findall(rf"^RESULT {strategy} 1 8 (.*)$", run.output(), re.MULTILINE)
         assert torch.load(Path(path) / "checkpoint.ckpt", weights_only=True)["epoch"] == 1
+
+
+def test_ray_tune_finds_the_learning_rate_that_learns(tmp_path: Path, cluster: RayCluster) -> None:
+    script = Path(__file__).with_name("ray_train.py")
+    run = Program([PYTHON, str(script), str(tmp_path), "1"], tmp_path / "log", RAY_ADDRESS=cluster.address)
+    assert run.wait() == 0, run.output()
+    assert "RESULT tune 2 0.1\n" in run.output()
