@@ -1,18 +1,20 @@
 """A real Ray cluster of several raylets on this machine.
 
-As a program it starts a head without CPUs and as many nodes as it is told, prints the address, adds a node for each
-line that it reads, and ends all with its input.
+As a program it starts a head without CPUs and as many nodes as it is told, prints the address, puts a new node in the
+place of each whose raylet's number it reads, and ends all with its input.
 """
 
 import contextlib
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 CPUS = 2
 
@@ -37,10 +39,10 @@ class RayCluster:
         self._program = program
         self.address = self._said()
 
-    def add(self) -> None:
-        """Add a node."""
+    def replace(self, raylet: int) -> None:
+        """Kill a node with all its processes, and add another one."""
         assert self._program.stdin is not None
-        print(file=self._program.stdin, flush=True)
+        print(raylet, file=self._program.stdin, flush=True)
         self._said()
 
     def _said(self) -> str:
@@ -103,10 +105,20 @@ def _serve(nodes: int, folder: str) -> None:
         cluster.add_node(num_cpus=CPUS, wait=False)
     cluster.wait_for_nodes(60)
     print(f"RAYCLUSTER {cluster.address}", flush=True)
-    for _ in sys.stdin:
+    for line in sys.stdin:
+        _kill(cluster, int(line))
         cluster.add_node(num_cpus=CPUS)
-        print("RAYCLUSTER added", flush=True)
+        print("RAYCLUSTER replaced", flush=True)
     cluster.shutdown()
+
+
+def _kill(cluster: Any, raylet: int) -> None:
+    (node,) = [one for one in cluster.worker_nodes if one.all_processes["raylet"][0].process.pid == raylet]
+    workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
+    for process in (raylet, *map(int, workers)):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    cluster.remove_node(node, allow_graceful=False)
 
 
 if __name__ == "__main__":

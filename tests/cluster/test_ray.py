@@ -1,6 +1,5 @@
 """A real Ray cluster: runs that are submitted to it, and one of its nodes killed in mid-run."""
 
-import os
 import re
 import signal
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(reason is not None, reason=str(reason)),
 ]
 
-EPOCHS = 12
+EPOCHS = 40
 SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.security=none")
 STRATEGIES = {
     "ddp": ("--trainer.strategy=ddp",),
@@ -49,8 +48,7 @@ def test_after_a_node_is_killed_the_run_goes_on_from_its_last_checkpoint_on_anot
     (folder,) = tmp_path.glob("ray/*")
     raylet = raylet_of(folder.name, 1)
     assert raylet is not None, run.output()
-    os.kill(raylet, signal.SIGKILL)
-    cluster.add()
+    cluster.replace(raylet)
     assert run.wait() == 0, run.output()
     output = run.output()
     assert len(re.findall(r"The run starts again \(1 of at most 3\): node 1 \(.*\) was lost", output)) == 1, output
