@@ -14,8 +14,8 @@ from cnnstrategies.cluster.ray.connection import check_nodes, connected, demand,
 from cnnstrategies.cluster.ray.driver import Driver, Order
 from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.node import PYTHON
-from cnnstrategies.cluster.run_name import checked
-from cnnstrategies.commands.submission import Target
+from cnnstrategies.cluster.run_folder import refuse_anothers
+from cnnstrategies.commands.submission import Target, run_name
 from cnnstrategies.commands.submit_slurm import run_folder
 from cnnstrategies.errors import ConfigurationError
 
@@ -49,8 +49,9 @@ class RayTarget(Target):
             base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
         if options.folder == ClusterOptions.folder:
             options = replace(options, folder=Path(FOLDER))
-        name = base.cli.config.run_name
-        self.folder = run_folder(options) if name is None else options.folder.resolve() / checked(name)
+        self.folder = run_folder(options, base.cli.config.run_name)
+        if base.checkpoints is not None:
+            refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
         self.order = self._order()
 
     def _order(self) -> Order:
@@ -66,7 +67,7 @@ class RayTarget(Target):
             script=f"{setup}exec {interpreter} -m cnnstrategies fit --config {shlex.quote(config)}",
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
             config=config,
-            name=folder.name,
+            name=run_name(folder),
             directory=os.getcwd(),
             # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
             variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1)},
