@@ -82,8 +82,8 @@ def sweep(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    folder, epochs, *names = sys.argv[1:]
-    for name in names:
-        main(name, int(epochs), folder)
-    if not names:
+    folder, epochs, *strategy = sys.argv[1:]
+    if strategy:
+        main(*strategy, int(epochs), folder)
+    else:
         sweep(folder)

@@ -73,7 +73,7 @@ def test_a_signal_stops_all_nodes_with_a_checkpoint(tmp_path: Path, cluster: Ray
 
 
 REFUSED = {
-    "too many nodes": (("--trainer.num_nodes=3",), "the run needs 3 nodes with 1 CPU each, and 2 of the cluster's 3"),
+    "too many nodes": (("--trainer.num_nodes=4",), "the run needs 4 nodes with 1 CPU each, and 2 of the cluster's 3"),
     "GPUs": (("--trainer.accelerator=gpu",), "1 GPU each, and 0 of"),
     "a mistake": (("--trainer.callbacks=LearningRateMonitor", "--trainer.logger=false"), "logger"),
 }
@@ -88,13 +88,13 @@ def test_a_mistake_is_one_line_and_starts_nothing_again(tmp_path: Path, cluster:
     assert "starts again" not in run.output()
 
 
-def test_the_strategies_train_inside_ray_train_and_report(tmp_path: Path, cluster: RayCluster) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_trains_inside_ray_train_and_reports(tmp_path: Path, cluster: RayCluster, strategy: str) -> None:
     script = Path(__file__).with_name("ray_train.py")
-    run = Program([PYTHON, str(script), str(tmp_path), "2", *STRATEGIES], tmp_path / "log", RAY_ADDRESS=cluster.address)
+    run = Program([PYTHON, str(script), str(tmp_path), "2", strategy], tmp_path / "log", RAY_ADDRESS=cluster.address)
     assert run.wait() == 0, run.output()
-    for strategy in STRATEGIES:
-        (path,) = re.findall(rf"^RESULT {strategy} 1 8 (.*)$", run.output(), re.MULTILINE)
-        assert torch.load(Path(path) / "checkpoint.ckpt", weights_only=True)["epoch"] == 1
+    (path,) = re.findall(rf"^RESULT {strategy} 1 8 (.*)$", run.output(), re.MULTILINE)
+    assert torch.load(Path(path) / "checkpoint.ckpt", weights_only=True)["epoch"] == 1
 
 
 def test_ray_tune_finds_the_learning_rate_that_learns(tmp_path: Path, cluster: RayCluster) -> None:
