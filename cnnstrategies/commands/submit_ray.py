@@ -49,7 +49,8 @@ class RayTarget(Target):
             base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
         if options.folder == ClusterOptions.folder:
             options = replace(options, folder=Path(FOLDER))
-        self.folder = run_folder(options, base.cli.config.run_name)
+        name = base.cli.config.run_name
+        self.folder = run_folder(options) if name is None else options.folder.resolve() / name
         if base.checkpoints is not None:
             refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
         self.order = self._order()

@@ -38,7 +38,8 @@ class SlurmTarget(Target):
                 one.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
             if one.options.check_data and one.cli.datamodule is not None:
                 one.cli.datamodule.prepare_data()
-        self.folder = run_folder(base.options, base.cli.config.run_name)
+        name = base.cli.config.run_name
+        self.folder = run_folder(base.options) if name is None else base.options.folder.resolve() / name
         if base.checkpoints is not None:
             refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
 
@@ -88,15 +89,12 @@ def write(submission: Submission, folder: Path) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def run_folder(options: ClusterOptions, name: str | None) -> Path:
-    """That of the run of this name, or a new folder's path; two submissions in one second get different ones.
+def run_folder(options: ClusterOptions) -> Path:
+    """A new folder's path; two submissions in one second get different ones.
 
     Args:
         options: The ``cluster`` section.
-        name: ``run_name``.
     """
-    if name is not None:
-        return options.folder.resolve() / name
     stem = f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(path for name in names if not (path := options.folder.resolve() / name).exists())
