@@ -1,7 +1,9 @@
 """What ``cnnstrategies doctor`` does on each host: find out about this one and try the connections to the others."""
 
 import contextlib
+import ipaddress
 import json
+import os
 import platform
 import socket
 import time
@@ -14,13 +16,14 @@ import lightning
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve
+from cnnstrategies.cluster.addresses import Interface, choose_interface, interfaces, resolve
 from cnnstrategies.cluster.doctor_place import Place
 from cnnstrategies.cluster.doctor_probe import Probe, measure
 from cnnstrategies.cluster.meeting import open_store
 from cnnstrategies.errors import ConfigurationError
 
 POLL = 0.05  # seconds
+POD = "JOB_COMPLETION_INDEX"  # Kubernetes sets it in the pods of an Indexed Job.
 LINK_SECONDS = 5.0
 SHARED_SECONDS = 5.0  # NFS shows a new file to other clients after a few seconds
 
@@ -36,6 +39,8 @@ class Facts:
         address: Its address there.
         port: Where its probe answers.
         versions: Version of each program that must be the same everywhere.
+        shared_memory: In a pod, bytes that /dev/shm can hold; None where there is none.
+        astray: In the first pod, where the main address leads, if not to itself.
     """
 
     node: int
@@ -44,6 +49,8 @@ class Facts:
     address: str
     port: int
     versions: dict[str, str]
+    shared_memory: int | None = None
+    astray: str | None = None
 
 
 @dataclass
@@ -94,6 +101,23 @@ def versions() -> dict[str, str]:
     }
 
 
+def shared_memory(directory: str = "/dev/shm") -> int | None:
+    """Bytes that a directory in memory can hold."""
+    try:
+        there = os.statvfs(directory)
+    except OSError:
+        return None
+    return there.f_frsize * there.f_blocks
+
+
+def _astray(main_address: str) -> str | None:
+    """Where a name that should lead to this host leads, if not to it."""
+    address = resolve(main_address)
+    if ipaddress.ip_address(address).is_loopback or address in [one.address for one in interfaces()]:
+        return None
+    return address
+
+
 def examine(place: Place, directory: Path, interface: str | None, wait: float) -> Report | None:
     """Examine the cluster, together with the other hosts' processes.
 
@@ -113,6 +137,9 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     mine = _choose(store, place, interface, wait)
     probe = Probe(mine.address)
     me = Facts(place.node, socket.gethostname(), mine.name, mine.address, probe.port, versions())
+    if POD in os.environ:
+        me.shared_memory = shared_memory()
+        me.astray = _astray(place.main_address) if place.node == 0 else None
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
     present = _present(store, place, wait)
     hosts = {node: Facts(**json.loads(store.get(f"facts/{node}"))) for node in present}

@@ -5,6 +5,7 @@ from rich.table import Table
 from cnnstrategies.cluster.doctor import Report
 
 CLOCK_SECONDS = 1.0  # of difference are told
+SHARED_MEMORY = 256 * 2**20  # bytes; a container has 64 MiB unless it is given more
 
 
 def hosts_table(report: Report) -> Table:
@@ -43,7 +44,15 @@ def links_table(report: Report) -> Table:
 
 def mends(report: Report) -> list[str]:
     """What is wrong and what to do about it; empty if all is well."""
-    return [*_missing(report), *_versions(report), *_links(report), *_shared(report), *_clocks(report)]
+    return [
+        *_missing(report),
+        *_versions(report),
+        *_names(report),
+        *_links(report),
+        *_shared(report),
+        *_memory(report),
+        *_clocks(report),
+    ]
 
 
 def _missing(report: Report) -> list[str]:
@@ -86,6 +95,25 @@ def _shared(report: Report) -> list[str]:
         "and may write to, such as an NFS mount; name it with --shared"
         for node, findings in report.findings.items()
         for problem in findings.shared
+    ]
+
+
+def _names(report: Report) -> list[str]:
+    first = report.hosts[0]
+    if first.astray is None:
+        return []
+    return [
+        f"the main address leads to {first.astray}, and {first.host} has {first.address}: see that the headless "
+        "service selects this run's pods alone"
+    ]
+
+
+def _memory(report: Report) -> list[str]:
+    return [
+        f"/dev/shm of {facts.host} has {facts.shared_memory / 2**20:.0f} MiB, too little for data workers and NCCL: "
+        "mount an emptyDir of medium Memory there, as cnnstrategies submit does"
+        for facts in report.hosts.values()
+        if facts.shared_memory is not None and facts.shared_memory < SHARED_MEMORY
     ]
 
 

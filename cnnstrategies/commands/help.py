@@ -10,6 +10,7 @@ from typing import Any
 
 import docstring_parser
 
+from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.commands.compare_options import parser as compare_parser
 from cnnstrategies.commands.doctor_options import parser as doctor_parser
@@ -62,7 +63,10 @@ EXPORT = (
     ("--int8 true", "quantise weights and activations before; --calibration_batches N as for quantize"),
     ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
 )
-SUBMISSION = (("--dry_run", "print the script and submit nothing"),)
+SUBMISSION = (
+    ("--to NAME", "slurm or kubernetes (default: slurm)"),
+    ("--dry_run", "print the job and submit nothing"),
+)
 PARSERS = {
     "doctor": doctor_parser,
     "pack": pack_parser,
@@ -126,7 +130,11 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "export": EXPORT,
         "plan": list(_fields(PlanOptions, "")),
         "tune": list(_fields(TuneOptions, "")),
-        "submit": [*SUBMISSION, *_fields(ClusterOptions, "cluster.")],
+        "submit": [
+            *SUBMISSION,
+            *_fields(ClusterOptions, "cluster."),
+            *_fields(KubernetesOptions, "cluster.kubernetes."),
+        ],
     }
     if name in own:
         yield "The configuration", CONFIGURATION

@@ -4,7 +4,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -24,7 +24,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
 # By the word after --to: the module of this package whose `target` makes it.
-TARGETS = {"slurm": "submit_slurm"}
+TARGETS = {"slurm": "submit_slurm", "kubernetes": "submit_kubernetes"}
 
 
 class SubmitCLI(CLI):
@@ -72,7 +72,7 @@ class Submission:
         directory: str | None = checkpoint_arguments(self.cli.config)[0].dirpath
         return directory
 
-    def text(self, folder: Path, changes: Mapping[str, Any]) -> str:
+    def text(self, folder: PurePath, changes: Mapping[str, Any]) -> str:
         """The whole configuration, so that later changes of the files do not reach a job in the queue.
 
         Args:
@@ -98,15 +98,17 @@ class Target(ABC):
         base: What is to run.
         variants: The combinations of a sweep; empty without one.
         command: The command line that asks for it, for the reader of what is made of it.
+        task: What is to run: ``fit``, or ``doctor``, which examines the machines that it would run on.
 
     Raises:
         ConfigurationError: It cannot run there.
     """
 
-    def __init__(self, base: Submission, variants: Sequence[Submission], command: str) -> None:
+    def __init__(self, base: Submission, variants: Sequence[Submission], command: str, task: str = "fit") -> None:
         self.base = base
         self.variants = variants
         self.command = command
+        self.task = task
         self.check()
 
     @abstractmethod
