@@ -1,20 +1,15 @@
 """A run that is started again goes on in its loggers' runs, and in the lines of its metrics.csv."""
 
-import csv
-import os
-import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from cnnstrategies.cluster.run_folder import IDS, read_record, write_record
-
-KEPT = ".metrics.csv.kept"
+from cnnstrategies.loggers import CSVLogger
 
 
 class RunRecord(Callback):
@@ -31,12 +26,6 @@ class RunRecord(Callback):
         self.name = name
 
     @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:
-            for logger in _csv_loggers(trainer):
-                keep_lines(logger)
-
-    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folders = [
             Path(callback.dirpath)
@@ -48,7 +37,7 @@ class RunRecord(Callback):
         ids = {}
         for number, logger in enumerate(trainer.loggers):
             if type(logger).__name__ in IDS:
-                _ = logger.experiment  # Begins the run, which has an id from then on.
+                _ = logger.experiment  # type: ignore[attr-defined]  # Begins the run, which has an id from then on.
                 ids[str(number)] = str(logger.version)
         for folder in dict.fromkeys(folders):
             write_record(folder, {**read_record(folder), "run": self.name, "loggers": ids})
@@ -56,8 +45,9 @@ class RunRecord(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            for logger in _csv_loggers(trainer):
-                drop_lines_from(logger, trainer.global_step)
+            for logger in trainer.loggers:
+                if isinstance(logger, CSVLogger):
+                    logger.drop_lines_from(trainer.global_step)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -66,63 +56,6 @@ class RunRecord(Callback):
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         _flush(trainer)
-
-
-def keep_lines(logger: CSVLogger) -> None:
-    """Have a logger append to its metrics.csv, which it would remove; before it has logged anything.
-
-    Whenever the process is killed, the lines are in one of two files.
-
-    Args:
-        logger: On the rank that writes.
-    """
-    file = Path(logger.log_dir) / "metrics.csv"
-    kept = file.with_name(KEPT)
-    if file.exists():
-        os.replace(file, kept)
-    elif not kept.exists():
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # It says that it removes what is there.
-        experiment = logger.experiment
-    names, lines = _read(kept)
-    _write(file, names, lines)
-    experiment.metrics_keys = names
-    kept.unlink()
-
-
-def drop_lines_from(logger: CSVLogger, step: int) -> None:
-    """Remove the lines of a step and later ones, which a run that goes on there writes again.
-
-    Args:
-        logger: On the rank that writes.
-        step: The first that is to be made.
-    """
-    file = Path(logger.log_dir) / "metrics.csv"
-    if file.exists():
-        names, lines = _read(file)
-        _write(file, names, [line for line in lines if int(line["step"]) < step])
-
-
-def _read(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The columns and the whole lines; the last one may be cut short."""
-    with open(file, newline="", encoding="utf-8") as text:
-        reader = csv.DictReader(text)
-        lines = [line for line in reader if None not in line.values() and line.get("step", "").isdigit()]
-        return list(reader.fieldnames or ()), lines
-
-
-def _write(file: Path, names: list[str], lines: Iterable[dict[str, str]]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    with open(partial, "w", newline="", encoding="utf-8") as text:
-        writer = csv.DictWriter(text, names)
-        writer.writeheader()
-        writer.writerows(lines)
-    os.replace(partial, file)
-
-
-def _csv_loggers(trainer: Trainer) -> list[CSVLogger]:
-    return [one for one in trainer.loggers if isinstance(one, CSVLogger) and "://" not in str(one.log_dir)]
 
 
 def _flush(trainer: Trainer) -> None:

@@ -39,7 +39,8 @@ class Facts:
         address: Its address there.
         port: Where its probe answers.
         versions: Version of each program that must be the same everywhere.
-        shared_memory: In a pod, bytes that /dev/shm can hold; None where there is none.
+        shared_memory: Bytes that fit into the memory through which its processes hand each other batches; None where
+            that is not a file system.
         astray: In the first pod, where the main address leads, if not to itself.
     """
 
@@ -101,13 +102,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def shared_memory(directory: str = "/dev/shm") -> int | None:
-    """Bytes that a directory in memory can hold."""
+def shared_memory() -> int | None:
+    """Size of ``/dev/shm``, which a container limits; None where there is none, as outside Linux."""
     try:
-        there = os.statvfs(directory)
+        found = os.statvfs("/dev/shm")
     except OSError:
         return None
-    return there.f_frsize * there.f_blocks
+    return found.f_frsize * found.f_blocks
 
 
 def _astray(main_address: str) -> str | None:
@@ -136,10 +137,9 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     store = open_store(place.main_address, place.main_port, place.node == 0, wait)
     mine = _choose(store, place, interface, wait)
     probe = Probe(mine.address)
-    me = Facts(place.node, socket.gethostname(), mine.name, mine.address, probe.port, versions())
-    if POD in os.environ:
-        me.shared_memory = shared_memory()
-        me.astray = _astray(place.main_address) if place.node == 0 else None
+    me = Facts(place.node, socket.gethostname(), mine.name, mine.address, probe.port, versions(), shared_memory())
+    if POD in os.environ and place.node == 0:
+        me.astray = _astray(place.main_address)
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
     present = _present(store, place, wait)
     hosts = {node: Facts(**json.loads(store.get(f"facts/{node}"))) for node in present}

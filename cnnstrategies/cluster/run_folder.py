@@ -13,12 +13,14 @@ from typing import Any
 
 from jsonargparse import Namespace
 from lightning.pytorch import Trainer
+from lightning.pytorch import loggers as loggers_of_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.run_name import Run
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.loggers import CSVLogger
 
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
@@ -36,6 +38,9 @@ def place(config: Any, run: Run) -> None:
     """
     name = run.name
     loggers = keep_version(config.trainer, name)
+    for logger in loggers:
+        if getattr(logger, "class_path", None) == f"{loggers_of_lightning.__name__}.{CSVLogger.__name__}":
+            logger.class_path = f"{CSVLogger.__module__}.{CSVLogger.__name__}"
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args
@@ -126,11 +131,7 @@ def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
         last = folder / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
         if not last.exists():
             continue
-        if not _belongs(folder, run.name):
-            raise ConfigurationError(
-                f"{last} is not of the run {run.name}, which would go on from it after a restart: give another "
-                "checkpoint.dirpath, or --fresh, which sets it aside"
-            )
+        refuse_anothers(last, run.name)
         if _is_whole(last):
             return last
         others = [file for file in folder.glob(f"*{callback.FILE_EXTENSION}") if file != last and _is_whole(file)]
@@ -141,8 +142,27 @@ def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
     return None
 
 
+def refuse_anothers(last: Path, name: str) -> None:
+    """Refuse a folder with the last checkpoint of another run; a restart would go on from it.
+
+    Args:
+        last: That checkpoint's path.
+        name: Of this run.
+
+    Raises:
+        ConfigurationError: It is another's.
+    """
+    folder = last.parent
+    record = read_record(folder)
+    if last.exists() and record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) != name:
+        raise ConfigurationError(
+            f"{last} is not of the run {name}, which would go on from it after a restart: give another "
+            "checkpoint.dirpath, or move it; `fit --fresh` sets it aside"
+        )
+
+
 def set_aside(trainer: Trainer, run: Run) -> None:
-    """Move what a run of this name has left, so that a new one finds an empty folder; on one rank.
+    """Move what a run of this name has left, so that a new one finds an empty folder; before its loggers open files.
 
     Args:
         trainer: Its loggers and checkpoint callbacks say where it is.
@@ -151,7 +171,7 @@ def set_aside(trainer: Trainer, run: Run) -> None:
     folders = [
         Path(logger.root_dir) / str(logger.version)
         for logger in trainer.loggers
-        if isinstance(logger, TensorBoardLogger | CSVLogger)
+        if isinstance(logger, TensorBoardLogger | loggers_of_lightning.CSVLogger)
     ]
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None:
@@ -189,12 +209,6 @@ def write_record(folder: Path, record: dict[str, Any]) -> None:
     partial = folder / f".{RECORD}.partial"
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, folder / RECORD)
-
-
-def _belongs(folder: Path, name: str) -> bool:
-    """Whether a folder of checkpoints is this run's: by what is written there, or by its place."""
-    record = read_record(folder)
-    return record.get("run", folder.parent.name if folder.name == CHECKPOINTS else None) == name
 
 
 def _is_whole(checkpoint: Path) -> bool:

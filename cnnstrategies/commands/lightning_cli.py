@@ -35,6 +35,16 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.processes import ended_by
 
+
+class SavedConfiguration(SaveConfigCallback):
+    """Lightning's, which fails where the first logger has no folder, as that of an MLflow server."""
+
+    @override
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None  # A broadcast: every rank asks.
+        super().setup(trainer, pl_module, stage)
+
+
 FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
 
 
@@ -59,7 +69,7 @@ class CLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
-            save_config_callback=SaveConfigCallback if run else None,
+            save_config_callback=SavedConfiguration if run else None,
             save_config_kwargs={"overwrite": True},
             trainer_class=Trainer,
             seed_everything_default=1,

@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
-from typing_extensions import override
 
 from cnnstrategies.callbacks.run_record import RunRecord
 from cnnstrategies.checkpoint_check import SameOptimizer, check_weights
@@ -62,7 +61,8 @@ def checkpoint_of(
         if said is not None:
             path = said or None
         elif begins_anew(fresh, run):
-            trainer.callbacks.insert(0, SetAside(run))  # type: ignore[attr-defined]
+            if is_first(trainer):
+                set_aside(trainer, run)
         else:
             path = last_checkpoint(trainer, run) or given
     if path in WORDS:
@@ -76,21 +76,14 @@ def checkpoint_of(
     return path
 
 
-class SetAside(Callback):
-    """Sets aside what an earlier run of the same name has left, before anything of this one is written.
+def is_first(trainer: Trainer) -> bool:
+    """Whether this process is to be global rank 0, or starts it; known before any process starts.
 
     Args:
-        run: This one.
+        trainer: Its strategy knows the launcher.
     """
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if trainer.is_global_zero:
-            set_aside(trainer, self.run)
-        trainer.strategy.barrier("set aside")
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return local_rank() == 0 and (environment is None or environment.node_rank() == 0)
 
 
 def check_it(

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.run_folder import checkpoint_arguments, keep_version
+from cnnstrategies.cluster.run_folder import CHECKPOINTS, checkpoint_arguments, keep_version
+from cnnstrategies.cluster.run_name import checked
 from cnnstrategies.commands.errors import check_checkpoint, check_trainer_names
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.data import ImageDataModule
@@ -44,6 +45,13 @@ class SubmitCLI(CLI):
     def before_instantiate_classes(self) -> None:
         check_trainer_names(self.config.trainer.strategy, self.config.trainer.accelerator)
         check_checkpoint(self.config.ckpt_path, words=())
+        if self.config.fresh:
+            raise ConfigurationError(
+                "fresh: a job has this option at each restart; leave it out: without run_name each submission is a new "
+                "run, and with one, another name is"
+            )
+        if self.config.run_name is not None:
+            checked(self.config.run_name)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Any:
@@ -84,11 +92,21 @@ class Submission:
             config.pop(name, None)
         for arguments in checkpoint_arguments(config):
             if arguments.dirpath is None:
-                arguments.dirpath = str(folder / "checkpoints")
-        keep_version(config.trainer, folder.name)
+                arguments.dirpath = str(folder / CHECKPOINTS)
+        config.run_name = run_name(folder)
+        keep_version(config.trainer, config.run_name)
         for key, value in changes.items():
             config[key] = value
         return str(self.cli.parser.dump(config, skip_none=False))
+
+
+def run_name(folder: PurePath) -> str:
+    """The name of the run whose folder this is; that of a sweep's task is its number.
+
+    Args:
+        folder: Of the run.
+    """
+    return f"{folder.parent.name}-{folder.name}" if folder.name.isdigit() else folder.name
 
 
 class Target(ABC):

@@ -33,6 +33,11 @@ class KubernetesTarget(Target):
             raise ConfigurationError(
                 "cluster.sweep: Kubernetes has no arrays of jobs on several pods; submit the runs one by one"
             )
+        if self.base.cli.config.fresh:
+            raise ConfigurationError(
+                "fresh: a pod has this option at each restart, and would begin anew each time; leave it out: without "
+                "run_name a run is new"
+            )
         if not options.kubernetes.image:
             raise ConfigurationError(
                 f"{SECTION}.image: name the container image that the pods run; docs/kubernetes.md says how to build it"
@@ -44,7 +49,7 @@ class KubernetesTarget(Target):
         if self.task == "doctor":
             kubernetes, servers = replace(kubernetes, max_restarts=0), 0
         name = f"{options.job_name}-{time.strftime('%m%d-%H%M%S')}"
-        run_folder = folder / name
+        run_folder = folder / (self.base.cli.config.run_name or name)
         checkpoints = PurePosixPath(self.base.checkpoints or run_folder / "checkpoints")
         if not self._kept(checkpoints):
             raise ConfigurationError(
@@ -132,7 +137,6 @@ class KubernetesTarget(Target):
         """What the configuration of the pods says otherwise."""
         options, config = self.base.options, self.base.cli.config
         changes: dict[str, Any] = {
-            "run_name": name,
             "stop.grace": float(options.kubernetes.grace),
             "stop.on_each_node": True,
             "network.wait": max(config.network.wait, WAIT),

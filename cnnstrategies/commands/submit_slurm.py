@@ -1,7 +1,6 @@
 """Runs that are sent to SLURM."""
 
 import itertools
-import shlex
 import shutil
 import sys
 import time
@@ -11,8 +10,9 @@ from typing_extensions import override
 
 from cnnstrategies.cluster.job import sbatch_script
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.cluster.submit import submit
-from cnnstrategies.commands.submission import Submission, Target
+from cnnstrategies.commands.submission import Submission, Target, run_name
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -43,22 +43,21 @@ class SlurmTarget(Target):
                 one.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
             if one.options.check_data and one.cli.datamodule is not None:
                 one.cli.datamodule.prepare_data()
-        self.folder = _run_folder(base.options)
+        name = base.cli.config.run_name
+        self.folder = run_folder(base.options) if name is None else base.options.folder.resolve() / name
+        if base.checkpoints is not None:
+            refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
 
     @override
     def show(self) -> str:
         base = self.base
-        last = "$run/checkpoints/last.ckpt"
-        if base.checkpoints is not None:
-            last = shlex.quote(f"{Path(base.checkpoints).resolve()}/last.ckpt")
         goes_on, variants = base.parameter_server is not None, len(self.variants)
-        return sbatch_script(
-            base.options, base.size, self.folder, last, sys.executable, self.command, variants, goes_on
-        )
+        return sbatch_script(base.options, base.size, self.folder, sys.executable, self.command, variants, goes_on)
 
     @override
     def submit(self) -> str:
         base, folder, variants = self.base, self.folder, self.variants
+        new = not folder.exists()
         write(base, folder)
         for number, variant in enumerate(variants):
             write(variant, folder / str(number))
@@ -67,7 +66,8 @@ class SlurmTarget(Target):
         try:
             job = submit(file)
         except ConfigurationError:
-            shutil.rmtree(folder)
+            if new:
+                shutil.rmtree(folder)
             raise
         logs = f"{job}_0.log to {job}_{len(variants) - 1}.log" if variants else f"{job}.log"
         servers = f", and {base.options.server_nodes} server nodes" if base.options.server_nodes else ""
@@ -94,8 +94,12 @@ def write(submission: Submission, folder: Path) -> None:
     (folder / "config.yaml").write_text(text, encoding="utf-8")
 
 
-def _run_folder(options: ClusterOptions) -> Path:
-    """A new folder's path; two submissions in one second get different ones."""
+def run_folder(options: ClusterOptions) -> Path:
+    """A new folder's path; two submissions in one second get different ones.
+
+    Args:
+        options: The ``cluster`` section.
+    """
     stem = f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
     return next(path for name in names if not (path := options.folder.resolve() / name).exists())

@@ -2,17 +2,18 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies.cluster.run_folder import last_checkpoint, place, set_aside, write_record
 from cnnstrategies.cluster.run_name import Run
-from cnnstrategies.commands.start_from import check_fresh, checkpoint_of
+from cnnstrategies.commands.start_from import check_fresh, checkpoint_of, is_first
 from cnnstrategies.errors import ConfigurationError
 
 HERE = Path("runs/mine/digits/checkpoints")
@@ -67,9 +68,14 @@ def test_loggers_with_ids_get_those_of_the_run_that_is_started_again():
     assert placed(Run("other")) == (None, "other", None, "other")
 
 
-def trainer(folder):
+def trainer(folder, environment=None):
+    """What is asked of one: a real one asks for CUDA, and no other test could fork ranks afterwards."""
     last = ModelCheckpoint(folder, filename="last", enable_version_counter=False)
-    return Trainer(accelerator="cpu", devices=1, logger=CSVLogger("runs", "mine", "digits"), callbacks=[last])
+    loggers = [CSVLogger("runs", "mine", "digits")]
+    strategy = SimpleNamespace(cluster_environment=environment)
+    return SimpleNamespace(
+        checkpoint_callbacks=[last], loggers=loggers, callbacks=[last], fast_dev_run=False, strategy=strategy
+    )
 
 
 def write(file, whole=True):
@@ -95,7 +101,9 @@ def test_another_runs_checkpoint_is_not_gone_on_from():
     """Not even after a crash before the first checkpoint of its own."""
     made = trainer("saved")
     write(Path("saved/last.ckpt"))
-    with pytest.raises(ConfigurationError, match=r"saved/last.ckpt is not of the run digits.* --fresh, which sets it"):
+    with pytest.raises(
+        ConfigurationError, match=r"saved/last.ckpt is not of the run digits.* `fit --fresh` sets it aside"
+    ):
         last_checkpoint(made, RUN)
     write_record(Path("saved"), {"run": "digits"})
     assert last_checkpoint(made, RUN) == Path("saved/last.ckpt").resolve()
@@ -116,7 +124,6 @@ def test_what_is_set_aside_is_kept_and_not_gone_on_from(folder):
 
 
 def test_a_fresh_start_is_one_start_and_not_each_restart(monkeypatch):
-    write(HERE / "last.ckpt")
     last = (HERE / "last.ckpt").resolve()
     for run, fresh, found in (
         (RUN, False, last),
@@ -124,13 +131,26 @@ def test_a_fresh_start_is_one_start_and_not_each_restart(monkeypatch):
         (Run("digits", 1), True, last),
         (Run("digits", None), False, last),
     ):
+        write(last)
         assert checkpoint_of(trainer(HERE), None, True, run, fresh) == found
+        assert last.exists() == (found is not None)
     assert checkpoint_of(trainer(HERE), None, True, None, False) is None
     # A rank that this one starts as a program, and starts again when there is a newer checkpoint.
     checkpoint_of(trainer("saved"), None, True, RUN, False)
     monkeypatch.setenv("LOCAL_RANK", "0")
     write(Path("saved/last.ckpt"))
     assert checkpoint_of(trainer("saved"), None, True, RUN, False) is None
+
+
+def test_one_process_sets_aside_what_is_there(monkeypatch):
+    """Before any starts: loggers open their files before a callback can do something."""
+
+    assert is_first(trainer(HERE))
+    several = trainer(HERE, LightningEnvironment())
+    for node, local in (("0", "0"), ("0", "1"), ("1", "0")):
+        monkeypatch.setenv("NODE_RANK", node)
+        monkeypatch.setenv("LOCAL_RANK", local)
+        assert is_first(several) == (node == local == "0")
 
 
 def test_fresh_is_refused_where_it_would_be_in_vain_or_happen_at_each_restart():

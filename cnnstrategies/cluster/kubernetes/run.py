@@ -23,7 +23,7 @@ class Run:
     """What is to run as pods.
 
     Attributes:
-        name: Of the run and of its objects.
+        name: Of its objects.
         task: ``fit``, or ``doctor``, which examines the pods.
         options: The section ``cluster.kubernetes``.
         size: The pods of the trainer, and the processes and GPUs of each.
@@ -85,7 +85,7 @@ def trainer_script(run: Run) -> str:
         doctor = f'{shlex.quote(run.python)} -m cnnstrategies doctor --shared "$run" --wait {PATIENCE}'
         return f"{_setup(run)}exec {doctor}\n"
     # The others go on without a worker of the parameter server; it is let in when the run is started again.
-    again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$run/finished" ]' if run.goes_on else "false"
+    again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
     return f"""{_setup(run)}# A container's first process gets no signal that it has not asked for.
 trap 'if [ -n "$child" ]; then kill -TERM $child; else exit {STOPPED}; fi' TERM
 while :; do
@@ -102,8 +102,8 @@ while :; do
     if ! {{ {again}; }}; then break; fi
     sleep 10 & wait $!
 done
-if [ $code -eq 0 ] && [ "$NODE_RANK" -eq 0 ]; then touch "$run/finished"; fi
-if [ $code -ne {STOPPED} ] && [ -e "$run/finished" ]; then code=0; fi
+if [ $code -eq 0 ] && [ "$NODE_RANK" -eq 0 ]; then touch "$finished"; fi
+if [ $code -ne {STOPPED} ] && [ -e "$finished" ]; then code=0; fi
 exit $code
 """
 
@@ -114,7 +114,7 @@ def server_script(run: Run) -> str:
     return f"""{_setup(run)}ended=
 trap 'ended={STOPPED}' TERM # A server outlives the signal: the run needs it until it has stopped.
 begin=$(date +%s)
-until [ -e "$run/finished" ]; do
+until [ -e "$finished" ]; do
     if {server} --index "$NODE_RANK"; then begin=$(date +%s); fi
     if [ -n "$ended" ]; then exit $ended; fi
     if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then exit 1; fi
@@ -129,6 +129,7 @@ def _setup(run: Run) -> str:
     otherwise = f"{{ echo {shlex.quote(message)} >&2; exit {HOPELESS}; }}"
     lines = [
         f"run={shlex.quote(run.folder)}",
+        f"finished=$run/.finished-{run.name}",
         f"{shlex.quote(run.python)} -c 'import cnnstrategies' || {otherwise}",
     ]
     if run.options.key_secret is not None:
