@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.ray.options import RayOptions
 from cnnstrategies.errors import ConfigurationError
 
@@ -21,7 +22,7 @@ MARGIN_SECONDS = 20
 
 @dataclass
 class ClusterOptions:
-    """What a SLURM job asks for; read by ``submit``, ignored by ``fit``.
+    """What a job asks for; read by ``submit``, ignored by ``fit``.
 
     Nodes, tasks per node and GPUs are not here: they are ``trainer.num_nodes``, ``trainer.devices`` and, with
     ``trainer.accelerator: gpu``, as many GPUs per node as devices.
@@ -53,6 +54,8 @@ class ClusterOptions:
         server_sbatch: Options of sbatch for these nodes, such as ``--partition=cpu`` and ``--mem=32G``; partition,
             account and time are otherwise the trainer's.
         sweep: Values of keys of the configuration; each combination is a task of a job array.
+        kubernetes: What only Kubernetes asks for. There job_name, folder, python, setup and server_nodes count too, and
+            the rest is SLURM's.
         ray: For ``--to ray``: address, max_restarts, wait and autoscales.
 
     Raises:
@@ -81,6 +84,7 @@ class ClusterOptions:
     server_nodes: int = 0
     server_sbatch: list[str] = field(default_factory=list)
     sweep: dict[str, list[Any]] = field(default_factory=dict)
+    kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
     ray: RayOptions = field(default_factory=RayOptions)
 
     def __post_init__(self) -> None:

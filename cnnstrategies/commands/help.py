@@ -10,6 +10,7 @@ from typing import Any
 
 import docstring_parser
 
+from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.options import RayOptions
 from cnnstrategies.commands.compare_options import parser as compare_parser
@@ -64,7 +65,7 @@ EXPORT = (
     ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
 )
 SUBMISSION = (
-    ("--to NAME", "slurm (default) or ray"),
+    ("--to NAME", "slurm, kubernetes or ray (default: slurm)"),
     ("--dry_run", "print the job and submit nothing"),
 )
 PARSERS = {
@@ -130,7 +131,12 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "export": EXPORT,
         "plan": list(_fields(PlanOptions, "")),
         "tune": list(_fields(TuneOptions, "")),
-        "submit": [*SUBMISSION, *_fields(ClusterOptions, "cluster."), *_fields(RayOptions, "cluster.ray.")],
+        "submit": [
+            *SUBMISSION,
+            *_fields(ClusterOptions, "cluster."),
+            *_fields(KubernetesOptions, "cluster.kubernetes."),
+            *_fields(RayOptions, "cluster.ray."),
+        ],
     }
     if name in own:
         yield "The configuration", CONFIGURATION

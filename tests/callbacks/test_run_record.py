@@ -63,12 +63,9 @@ def test_weights_and_biases_goes_on_in_its_run(fit, monkeypatch):
     one = logger("WandbLogger", project="mine", offline=True, save_dir=".")
     for epochs in (1, 2):
         fit("digits", epochs, one)
-    fit("other", 1, one)
-    ids = [json.loads(Path(name, "checkpoints/run.json").read_text())["loggers"]["0"] for name in ("digits", "other")]
-    assert sorted(folder.name.rpartition("-")[2] for folder in Path("wandb").glob("offline-run-*")) == sorted(
-        [ids[0], ids[0], ids[1]]
-    )
-    assert ids[0] != ids[1]
+    number = json.loads(Path("digits/checkpoints/run.json").read_text())["loggers"]["0"]
+    # Of one run that is not online, each start has a folder; `wandb sync` puts them together by the id.
+    assert [folder.name.rpartition("-")[2] for folder in Path("wandb").glob("offline-run-*")] == [number] * 2
 
 
 def test_mlflow_goes_on_in_its_run(fit):
