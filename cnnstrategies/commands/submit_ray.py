@@ -62,17 +62,20 @@ class RayTarget(Target):
         setup = setup_lines(options)
         config = str(folder / "config.yaml")
         find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cnnstrategies') is None)"
+        doctor = self.task == "doctor"
+        words = f"doctor --shared {shlex.quote(str(folder))}" if doctor else f"fit --config {shlex.quote(config)}"
+        # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
+        variables = {"OMP_NUM_THREADS": str(options.cpus_per_task or 1)}
         return Order(
             nodes=size.nodes,
             needed=demand(options, size),
-            script=f"{setup}exec {interpreter} -m cnnstrategies fit --config {shlex.quote(config)}",
+            script=f"{setup}exec {interpreter} -m cnnstrategies {words}",
             probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
             config=config,
             name=run_name(folder),
             directory=os.getcwd(),
-            # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
-            variables={"OMP_NUM_THREADS": str(options.cpus_per_task or 1)},
-            max_restarts=options.ray.max_restarts,
+            variables=variables | {"NNODES": str(size.nodes)} if doctor else variables,
+            max_restarts=0 if doctor else options.ray.max_restarts,
             wait=options.ray.wait,
             grace=self.base.cli.config.stop.grace,
             goes_on=self.base.parameter_server is not None,

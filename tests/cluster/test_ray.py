@@ -102,3 +102,11 @@ def test_ray_tune_finds_the_learning_rate_that_learns(tmp_path: Path, cluster: R
     run = Program([PYTHON, str(script), str(tmp_path), "1"], tmp_path / "log", RAY_ADDRESS=cluster.address)
     assert run.wait() == 0, run.output()
     assert "RESULT tune 2 0.1\n" in run.output()
+
+
+def test_doctor_examines_the_nodes(tmp_path: Path, cluster: RayCluster) -> None:
+    words = fit("--trainer.num_nodes=2", "--trainer.devices=1", "--to=ray")
+    run = Program([PYTHON, *words[:2], "submit", "doctor", *words[3:]], tmp_path / "log", RAY_ADDRESS=cluster.address)
+    run.wait()
+    assert "Starting on" in run.output()
+    assert "clock" in run.output()

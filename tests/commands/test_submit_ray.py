@@ -30,6 +30,8 @@ def test_dry_run_shows_what_each_node_is_asked_for_and_runs(capsys):
     assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in output
     assert "source /home/me/venv/bin/activate\nexport OMP_NUM_THREADS=2\nulimit -n 4096\nexec python -m " in output
     assert f"--config {Path.cwd()}/ray/cnnstrategies-" in output
+    main(["submit", "doctor", *TWO_NODES, "--dry_run"])
+    assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in capsys.readouterr().out
     assert not list(Path().iterdir())
 
 
