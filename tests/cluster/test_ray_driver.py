@@ -12,9 +12,10 @@ from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray import node
 from cnnstrategies.cluster.ray.connection import check_nodes, demand
-from cnnstrategies.cluster.ray.driver import Driver, Order
+from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.options import RayOptions
+from cnnstrategies.cluster.ray.order import Order
 from cnnstrategies.errors import ConfigurationError
 
 CONFIG = "config.yaml"
@@ -144,7 +145,8 @@ def test_a_mistake_in_the_configuration_is_not_tried_again():
 
 def test_when_a_node_is_lost_the_others_programs_are_ended_at_once_and_all_starts_again():
     ray = FakeRay(loses=(1,))
-    code, log = run(ray, "if [ -e once$NODE_RANK ]; then exit 0; fi; touch once$NODE_RANK; echo on; exec sleep 1000")
+    second = "if [ -e once$NODE_RANK ]; then exit 0; fi; touch once$NODE_RANK"
+    code, log = run(ray, f"{second}; until [ -e once0 ]; do sleep 0.02; done; echo on; exec sleep 1000")
     assert code == 0
     assert "(1 of at most 1): node 1 (" in log
     assert [actor.node._program.returncode for actor in ray.actors] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
