@@ -1,44 +1,44 @@
 """``cnnstrategies submit --to ray``: what it prints, and what it refuses before it asks a cluster."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from cnnstrategies.commands.submit import main
+from cnnstrategies.commands.submission import check
+from cnnstrategies.commands.submit_ray import RayTarget
 from cnnstrategies.errors import ConfigurationError
 
-TWO_NODES = [f"--config={ROOT / 'configs/quickstart.yaml'}", "--trainer.num_nodes=2", "--trainer.devices=3", "--to=ray"]
-SERVER = "--trainer.strategy=ParameterServerStrategy"
-REFUSED = {
-    "sweep": (["--cluster.sweep={seed_everything: [1, 2]}"], "cluster.sweep with --to ray"),
-    "servers": ([SERVER, "--cluster.server_nodes=1"], "cluster.server_nodes=1 with --to ray"),
-    "no keys": ([SERVER], "make a key file with"),
-    "no checkpoints": (
-        ["--trainer.enable_checkpointing=false", "--cluster.requeue=false"],
-        "set cluster.ray.max_restarts to 0",
-    ),
-    "no Ray": ([], "pip install 'cnnstrategies.ray.'"),
-}
+SERVER = "--trainer.strategy"
+ARGUMENTS = [
+    *(f"--config={ROOT / 'configs/quickstart.yaml'}", "--trainer.num_nodes=2", "--trainer.devices=2", "--to=ray"),
+    *(f"{SERVER}=ParameterServerStrategy", f"{SERVER}.init_args.mode=async", "--cluster.cpus_per_task=3"),
+]
 
 
-def test_dry_run_shows_what_each_node_is_asked_for_and_runs(capsys):
-    options = ["--cluster.cpus_per_task=2", "--cluster.setup=[ulimit -n 4096]", "--cluster.venv=/home/me/venv"]
-    main(["submit", "fit", *TWO_NODES, *options, "--dry_run"])
-    output = capsys.readouterr().out
-    assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in output
-    assert "source /home/me/venv/bin/activate\nexport OMP_NUM_THREADS=2\nulimit -n 4096\nexec python -m " in output
-    assert f"--config {Path.cwd()}/ray/cnnstrategies-" in output
-    main(["submit", "doctor", *TWO_NODES, "--dry_run"])
-    assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in capsys.readouterr().out
-    assert not list(Path().iterdir())
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_run_is_refused_before_a_cluster_is_asked(monkeypatch, name):
+def test_what_each_node_is_asked_for_is_shown_and_what_cannot_run_is_refused(monkeypatch):
+    base = check(ARGUMENTS)
     monkeypatch.setitem(sys.modules, "ray", None)  # As if it were not installed.
-    arguments, words = REFUSED[name]
-    with pytest.raises(ConfigurationError, match=words):
-        main(["submit", "fit", *TWO_NODES, *arguments])
+
+    def refused(words: str, **options: object) -> None:
+        with pytest.raises(ConfigurationError, match=words):
+            RayTarget(replace(base, options=replace(base.options, **options)), [], "")
+
+    refused("make a key file with")
+    refused("cluster.sweep with --to ray", sweep={"seed_everything": [1, 2]})
+    refused("cluster.server_nodes=1 with --to ray", server_nodes=1)
+    base = replace(base, parameter_server=None)
+    options = replace(base.options, setup=["ulimit -n 4096"], venv=Path("/home/me/venv"))
+    shown = RayTarget(replace(base, options=options), [], "submit").show()
+    assert "(STRICT_SPREAD) of 2 nodes with 6 CPUs each" in shown
+    lines = "source /home/me/venv/bin/activate\nexport OMP_NUM_THREADS=3\nulimit -n 4096\nexec python -m cnnstrategies "
+    assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
+    doctor = RayTarget(base, [], "submit", "doctor").show()
+    assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in doctor
+    with pytest.raises(ConfigurationError, match=r"pip install 'cnnstrategies\[ray\]'"):
+        RayTarget(base, [], "submit").submit()
+    base.cli.config.trainer.fast_dev_run = True
+    refused("set cluster.ray.max_restarts to 0")
     assert not list(Path().iterdir())
