@@ -2,10 +2,14 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import threading
+import time
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,7 +21,7 @@ from conftest import ROOT
 from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.kubernetes import manifests
 from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
-from cnnstrategies.cluster.kubernetes.run import Run
+from cnnstrategies.cluster.kubernetes.run import Run, server_script, trainer_script
 from cnnstrategies.errors import ConfigurationError
 
 pytestmark = pytest.mark.light
@@ -148,6 +152,65 @@ def test_the_image_is_made_of_what_is_there():
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         KubernetesOptions(**options)
+
+
+FAKE = """#!/bin/sh
+case "$*" in
+*import*) exit 0 ;;
+*server*) echo server >> "$LOG"; while [ ! -e "$LOG.end" ]; do sleep 0.05; done; rm "$LOG.end"; exit 1 ;;
+esac
+trap 'echo stopped >> "$LOG"; exit 143' TERM
+echo started >> "$LOG"
+while [ ! -e "$LOG.end" ]; do sleep 0.05; done
+rm "$LOG.end"
+exit $(cat "$LOG.code")
+"""
+
+
+class Pod:
+    """A pod's script, run here with a program in the place of Python."""
+
+    def __init__(self, folder: Path, script: str, node: int) -> None:
+        self.log = folder / f"log{node}"
+        (folder / "python").write_text(FAKE)
+        (folder / "python").chmod(0o755)
+        path = f"{folder}:{os.environ['PATH']}"
+        variables = {"PATH": path, "LOG": str(self.log), "NODE_RANK": str(node), "MASTER_ADDR": "localhost"}
+        self.process = subprocess.Popen(["/bin/sh", "-c", script], env=variables)
+
+    def wait_for(self, *lines: str) -> None:
+        deadline = time.monotonic() + 30
+        while not self.log.exists() or self.log.read_text().split() != list(lines):
+            assert time.monotonic() < deadline, self.log.exists() and self.log.read_text()
+            time.sleep(0.02)
+
+    def end_program(self, code: int) -> None:
+        Path(f"{self.log}.code").write_text(str(code))
+        Path(f"{self.log}.end").touch()
+
+
+def test_a_pods_script_passes_signals_on_and_ends_as_the_run_does(tmp_path: Path):
+    """A trainer's with the run's exit code; a server's when the run has ended well, and not when it has stopped."""
+    folder = tmp_path / "run"
+    this = replace(run(key_secret=None), folder=str(folder), goes_on=True)
+    first = Pod(tmp_path, trainer_script(this), 0)
+    server = Pod(tmp_path, server_script(this), 7)
+    first.wait_for("started")
+    server.wait_for("server")
+    first.process.terminate()
+    assert first.process.wait(30) == 143
+    first.wait_for("started", "stopped")
+    server.end_program(1)
+    server.wait_for("server", "server")  # For the next start.
+    lost = Pod(tmp_path, trainer_script(this), 1)
+    lost.wait_for("started")
+    again = Pod(tmp_path, trainer_script(this), 0)
+    again.wait_for("started", "stopped", "started")
+    again.end_program(0)
+    assert again.process.wait(30) == 0
+    assert server.process.wait(30) == 0
+    lost.end_program(1)
+    assert lost.process.wait(30) == 0  # The others have gone on without it.
 
 
 class Api(BaseHTTPRequestHandler):

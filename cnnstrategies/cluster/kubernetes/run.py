@@ -115,7 +115,14 @@ def server_script(run: Run) -> str:
 trap 'ended={STOPPED}' TERM # A server outlives the signal: the run needs it until it has stopped.
 begin=$(date +%s)
 until [ -e "$finished" ]; do
-    if {server} --index "$NODE_RANK"; then begin=$(date +%s); fi
+    {server} --index "$NODE_RANK" &
+    child=$!
+    while kill -0 $child 2>/dev/null && [ ! -e "$finished" ]; do sleep 1; done
+    if [ -e "$finished" ]; then
+        kill -KILL $child 2>/dev/null # It may be waiting for another start of the run.
+        exit 0
+    fi
+    if wait $child; then begin=$(date +%s); fi
     if [ -n "$ended" ]; then exit $ended; fi
     if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then exit 1; fi
     sleep 1
