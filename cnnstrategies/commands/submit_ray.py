@@ -32,8 +32,8 @@ class RayTarget(Target):
         base, options = self.base, self.base.options
         if options.sweep:
             raise ConfigurationError(
-                "cluster.sweep with --to ray: a sweep is an array of SLURM's: use Ray Tune, as docs/ray.md shows, "
-                "or submit the runs one by one"
+                "cluster.sweep with --to ray: a sweep is an array of SLURM's: submit the runs one by one, or use "
+                "Ray Tune in a script"
             )
         if options.server_nodes:
             raise ConfigurationError(
