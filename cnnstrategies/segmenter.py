@@ -128,19 +128,6 @@ class ImageSegmenter(NetworkModule):
         check_map(logits, (len(images), self.num_classes, *images.shape[2:]))
         return {"index": indices, "masks": logits.argmax(dim=1)}
 
-    def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics and log them."""
-        logits = main_logits(outputs).detach()
-        for name, metric in getattr(self, f"{stage}_metrics").items():
-            if name == "loss":
-                metric.update(loss.detach(), weight=len(targets))
-            else:
-                metric.update(logits, targets)
-            on_bar = f"{stage}_{name}" in ("train_loss", "val_loss", "val_miou", "test_miou")
-            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=on_bar)
-        if stage == "train":
-            self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
-
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         check_map(logits, (len(targets), self.num_classes, *targets.shape[1:]))
         losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten(1)
