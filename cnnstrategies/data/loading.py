@@ -72,7 +72,7 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
     def __getitem__(self, request: BatchRequest) -> Batch | ConfigurationError:
         """The batch, or the error that kept it from being read; raised here, a worker would add its traceback to it."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(request.seed)
+            torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would look for accelerators, too.
             try:
                 images, targets = self.source.fetch(request.indices)
             except ConfigurationError as error:
