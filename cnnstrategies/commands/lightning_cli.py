@@ -32,6 +32,7 @@ from cnnstrategies.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.processes import ended_by
+from cnnstrategies.sweeping.talk import keep_apart
 
 FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
 
@@ -97,6 +98,8 @@ class CLI(LightningCLI):
             check_checkpoint(config.ckpt_path)
         if (name := run_name()) is not None:
             keep_version(config.trainer, name)
+        if self.subcommand == "fit":
+            keep_apart(config)
 
     @override
     def instantiate_classes(self) -> None:
