@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, Metric
@@ -106,6 +107,15 @@ class ImageClassifier(NetworkModule):
         self.train_metrics = _metrics(num_classes, top5=False)
         self.val_metrics = _metrics(num_classes, top5=num_classes > 5)
         self.test_metrics = _metrics(num_classes, top5=num_classes > 5)
+
+    def check_data(self, datamodule: LightningDataModule | None) -> None:
+        """Refuse data with another number of classes, or with masks."""
+        super().check_data(datamodule)
+        if getattr(datamodule, "ignore_index", None) is not None:
+            raise ConfigurationError(
+                f"{type(datamodule).__name__} has masks, and ImageClassifier learns classes of whole images: take "
+                "ImageSegmenter, or data without masks"
+            )
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """The mean cross-entropy of a batch.

@@ -3,12 +3,14 @@
 from typing import Any, Literal
 
 import torch.nn.functional as F
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from cnnstrategies._lightning_private import built_by_cli
+from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.network_module import Batch, NetworkModule
 
@@ -75,6 +77,22 @@ class ImageSegmenter(NetworkModule):
         self.train_metrics = nn.ModuleDict({"loss": MeanMetric()})
         self.val_metrics = self._metrics()
         self.test_metrics = self._metrics()
+
+    def check_data(self, datamodule: LightningDataModule | None) -> None:
+        """Refuse data with another number of classes, without masks, or whose masks have another ``ignore_index``."""
+        super().check_data(datamodule)
+        if not isinstance(datamodule, ImageDataModule) or datamodule.ignore_index == self.ignore_index:
+            return
+        name, given = type(datamodule).__name__, datamodule.ignore_index
+        if given is None:
+            raise ConfigurationError(
+                f"{name} has no masks, and ImageSegmenter learns from them: take SegmentationFolderDataModule, or "
+                "shards that were packed from it; for classes of images take ImageClassifier"
+            )
+        raise ConfigurationError(
+            f"the model has ignore_index={self.ignore_index}, but {name} has {given}: set "
+            f"model.init_args.ignore_index={given}"
+        )
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         """The mean over a batch's images of the cross-entropy of their pixels.

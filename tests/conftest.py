@@ -28,8 +28,9 @@ ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
 # A job of the machine that runs the tests must not become theirs: with SLURM_NTASKS set every rank would be rank 0.
+LAUNCHERS = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_", "TORCHELASTIC_", "CNNSTRATEGIES_RUN_")
 for name in list(os.environ):
-    if name.startswith(("SLURM_", "PMI_", "OMPI_", "TORCHELASTIC_")) or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+    if name.startswith(LAUNCHERS) or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
         del os.environ[name]
 
 

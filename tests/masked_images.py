@@ -6,16 +6,18 @@ import numpy as np
 from PIL import Image
 
 
-def write_masked_images(folder: Path, count: int, size: tuple[int, int] = (20, 24)) -> None:
+def write_masked_images(
+    folder: Path, count: int, size: tuple[int, int] = (20, 24), square: int = 8, kind: str = "png"
+) -> None:
     """Writes `images/` and `masks/` of two classes; the first row of each mask counts nowhere."""
     random = np.random.default_rng(0)
-    for kind in ("images", "masks"):
-        (folder / kind).mkdir(parents=True)
+    for part in ("images", "masks"):
+        (folder / part).mkdir(parents=True)
     for index in range(count):
         mask = np.zeros(size, dtype=np.uint8)
-        top, left = random.integers(2, 9, 2)
-        mask[top : top + 8, left : left + 8] = 1
+        top, left = random.integers(2, square + 1, 2)
+        mask[top : top + square, left : left + square] = 1
         pixels = 60 + 120 * mask[..., None] + random.integers(40, size=(*size, 3))
         mask[: 1 + index % 3] = 255
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"images/{index}.png")
+        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"images/{index}.{kind}", quality=90)
         Image.fromarray(mask).save(folder / f"masks/{index}.png")

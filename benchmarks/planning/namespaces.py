@@ -1,9 +1,10 @@
-"""What `plan` predicts against what three hosts measure: 4 networks, 4 strategies, 3 rates of the network.
+"""What `plan` predicts against what three hosts measure: 5 networks, 4 strategies, 3 rates of the network.
 
 The hosts are network namespaces with a processor quota each, together less than the machine's cores, and with links of
 100, 300 and 1000 Mbit/s. Each network is profiled on all hosts at once under that quota; latencies are measured in the
 shaped links. The other numbers that a cluster file has (the links' efficiency, the devices' speed while they
-communicate, a server's rate) are fitted to VGG-11's 12 points; the 36 of the other networks are predicted with them.
+communicate, what a message costs a device, a server's rate) are fitted to 24 points of a large network and of one with
+next to nothing to do; the 36 of the other networks are predicted with them.
 """
 
 import itertools
@@ -40,20 +41,19 @@ from cnnstrategies.planning.rank import rank
 QUOTA = 0.6  # of a core, for each of three hosts on two cores
 RATES = (100, 300, 1000)  # Mbit/s
 STRATEGIES = ("ddp", "ddp_bf16", "hybrid", "parameter_server")
-CALIBRATED = "VGG-11"
+CALIBRATED = ("VGG-11", "SmallCNN")
 ROUNDS = 3
 
 
 LIMITS = """\
-What limits it: on a CPU the exchange takes processor time from the same quota as the network's layers. torch's gloo,
-the pipeline's engine and a server's messages take some milliseconds of a step whatever the network, which is nothing
-beside VGG-11's 0.4 s and a fifth of ResNet-20's; the profile does not see them, and VGG-11 cannot tell them from a
-slower device. Predictions of small networks over a quick link are too low for all strategies, most for the hybrid,
-which works on six microbatches; so the order is better than the times. Tried, and kept: the connection of a machine
-priced once for its workers and its server (a parameter server's error for ResNet-20 at 100 Mbit/s: from -36 to -4 %
-in a first run), a price for each of a server's messages, links whose limit small messages notice too (before, a token
-bucket let 256 KB through at once, and the hybrid at 100 Mbit/s was 30 % quicker than predicted). VGG-11 was measured
-before that last change and beside other work, so its speed of 1.1 is probably too high for the others."""
+What limits it: on a CPU the exchange takes processor time from the same quota as the network's layers. A message is
+priced for who sends and who receives it (`work_us`), whatever its size; with large networks alone this cannot be told
+from a slower device, so a network with next to nothing to do is fitted too. Before that, with VGG-11 alone, the mean
+error was 11.3 % and the worst 30 %, all of small networks over a quick link. Tried, and kept: the connection of a
+machine priced once for its workers and its server, a price for each of a server's messages, links whose limit small
+messages notice too. Tried without effect: quotas in periods of 3 ms. Not explained: a parameter server over 100 Mbit/s
+takes a fifth longer than DDP, though as many bytes pass each link. SmallCNN's steps are too quick to be told apart; as
+it is fitted to, its best strategies do not count."""
 
 
 class Hosts:
@@ -151,12 +151,14 @@ class Numbers:
     Attributes:
         efficiency: Of the links.
         speed: Of the devices, as a multiple of the profile's.
+        work: Seconds of a device that a message costs.
         server: Bytes of gradients per second that a server adds up and applies.
         message: Seconds that each message of it costs.
     """
 
     efficiency: float = 1.0
     speed: float = 1.0
+    work: float = 0.0
     server: float = 1e9
     message: float = 5e-5
 
@@ -169,7 +171,7 @@ def job(
         file = Path(folder) / "profile.csv"
         file.write_text(found["profile"])
         profile = read_profile(file, SAMPLES // sum(REPLICAS))
-    link = Link(rate * 1e6 / 8 * numbers.efficiency, min(found["latency"].values()))
+    link = Link(rate * 1e6 / 8 * numbers.efficiency, min(found["latency"].values()), work=numbers.work)
     host = Host(1, link, link, speed=numbers.speed)
     cluster = Cluster((host,) * sum(REPLICAS), server_rate=numbers.server, server_message=numbers.message)
     names = [node.name for node in profile.costs.nodes]
@@ -194,12 +196,16 @@ def predicted(
     return {row.candidate.family: row.prediction.step for row in (*ranking.same, *ranking.changing)}
 
 
-def fitted(found: dict[str, Any]) -> Numbers:
-    """The numbers with the least mean error on a network's points; first those that all strategies have."""
+def fitted(found: Sequence[dict[str, Any]]) -> Numbers:
+    """The numbers with the least mean error on some networks' points; first those that all strategies have."""
     steps: list[tuple[tuple[str, ...], dict[str, tuple[float, ...]]]] = [
         (
             ("ddp", "ddp_bf16", "hybrid"),
-            {"efficiency": (0.75, 0.8, 0.85, 0.9, 0.95, 1.0), "speed": (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1)},
+            {
+                "efficiency": (0.75, 0.8, 0.85, 0.9, 0.95, 1.0),
+                "speed": (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1),
+                "work": (0.0, 2e-4, 4e-4, 6e-4, 8e-4, 1e-3, 1.2e-3, 1.5e-3),
+            },
         ),
         (("parameter_server",), {"server": (3e7, 5e7, 1e8, 2e8, 1e9), "message": (0.0, 5e-5, 1e-4, 2e-4, 4e-4)}),
     ]
@@ -208,7 +214,10 @@ def fitted(found: dict[str, Any]) -> Numbers:
         tried = [
             replace(numbers, **dict(zip(values, each, strict=True))) for each in itertools.product(*values.values())
         ]
-        numbers = min(tried, key=lambda one: statistics.fmean(abs(off) for off in errors(found, one, strategies)))
+        numbers = min(
+            tried,
+            key=lambda one: statistics.fmean(abs(off) for each in found for off in errors(each, one, strategies)),
+        )
     return numbers
 
 
@@ -232,13 +241,13 @@ def main() -> None:
             return
     pieces = Pieces(given)
     pieces.measure(list(NETWORKS), measured)
-    if CALIBRATED in pieces.known and len(pieces.known) > 1:
+    if set(CALIBRATED) < set(pieces.known):
         page(pieces)
 
 
 def page(pieces: Pieces) -> None:
     """Write the page."""
-    numbers = fitted(pieces.known[CALIBRATED])
+    numbers = fitted([pieces.known[title] for title in CALIBRATED])
     rows: list[Sequence[str]] = [("network", "Mbit/s", *STRATEGIES, "best measured", "best predicted")]
     titles = [title for title in NETWORKS if title in pieces.known]
     without = "".join(f" {title} is not measured yet." for title in NETWORKS if title not in titles)
@@ -258,22 +267,23 @@ def page(pieces: Pieces) -> None:
                 cells.append(f"{made[one] * 1e3:.0f} / {real[one] * 1e3:.0f} ({error:+.0%}, spread {spread:.0%})")
             best, named = min(real, key=lambda one: real[one]), min(made, key=lambda one: made[one])
             good = real[named] <= 1.03 * real[best]
-            right += good
+            right += good and title not in CALIBRATED[1:]
             rows.append((title, str(rate), *cells, best, named if good else f"**{named}**"))
-    others = [abs(one) for title, each in off.items() if title != CALIBRATED for one in each]
-    own = [abs(one) for one in off[CALIBRATED]]
+    others = [abs(one) for title, each in off.items() if title not in CALIBRATED for one in each]
+    own = [abs(one) for title in CALIBRATED for one in off[title]]
     report(
         HERE / "namespaces.md",
         "Plan against three hosts",
         f"{__doc__}\nCells: predicted / measured milliseconds of a step, the median of its rounds. A step is forward, "
         f"backward and the exchange of gradients for {SAMPLES} images, with the parameter server also the update; the "
         f"hybrid has replicas {list(REPLICAS)} and {MICROBATCHES} microbatches, cut where `plan` says. {QUOTA} cores "
-        f"for each host, in periods of 10 ms.\n\nFitted to {CALIBRATED}: efficiency {numbers.efficiency:g}, speed "
-        f"{numbers.speed:g}, a server's {numbers.server / 1e9:g} GB/s and {numbers.message * 1e6:g} us for a message; "
-        "mean absolute error there "
+        f"for each host, in periods of 10 ms.\n\nFitted to {' and '.join(CALIBRATED)}: efficiency "
+        f"{numbers.efficiency:g}, speed {numbers.speed:g}, {numbers.work * 1e6:g} us of a device for a message, a "
+        f"server's {numbers.server / 1e9:g} GB/s and {numbers.message * 1e6:g} us for one of its; mean absolute error "
+        "there "
         f"{statistics.fmean(own):.1%}. **The {len(others)} other points: mean absolute error "
         f"{statistics.fmean(others):.1%} (target 10 %), worst {max(others):.0%} (target 25 %). The best strategy is "
-        f"named in {right} of {len(titles) * len(RATES)} cells** (target 11 of 12; less than 3 % behind counts "
+        f"named in {right} of {(len(titles) - 1) * len(RATES)} cells** (target 11 of 12; less than 3 % behind counts "
         f"as best).{without}\n\n{LIMITS}",
         rows,
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from cnnstrategies.networks import SmallCNN
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
@@ -45,12 +46,18 @@ def alexnet() -> nn.Module:
     return made
 
 
+def small_cnn() -> nn.Module:
+    """A network with so little to do that its steps show what messages cost."""
+    return SmallCNN(10, in_channels=3, widths=(16, 32))
+
+
 # What makes it, side of the images, classes.
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     "VGG-11": (vgg_like, 32, 100),
     "ResNet-20": (resnet_like, 32, 10),
     "MobileNetV3-Small": (mobilenet, 64, 100),
     "AlexNet": (alexnet, 64, 100),
+    "SmallCNN": (small_cnn, 32, 10),
 }
 Steps = Callable[[int], float]
 

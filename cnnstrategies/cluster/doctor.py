@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import platform
 import socket
 import time
@@ -36,6 +37,8 @@ class Facts:
         address: Its address there.
         port: Where its probe answers.
         versions: Version of each program that must be the same everywhere.
+        shared_memory: Bytes that fit into the memory through which its processes hand each other batches; None where
+            that is not a file system.
     """
 
     node: int
@@ -44,6 +47,7 @@ class Facts:
     address: str
     port: int
     versions: dict[str, str]
+    shared_memory: int | None = None
 
 
 @dataclass
@@ -94,6 +98,15 @@ def versions() -> dict[str, str]:
     }
 
 
+def shared_memory() -> int | None:
+    """Size of ``/dev/shm``, which a container limits; None where there is none, as outside Linux."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return found.f_frsize * found.f_blocks
+
+
 def examine(place: Place, directory: Path, interface: str | None, wait: float) -> Report | None:
     """Examine the cluster, together with the other hosts' processes.
 
@@ -112,7 +125,7 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     store = open_store(place.main_address, place.main_port, place.node == 0, wait)
     mine = _choose(store, place, interface, wait)
     probe = Probe(mine.address)
-    me = Facts(place.node, socket.gethostname(), mine.name, mine.address, probe.port, versions())
+    me = Facts(place.node, socket.gethostname(), mine.name, mine.address, probe.port, versions(), shared_memory())
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
     present = _present(store, place, wait)
     hosts = {node: Facts(**json.loads(store.get(f"facts/{node}"))) for node in present}

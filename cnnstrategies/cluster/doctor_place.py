@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from cnnstrategies.cluster.environment import environment_plugins
+from cnnstrategies.cluster.mpirun import MpirunEnvironment
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -37,8 +38,8 @@ def find_place() -> Place:
         return Place(int(os.environ["GROUP_RANK"]), nodes, int(os.environ["LOCAL_RANK"]), *_main())
     if environments := environment_plugins([]):
         environment = environments[0]
-        if "OMPI_COMM_WORLD_SIZE" in os.environ:
-            nodes = environment.world_size() // int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
+        if isinstance(environment, MpirunEnvironment):
+            nodes = environment.world_size() // environment.local_size()
         else:
             nodes = int(os.environ["SLURM_NNODES"])
         address, port = environment.main_address, environment.main_port

@@ -5,6 +5,7 @@ from rich.table import Table
 from cnnstrategies.cluster.doctor import Report
 
 CLOCK_SECONDS = 1.0  # of difference are told
+SHARED_MEMORY = 2**28  # bytes; a container has a quarter of it unless it is told otherwise
 
 
 def hosts_table(report: Report) -> Table:
@@ -43,7 +44,8 @@ def links_table(report: Report) -> Table:
 
 def mends(report: Report) -> list[str]:
     """What is wrong and what to do about it; empty if all is well."""
-    return [*_missing(report), *_versions(report), *_links(report), *_shared(report), *_clocks(report)]
+    checks = (_missing, _versions, _links, _shared, _clocks, _memory)
+    return [line for check in checks for line in check(report)]
 
 
 def _missing(report: Report) -> list[str]:
@@ -99,6 +101,16 @@ def _clocks(report: Report) -> list[str]:
                 f"that of {report.hosts[0].host}: keep both in step with NTP, for example with chrony"
             )
     return lines
+
+
+def _memory(report: Report) -> list[str]:
+    return [
+        f"{facts.host} has {facts.shared_memory / 2**20:.0f} MiB of shared memory, through which data workers and NCCL "
+        "hand over what they have: mount an emptyDir with `medium: Memory` at /dev/shm in a pod, or start the "
+        "container with --shm-size=8g; data.init_args.num_workers=0 does without"
+        for facts in report.hosts.values()
+        if facts.shared_memory is not None and facts.shared_memory < SHARED_MEMORY
+    ]
 
 
 def _clock(report: Report, node: int) -> str:

@@ -8,9 +8,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from cnnstrategies.cluster.openmpi import OpenMPIEnvironment
+from cnnstrategies.cluster.mpirun import MPIRUNS
 
-LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+# srun's own after those of an mpirun inside its job: SLURM has started one process there, which is its number 0.
+LOCAL_RANKS = ("LOCAL_RANK", *(kind.LOCAL_RANK for kind in MPIRUNS), "SLURM_LOCALID")
 
 
 def local_rank() -> int:
@@ -30,8 +31,8 @@ def environment_plugins(plugins: list[Any]) -> list[ClusterEnvironment]:
     """
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins) or TorchElasticEnvironment.detect():
         return []
-    if OpenMPIEnvironment.detect():
-        return [OpenMPIEnvironment()]
+    if (mpirun := next((kind for kind in MPIRUNS if kind.detect()), None)) is not None:
+        return [mpirun()]
     # Asked first: Lightning's `detect` warns where srun is installed and not used.
     if "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect():
         return [SLURMEnvironment(auto_requeue=False)]

@@ -61,7 +61,6 @@ def sbatch_script(
     options: ClusterOptions,
     size: Size,
     folder: Path,
-    last: str,
     python: str,
     command: str,
     variants: int = 0,
@@ -73,7 +72,6 @@ def sbatch_script(
         options: The ``cluster`` section.
         size: Nodes, tasks and GPUs.
         folder: The run folder, with ``config.yaml``; with variants, those lie in its folders 0, 1, ...
-        last: The checkpoint to go on from, in the shell's words; ``$run`` is the folder of one run.
         python: The interpreter, unless the options name one.
         command: The command line that made the job, for the reader.
         variants: Number of combinations of a sweep; 0 for a single run.
@@ -90,15 +88,7 @@ def sbatch_script(
     # A rank that fails alone must not leave the others waiting. Not --kill-on-bad-exit: its SIGTERM reaches ranks that
     # end in order after a warning, and srun's status, the highest of all ranks', would not tell of the warning.
     srun = f"srun{cpus} --kill-on-bad-exit=0 --wait={UNLIMITED if goes_on else WAIT_SECONDS}"
-    parts.append(
-        f"""run={run}
-last={last}
-resume=()
-if [[ -f $last ]]; then # A job that was requeued or submitted again goes on from there.
-    resume=(--ckpt_path "$last")
-fi
-"""
-    )
+    parts.append(f"run={run}\n")
     config = '--config "$run/config.yaml"'
     if options.server_nodes:
         config += ' --config "$run/servers.yaml"'
@@ -106,7 +96,7 @@ fi
         srun += " --het-group=0"
     parts.append(
         f"""{srun} \\
-    {shlex.quote(interpreter)} -m cnnstrategies fit {config} "${{resume[@]}}"
+    {shlex.quote(interpreter)} -m cnnstrategies fit {config}
 status=$?
 """
     )

@@ -30,6 +30,8 @@ ROOTS: dict[str, str | None] = {
     "network": "cnnstrategies.cluster.hosts.Network",
     "seed_everything": None,
     "ckpt_path": None,
+    "run_name": None,
+    "fresh": None,
 }
 # Where the classes are that a configuration may name without their module.
 HOMES = (
@@ -44,7 +46,7 @@ MOST_NAMES = 16  # that are listed beside a guess
 # Of the commands themselves, and not of a configuration.
 OPTIONS = {
     *("config", "help", "help_full", "print_config", "weights_only", "verbose", "return_predictions", "output"),
-    *("calibration_batches", "format", "int8", "dry_run"),
+    *("calibration_batches", "format", "int8", "dry_run", "to"),
     *(field.name for field in (*fields(PlanOptions), *fields(TuneOptions))),
 }
 # Lightning's and ours; `tests/commands/test_early.py` compares with the registry.

@@ -1,5 +1,6 @@
 """The command line: LightningCLI with the package's defaults, and errors of one line."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,8 @@ from typing_extensions import override
 
 from cnnstrategies.checkpoint_words import WORDS
 from cnnstrategies.cluster.environment import local_rank
-from cnnstrategies.cluster.run_name import keep_version, run_name
+from cnnstrategies.cluster.run_folder import place
+from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
 from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
 from cnnstrategies.commands.errors import check_checkpoint, check_trainer_names
 from cnnstrategies.commands.failures import explain_build_error, explain_reference, refusal_in
@@ -22,7 +24,7 @@ from cnnstrategies.commands.parser import ArgumentParser
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run import ends_together
-from cnnstrategies.commands.start_from import check_it, checkpoint_of
+from cnnstrategies.commands.start_from import check_fresh, check_it, checkpoint_of
 from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.own_images import own_images
@@ -32,7 +34,17 @@ from cnnstrategies.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.processes import ended_by
-from cnnstrategies.sweeping.talk import keep_apart
+from cnnstrategies.sweeping.trial_folder import keep_apart
+
+
+class SavedConfiguration(SaveConfigCallback):
+    """Lightning's, which fails where the first logger has no folder, as that of an MLflow server."""
+
+    @override
+    def setup(self, trainer: LightningTrainer, pl_module: LightningModule, stage: str) -> None:
+        self.save_to_log_dir = self.save_to_log_dir and trainer.log_dir is not None  # A broadcast: every rank asks.
+        super().setup(trainer, pl_module, stage)
+
 
 FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
 
@@ -48,6 +60,8 @@ class CLI(LightningCLI):
         run: Run the subcommand; else, for commands that build model and data but no trainer, there are none.
     """
 
+    named: Run | None = None  # The run, where it has a name.
+
     def __init__(self, run: bool = True) -> None:
         super().__init__(
             LightningModule,
@@ -56,7 +70,7 @@ class CLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             parser_class=ArgumentParser,
-            save_config_callback=SaveConfigCallback if run else None,
+            save_config_callback=SavedConfiguration if run else None,
             save_config_kwargs={"overwrite": True},
             trainer_class=Trainer,
             seed_everything_default=1,
@@ -96,10 +110,12 @@ class CLI(LightningCLI):
             check_checkpoint(config.ckpt_path, words=())
         else:
             check_checkpoint(config.ckpt_path)
-        if (name := run_name()) is not None:
-            keep_version(config.trainer, name)
         if self.subcommand == "fit":
             keep_apart(config)
+        self.named = find_run(config.run_name, configuration_hash(config), os.environ)
+        if self.named is not None:
+            place(config, self.named)
+        check_fresh(config.fresh, self.named)
 
     @override
     def instantiate_classes(self) -> None:
@@ -152,9 +168,12 @@ class CLI(LightningCLI):
         """Run a trainer's function; when it fails here, end the processes that it started."""
         training = self.subcommand == "fit"
         given = kwargs["ckpt_path"]
-        kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, given, training)
+        config = self.config[self.subcommand]
+        kwargs["ckpt_path"] = path = checkpoint_of(self.trainer, given, training, self.named, config.fresh)
+        # The configuration that is saved says which it was.
         if given in WORDS:
-            self.config[self.subcommand].ckpt_path = path  # The configuration that is saved says which it was.
+            config.ckpt_path = path
+        config.fresh = False
         if path is not None:
             check_it(self.trainer, self.model, path, kwargs.get("weights_only"), training)
         if local_rank() == 0 and self.datamodule is not None:

@@ -15,7 +15,10 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     result.add_argument(
-        "source", nargs="?", help="folder of images, as ImageFolderDataModule reads it, or a data module's import path"
+        "source",
+        nargs="?",
+        help="folder of images, as ImageFolderDataModule reads it, or a data module's name or import "
+        "path (SegmentationFolderDataModule for images with masks)",
     )
     result.add_argument("out", nargs="?", type=Path, help="folder to make")
     result.add_argument("--init_args", default="{}", help="arguments of the data module, as YAML: '{root: datasets}'")

@@ -1,40 +1,89 @@
 """The checkpoint that a run starts from."""
 
+import os
 from pathlib import Path
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
+from cnnstrategies.callbacks.run_record import RunRecord
 from cnnstrategies.checkpoint_check import SameOptimizer, check_weights
 from cnnstrategies.checkpoint_words import FOUND, WORDS, SameCheckpoint, find_once
 from cnnstrategies.cluster.environment import local_rank
-from cnnstrategies.cluster.run_name import last_checkpoint, run_name
+from cnnstrategies.cluster.run_folder import begins_anew, last_checkpoint, set_aside
+from cnnstrategies.cluster.run_name import Run
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.processes import told_by_starter
 
 
-def checkpoint_of(trainer: Trainer, given: Path | str | None, training: bool) -> Path | str | None:
-    """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a restarted run.
+def check_fresh(fresh: bool, run: Run | None) -> None:
+    """Refuse ``fresh`` where there is nothing to start anew, or where each restart would do it.
+
+    Args:
+        fresh: As given.
+        run: The run, if it has a name.
+
+    Raises:
+        ConfigurationError: The run has no name, or who starts it again does not say so.
+    """
+    if fresh and run is None:
+        raise ConfigurationError("fresh: a run without a name has a new folder anyway; leave it out, or add --run_name")
+    if fresh and run is not None and run.starts is None:
+        raise ConfigurationError(
+            f"fresh: a pod that is started again does not know that it is, and would begin the run {run.name} anew "
+            "each time; give another name instead, with --run_name"
+        )
+
+
+def checkpoint_of(
+    trainer: Trainer, given: Path | str | None, training: bool, run: Run | None, fresh: bool
+) -> Path | str | None:
+    """The checkpoint to load: a file in the place of ``last`` and ``best``; the last one of a run started again.
+
+    A rank that another one has started as a program takes what that one has found.
 
     Args:
         trainer: Gets what makes sure that all ranks have found the same one.
         given: ``ckpt_path``.
         training: Whether the command is ``fit``.
+        run: The run, where it may be started again; of no matter to other commands.
+        fresh: Start it anew. Its restarts go on.
 
     Raises:
         ConfigurationError: There is none of this name.
     """
     path = given
-    said = told_by_starter(FOUND) is not None
-    restarts = training and run_name() is not None
-    if restarts:
-        path = last_checkpoint(trainer) or given
+    said = told_by_starter(FOUND)
+    if run is not None:
+        trainer.callbacks.insert(0, RunRecord(run.name))  # type: ignore[attr-defined]  # set by the callback connector
+    run = run if training else None
+    if run is not None:
+        if said is not None:
+            path = said or None
+        elif begins_anew(fresh, run):
+            if is_first(trainer):
+                set_aside(trainer, run)
+        else:
+            path = last_checkpoint(trainer, run) or given
     if path in WORDS:
         path = find_once(str(path), trainer)
-    if path != given and not said:
+    elif run is not None:
+        os.environ[FOUND] = str(path or "")
+    if path != given and said is None:
         rank_zero_info(f"Going on from {path}" if training else f"Weights: {path}")
-    if restarts or given in WORDS:
-        trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]  # set by the callback connector
+    if run is not None or given in WORDS:
+        trainer.callbacks.append(SameCheckpoint(path))  # type: ignore[attr-defined]
     return path
+
+
+def is_first(trainer: Trainer) -> bool:
+    """Whether this process is to be global rank 0, or starts it; known before any process starts.
+
+    Args:
+        trainer: Its strategy knows the launcher.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return local_rank() == 0 and (environment is None or environment.node_rank() == 0)
 
 
 def check_it(

@@ -23,6 +23,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
 PARTS = ("train", "val", "test", "predict")
 # The statistics of ImageNet, which pretrained networks expect.
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+FILL = [round(255 * value) for value in MEAN]  # The colour that becomes 0.
 OnBroken = Literal["refuse", "skip"]
 Files = tuple[list[str], list[int]]
 

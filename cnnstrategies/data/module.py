@@ -19,13 +19,14 @@ class ImageDataModule(LightningDataModule):
 
     A subclass fills ``train_source``, ``val_source``, ``test_source`` and ``predict_source`` in ``setup``, and
     ``train_transform`` and ``eval_transform``. Each batch is ``(images, targets)``: float32 (N, C, H, W) and int64
-    (N,); for predict the samples' indices take the targets' place.
+    (N,), or masks (N, H, W); for predict the samples' indices take the targets' place.
 
     Attributes:
         num_classes: Number of classes.
         class_names: Name of each class.
         image_shape: (C, H, W) of one image.
         default_batch_size: ``batch_size`` where neither that nor ``global_batch_size`` is given.
+        ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
         prefetch: Batches that each worker process has ready.
         shuffle_block: Samples of the blocks that are shuffled as a whole; None shuffles all samples.
 
@@ -55,6 +56,7 @@ class ImageDataModule(LightningDataModule):
     predict_source: Source
     train_transform: Transform
     eval_transform: Transform
+    ignore_index: int | None = None
     prefetch: int = 2
     shuffle_block: int | None = None
 

@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torchvision import tv_tensors
@@ -15,12 +13,12 @@ from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
-from cnnstrategies.data.image_folder import EXTENSIONS, MEAN, STD
+from cnnstrategies.data.image_folder import EXTENSIONS, FILL, MEAN, STD
 from cnnstrategies.data.loading import Batch
+from cnnstrategies.data.masks import LEAST_AREA, check_mask, fitted, of_image, read_mask
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.errors import ConfigurationError
 
-FILL = [round(255 * value) for value in MEAN]
 Pair = tuple[Path, Path | None]
 
 
@@ -59,6 +57,8 @@ class SegmentationFolderDataModule(ImageDataModule):
             its range.
     """
 
+    ignore_index: int
+
     def __init__(
         self,
         root: Path,
@@ -93,18 +93,27 @@ class SegmentationFolderDataModule(ImageDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        training = self._pairs("train")
-        held_out = self._pairs("val") if (self.root / "val").is_dir() else None
-        if held_out is None:
+        parts = self.parts()
+        if "val" not in parts:
+            training = parts["train"]
             rest, chosen = split(len(training), self.val_split, self.seed)
-            training, held_out = [training[i] for i in rest], [training[i] for i in chosen]
-        tested = self._pairs("test") if (self.root / "test").is_dir() else held_out
-        predicted = tested
+            parts["train"], parts["val"] = [training[i] for i in rest], [training[i] for i in chosen]
+        self.train_source = self._source(parts["train"], self.augment)
+        self.val_source = self.test_source = self._source(parts["val"], False)
+        if "test" in parts:
+            self.test_source = self._source(parts["test"], False)
+        self.predict_source = self._source(parts["predict"], False) if "predict" in parts else self.test_source
+
+    def parts(self) -> dict[str, list[Pair]]:
+        """The images of each part that is there, and their masks.
+
+        Raises:
+            ConfigurationError: A part has no images, or one of them has no mask.
+        """
+        parts = {part: self._pairs(part) for part in ("train", "val", "test") if (self.root / part).is_dir()}
         if (self.root / "predict").is_dir():
-            predicted = [(path, None) for path in _images(self.root / "predict")]
-        self.train_source = self._source(training, self.augment)
-        self.val_source, self.test_source = self._source(held_out, False), self._source(tested, False)
-        self.predict_source = self._source(predicted, False)
+            parts["predict"] = [(path, None) for path in _images(self.root / "predict")]
+        return parts
 
     @override
     def sample_name(self, index: int) -> str:
@@ -117,10 +126,7 @@ class SegmentationFolderDataModule(ImageDataModule):
             width, height = image.size
             if image.getexif().get(0x0112, 1) > 4:  # Turned by its orientation.
                 width, height = height, width
-        size = self.image_shape[1]
-        rows, columns = _fitted(height, width, size)
-        inner = mask[None, None, :rows, :columns].float()
-        return F.interpolate(inner, (height, width), mode="nearest-exact")[0, 0].to(mask.dtype)
+        return of_image(mask, height, width)
 
     def _predicted(self, index: int) -> Path:
         assert isinstance(self.predict_source, MaskedSource)
@@ -157,7 +163,7 @@ class MaskedSource:
         self.size = size
         self.num_classes = num_classes
         self.ignore_index = ignore_index
-        crop = v2.RandomResizedCrop(size, scale=(0.25, 1.0), antialias=True)
+        crop = v2.RandomResizedCrop(size, scale=(LEAST_AREA, 1.0), antialias=True)
         self.random = v2.Compose([crop, v2.RandomHorizontalFlip()]) if augment else None
 
     def __len__(self) -> int:
@@ -182,7 +188,7 @@ class MaskedSource:
             pair = self.random(tv_tensors.Image(image), tv_tensors.Mask(mask))
             return pair[0].as_subclass(Tensor), pair[1].as_subclass(Tensor)
         _, height, width = image.shape
-        rows, columns = _fitted(height, width, self.size)
+        rows, columns = fitted(height, width, self.size)
         image = tvf.resize(image, [rows, columns], antialias=True)
         mask = tvf.resize(mask[None], [rows, columns], tvf.InterpolationMode.NEAREST_EXACT)[0]
         square = torch.tensor(FILL, dtype=torch.uint8)[:, None, None].repeat(1, self.size, self.size)
@@ -193,29 +199,12 @@ class MaskedSource:
 
     def _mask(self, path: Path, image: Tensor) -> Tensor:
         try:
-            with Image.open(path) as opened:
-                values = np.array(opened if opened.mode in ("L", "P") else opened.convert("L"))
-        except Exception as error:
+            mask = read_mask(path)
+        except BrokenImageError as error:
             raise ConfigurationError(f"broken mask {path} ({error}): repair or remove it") from None
-        mask = torch.from_numpy(values)
-        if mask.shape != image.shape[1:]:
-            raise ConfigurationError(
-                f"mask {path} is of {tuple(mask.shape)} pixels and its image of {tuple(image.shape[1:])}: make "
-                "them equal"
-            )
-        largest = int(mask.masked_fill(mask == self.ignore_index, 0).max())
-        if largest >= self.num_classes:
-            raise ConfigurationError(
-                f"mask {path} has the class {largest}, and num_classes={self.num_classes} has 0 to "
-                f"{self.num_classes - 1}: set data.init_args.num_classes and model.init_args.num_classes"
-            )
+        height, width = image.shape[1:]
+        check_mask(mask, path, (height, width), self.num_classes, self.ignore_index)
         return mask
-
-
-def _fitted(height: int, width: int, size: int) -> tuple[int, int]:
-    """The size of an image that fits into a square."""
-    longer = max(height, width)
-    return max(1, round(height * size / longer)), max(1, round(width * size / longer))
 
 
 def _images(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Images that ``cnnstrategies pack`` has put into shards."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.image_folder import MEAN, STD
+from cnnstrategies.data.image_folder import FILL, MEAN, STD
 from cnnstrategies.data.loading import BatchDataset, BatchLoader
+from cnnstrategies.data.masks import LEAST_AREA, of_image
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
-from cnnstrategies.data.shards.crops import Crop, Sizes, centre_crops, random_crops
+from cnnstrategies.data.shards.crops import Crop, Sizes, centre_crops, random_crops, whole_images
 from cnnstrategies.data.shards.decoders import DecoderName, find_decoder
 from cnnstrategies.data.shards.index import Index, read_index
+from cnnstrategies.data.shards.masked import MaskedShardSource
 from cnnstrategies.data.shards.source import Crops, ShardSource
 from cnnstrategies.errors import ConfigurationError
 
@@ -29,10 +32,14 @@ class ShardedImageDataModule(ImageDataModule):
     images, ``val_split`` of the training images; without test images, those of validation; without images for predict,
     those of the test.
 
+    Where masks are packed, each is cropped as its image is, and batches are those of
+    :class:`~cnnstrategies.data.SegmentationFolderDataModule`: the others are scaled so that the longer side fits.
+
     Args:
         root: Folder of the shards and their index.
         image_size: Height and width of the images that the network gets.
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
+            With masks there is none.
         decoder: Of JPEG files: ``pillow``, ``simplejpeg`` or ``torchcodec``; ``auto`` is simplejpeg where it is
             installed, else Pillow.
         shuffle_block: Shuffle blocks of so many neighbours, and then the images of each 16 blocks, and read blocks
@@ -79,11 +86,18 @@ class ShardedImageDataModule(ImageDataModule):
         for name, value in (("shuffle_block", shuffle_block), ("prefetch", prefetch)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: at least 1 is needed")
+        self.root = Path(root)
+        self.index: Index = read_index(self.root)
+        self.ignore_index = self.index.ignore_index
+        if resize is not None and self.ignore_index is not None:
+            raise ConfigurationError(
+                f"resize={resize}: {self.root} has masks, and there whole images are fitted into "
+                f"image_size={image_size}: leave resize out"
+            )
         resize = -(-image_size * 8 // 7) if resize is None else resize
         if not 0 < image_size <= resize:
             raise ConfigurationError(f"image_size={image_size} and resize={resize}: 0 < image_size <= resize is needed")
         find_decoder(decoder)
-        self.root = Path(root)
         self.decoder = decoder
         self.resize = resize
         self.shuffle_block = shuffle_block
@@ -93,7 +107,6 @@ class ShardedImageDataModule(ImageDataModule):
         self.image_shape = (3, image_size, image_size)
         self.share = image_size / resize
         self.augment = augment
-        self.index: Index = read_index(self.root)
         if "train" not in self.index.parts:
             raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")
         self.class_names = self.index.class_names
@@ -106,22 +119,25 @@ class ShardedImageDataModule(ImageDataModule):
     def setup(self, stage: str) -> None:
         training = np.arange(len(self.index.parts["train"]))
         if "val" in self.index.parts:
-            self.val_source = self._source("val", self._centre)
+            self.val_source = self._source("val")
         else:
             rest, held_out = split(len(training), self.val_split, self.seed)
             training = rest.numpy()
-            self.val_source = self._source("train", self._centre, held_out.numpy())
-        crops = random_crops if self.augment else self._centre
-        self.train_source = self._source("train", crops, training, self.shuffle_block)
-        self.test_source = self._source("test", self._centre) if "test" in self.index.parts else self.val_source
-        has_predict = "predict" in self.index.parts
-        self.predict_source = self._source("predict", self._centre) if has_predict else self.test_source
+            self.val_source = self._source("train", held_out.numpy())
+        self.train_source = self._source("train", training, self.augment, self.shuffle_block)
+        self.test_source = self._source("test") if "test" in self.index.parts else self.val_source
+        self.predict_source = self._source("predict") if "predict" in self.index.parts else self.test_source
 
     @override
     def sample_name(self, index: int) -> str:
         """The image's name in what was packed."""
         assert isinstance(self.predict_source, ShardSource)
         return self.predict_source.name(index)
+
+    def mask_of_image(self, index: int, mask: Tensor) -> Tensor:
+        """A predicted mask in the size of its image, without what was filled up."""
+        assert isinstance(self.predict_source, MaskedShardSource)
+        return of_image(mask, *self.predict_source.image_size(index))
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -142,11 +158,17 @@ class ShardedImageDataModule(ImageDataModule):
         return centre_crops(widths, heights, self.share)
 
     def _source(
-        self, name: str, crops: Crops, numbers: "np.ndarray[Any, Any] | None" = None, block: int | None = None
+        self, name: str, numbers: "np.ndarray[Any, Any] | None" = None, augment: bool = False, block: int | None = None
     ) -> ShardSource:
         part = self.index.parts[name]
         chosen = np.arange(len(part)) if numbers is None else numbers
-        return ShardSource(self.index, part, chosen, crops, self.image_shape[1], self.decoder, block)
+        rest = self.image_shape[1], self.decoder, block
+        if self.ignore_index is None:
+            crops: Crops = random_crops if augment else self._centre
+            return ShardSource(self.index, part, chosen, crops, *rest)
+        crops = partial(random_crops, least_area=LEAST_AREA) if augment else whole_images
+        arguments = self.index, part, chosen, crops, *rest
+        return MaskedShardSource(*arguments, fill=FILL, ignore_index=self.ignore_index, fits=not augment)
 
     @override
     def _loader(self, dataset: BatchDataset, sampler: ShuffledBatches | OrderedBatches) -> BatchLoader:

@@ -225,8 +225,11 @@ def main() -> None:
 def wait_as_spare() -> None:
     """Import what a server needs; then serve what the standard input describes, as soon as it does."""
     _outlive_signals()
+    import torch
+
     from cnnstrategies.paramserver.drivers import server  # noqa: F401
 
+    torch.optim.SGD([torch.zeros(1)])  # The first optimizer of a process imports torch's compiler.
     main()
 
 

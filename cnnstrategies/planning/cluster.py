@@ -153,6 +153,6 @@ class Cluster:
 
 
 def slower(links: Sequence[Link]) -> Link:
-    """The connection with the least bandwidth, with the greatest latency of all."""
+    """The connection with the least bandwidth, with the greatest latency and work of all."""
     slowest = min(links, key=lambda link: link.bandwidth)
-    return replace(slowest, latency=max(link.latency for link in links))
+    return replace(slowest, latency=max(link.latency for link in links), work=max(link.work for link in links))

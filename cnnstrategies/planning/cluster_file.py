@@ -79,6 +79,7 @@ def _link(value: Value, kind: str) -> Link:
         {
             "gbit": number(0.0, above=True),
             "us": number(0.0),
+            "work_us": number(0.0),
             "efficiency": number(0.0, above=True, most=1.0),
             "rates": _rates,
         }
@@ -88,7 +89,7 @@ def _link(value: Value, kind: str) -> Link:
     if "gbit" not in found and not rates:
         value.refuse("gbit is missing, the rate of large messages in Gbit/s; or rates, by size")
     bandwidth = found["gbit"] * GBIT * efficiency if "gbit" in found else rates[-1][1]
-    return Link(bandwidth, found.get("us", DEFAULT_US[kind]) * 1e-6, rates)
+    return Link(bandwidth, found.get("us", DEFAULT_US[kind]) * 1e-6, rates, found.get("work_us", 0.0) * 1e-6)
 
 
 def _rates(value: Value) -> list[tuple[int, float]]:

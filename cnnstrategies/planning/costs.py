@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -52,11 +52,13 @@ class Link:
         latency: Seconds from the start of a message to the arrival of its first byte.
         rates: Where smaller messages are slower: (bytes, bytes per second), ascending; between two sizes the rate is
             interpolated, beyond the last it is ``bandwidth``.
+        work: Seconds of the device itself that a message costs who sends and who receives it, whatever its size.
     """
 
     bandwidth: float
     latency: float
     rates: tuple[tuple[int, float], ...] = ()
+    work: float = 0.0
 
     def rate(self, size: float) -> float:
         """Bytes per second of messages of this size."""
@@ -75,17 +77,18 @@ class Link:
         return self.latency + size / self.rate(size) if size else 0.0
 
     def all_reduce_time(self, size: float, members: int) -> float:
-        """Seconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) steps of size / n bytes.
+        """Seconds of a ring all-reduce of ``size`` bytes: 2 (n - 1) steps of size / n bytes, sent and received.
 
         Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms" (2009).
         """
         if members < 2 or not size:
             return 0.0
-        return 2 * (members - 1) * (self.latency + size / members / self.rate(size / members))
+        return 2 * (members - 1) * (2 * self.work + self.latency + size / members / self.rate(size / members))
 
     def scaled(self, factor: float) -> "Link":
         """The same with another rate."""
-        return Link(self.bandwidth * factor, self.latency, tuple((size, rate * factor) for size, rate in self.rates))
+        rates = tuple((size, rate * factor) for size, rate in self.rates)
+        return replace(self, bandwidth=self.bandwidth * factor, rates=rates)
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ def simulate(
 ) -> Simulation:
     """Run a timetable on paper.
 
-    A task starts when its rank is free and its inputs have arrived. A message leaves when the task that makes it ends
-    and the sender's outgoing and the receiver's incoming port are free: those of the devices inside a machine, those of
-    the machines between them. It overlaps with computation. The replicas of a stage reduce their gradients bucket by
-    bucket as their last backward makes them.
+    A task starts when its rank is free and its inputs have arrived; what messages cost the rank itself is a part of it.
+    A message leaves when the task that makes it ends and the sender's outgoing and the receiver's incoming port are
+    free: those of the devices inside a machine, those of the machines between them. It overlaps with computation. The
+    replicas of a stage reduce their gradients bucket by bucket as their last backward makes them.
 
     Args:
         tasks: For each rank its computations in order.
@@ -112,6 +112,12 @@ class _Run:
             [(stage.backward if backward else stage.forward) / speed for stage in stages for backward in (False, True)]
             for speed in cluster.speeds[: len(tasks)]
         ]
+        self.peers: list[list[int]] = [[] for _ in range(lines)]
+        for line, targets in enumerate(self.targets):
+            for target, _ in targets:
+                self.peers[line].append(target)
+                self.peers[target].append(line)
+        self.works = any(link.work for host in cluster.hosts for link in (host.inside, host.network))
         self.routes: dict[tuple[int, int], tuple[int, int, Link, float]] = {}
         self.records: list[Record] = []
 
@@ -131,7 +137,9 @@ class _Run:
             if missing[task]:
                 return
             line, microbatch = divmod(task, count)
-            free[rank] = end = now + self.times[rank][line]
+            free[rank] = end = (
+                now + self.times[rank][line] + (self._work(rank, line, microbatch) if self.works else 0.0)
+            )
             missing[task] = -1
             records.append((rank, "backward" if line % 2 else "forward", line // 2, microbatch, now, end))
             heapq.heappush(queue, (end, sequence, task, True))
@@ -184,6 +192,11 @@ class _Run:
             end = start + reduced_at(cost.buckets(bucket_bytes, backward), backward, time)
             if len(members) > 1 or end > start + backward:
                 self.records.extend((rank, "reduce", stage, None, start, end) for rank in members)
+
+    def _work(self, rank: int, line: int, microbatch: int) -> float:
+        """Seconds of the rank for what a task receives and sends."""
+        others = (self.rank_of[peer * self.count + microbatch] for peer in self.peers[line])
+        return sum(self.cluster.link(rank, other).work for other in others if other != rank)
 
     def _route(self, source: int, target: int) -> tuple[int, int, Link, float]:
         hosts = self.cluster.host_of

@@ -12,8 +12,10 @@ import pytest
 from cluster.processes_of import environment
 from cluster.two_hosts import NO_SSHD, SSHD, TwoHosts, bind, missing, start_sshd, two_hosts
 
+import cnnstrategies.cluster.doctor
 from cnnstrategies.cli import main
-from cnnstrategies.cluster.doctor import rounds
+from cnnstrategies.cluster.doctor import Facts, Findings, Report, rounds
+from cnnstrategies.cluster.doctor_report import mends
 
 reason = missing()
 needs_hosts = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -28,6 +30,7 @@ def hosts() -> Iterator[TwoHosts]:
 
 def doctor(*arguments: str, **variables: str) -> None:
     os.environ.update(variables)
+    cnnstrategies.cluster.doctor.shared_memory = lambda: 2**30  # The tests may run in a container with little.
     sys.argv = ["cnnstrategies", "doctor", *arguments]
     main()
 
@@ -120,6 +123,16 @@ def test_it_starts_itself_over_ssh_and_names_a_host_without_a_password_less_logi
     assert "ssh-copy-id nobody@beta" in wrong.output()
     for run in hosts.runs:
         run.kill()
+
+
+@pytest.mark.light
+def test_a_container_with_little_shared_memory_is_named() -> None:
+    hosts = {
+        node: Facts(node, host, "eth0", "10.0.0.1", 1, {}, memory)
+        for node, (host, memory) in enumerate([("alpha", 2**26), ("beta", 2**33), ("gamma", None)])
+    }
+    (line,) = mends(Report(3, hosts, {node: Findings() for node in hosts}, "/shared"))
+    assert line.startswith("alpha has 64 MiB of shared memory")
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8])

@@ -12,13 +12,10 @@ from cnnstrategies.cluster.options import ClusterOptions, time_limit
 from cnnstrategies.errors import ConfigurationError
 
 FOLDER = Path("/shared/runs of ann/cnn-1")
-LAST = "$run/checkpoints/last.ckpt"
 
 
 def script(options: ClusterOptions, size: Size, variants: int = 0) -> str:
-    text = sbatch_script(
-        options, size, FOLDER, LAST, "/opt/python", "cnnstrategies submit fit --config a.yaml", variants
-    )
+    text = sbatch_script(options, size, FOLDER, "/opt/python", "cnnstrategies submit fit --config a.yaml", variants)
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert checked.returncode == 0, checked.stderr
     return text
@@ -108,13 +105,13 @@ def test_server_nodes_are_a_second_part_of_the_job() -> None:
 
 
 def test_only_a_run_that_goes_on_without_a_dead_rank_is_left_to_do_so() -> None:
-    arguments = (ClusterOptions(), Size(1, 2, 0), FOLDER, LAST, "python", "command")
+    arguments = (ClusterOptions(), Size(1, 2, 0), FOLDER, "python", "command")
     assert "--wait=60 " in sbatch_script(*arguments)
     assert "--wait=0 " in sbatch_script(*arguments, goes_on=True)
 
 
 STUBS = {
-    "srun": 'printf "%s " "$@" > ran; exit "$CODE"',
+    "srun": 'exit "$CODE"',
     "scontrol": """case $1 in
 show) echo "JobState=COMPLETING PreemptTime=$PREEMPTED" ;;
 requeue) echo "$2" >> requeued ;;
@@ -122,16 +119,13 @@ esac""",
 }
 
 
-def run_as_job(folder: Path, code: int, restarts: int = 0, preempted: str = "None", saved: bool = False) -> list[str]:
-    """Run a job's script where srun ends with a code; the jobs that it requeues. What srun was given is in `ran`."""
+def run_as_job(folder: Path, code: int, restarts: int = 0, preempted: str = "None") -> list[str]:
+    """Run a job's script where srun ends with a code; the jobs that it requeues."""
     folder.mkdir(parents=True)
     for name, text in STUBS.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    if saved:
-        (folder / "checkpoints").mkdir()
-        (folder / "checkpoints/last.ckpt").touch()
-    text = sbatch_script(ClusterOptions(max_requeues=3), Size(1, 1, 0), folder, LAST, "python", "command")
+    text = sbatch_script(ClusterOptions(max_requeues=3), Size(1, 1, 0), folder, "python", "command")
     job = {"SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": str(restarts), "CODE": str(code), "PREEMPTED": preempted}
     path = f"{folder}:{os.environ['PATH']}"
     ended = subprocess.run(["bash", "-c", text], cwd=folder, env={"PATH": path, **job})
@@ -149,13 +143,6 @@ def test_a_job_is_requeued_when_it_was_warned_or_preempted_and_not_when_it_faile
     assert run_as_job(tmp_path / "finished before it was preempted", 0, preempted="2030-01-01T00:00:00") == []
     assert run_as_job(tmp_path / "warned again", warned, restarts=2) == ["17"]
     assert run_as_job(tmp_path / "warned too often", warned, restarts=3) == []
-
-
-def test_a_job_goes_on_from_its_checkpoint_where_there_is_one(tmp_path: Path) -> None:
-    for saved in (False, True):
-        folder = tmp_path / f"saved {saved}"
-        run_as_job(folder, 0, saved=saved)
-        assert (f"--ckpt_path {folder}/checkpoints/last.ckpt" in (folder / "ran").read_text()) == saved
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,11 @@ import pytest
 import yaml
 from conftest import ROOT
 
-from cnnstrategies.commands.submit import check, main
+from cnnstrategies.cluster.run_folder import write_record
+from cnnstrategies.commands.submission import check
+from cnnstrategies.commands.submit import main
+from cnnstrategies.commands.submit_slurm import write
+from cnnstrategies.errors import ConfigurationError
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 TWO_NODES = ["--trainer.num_nodes=2", "--trainer.devices=1"]
@@ -31,7 +35,9 @@ def test_one_file_serves_fit_and_submit(run_cli):
     """The file that a job reads is whole, names the job's own folder, and is accepted by `fit`."""
     submission = check([QUICKSTART, *TWO_NODES, "--cluster.account=biology", "--trainer.max_epochs=7"])
     folder = Path("cnn-1").resolve()
-    submission.write(folder)
+    write(submission, folder / "0")
+    assert yaml.safe_load((folder / "0/config.yaml").read_text())["run_name"] == "cnn-1-0"  # Of a sweep's task.
+    write(submission, folder)
     code, output = run_cli("fit", f"--config={folder / 'config.yaml'}", "--print_config")
     assert code == 0, output
     config = yaml.safe_load(output)
@@ -39,16 +45,23 @@ def test_one_file_serves_fit_and_submit(run_cli):
     assert config["model"]["init_args"]["lr_scheduler"]["init_args"]["T_max"] == 7
     assert config["cluster"]["account"] == "biology"
     assert config["checkpoint"]["dirpath"] == str(folder / "checkpoints")
-    assert config["trainer"]["logger"]["init_args"]["version"] == "cnn-1"
+    # By which a job that is queued again goes on.
+    assert config["run_name"] == config["trainer"]["logger"]["init_args"]["version"] == "cnn-1"
     assert config["stop"] == {"grace": 10.0, "warning_signal": "USR1", "warning_grace": 100.0}
 
 
-def test_checkpoints_are_looked_for_where_the_configuration_puts_them(capsys):
-    main(["submit", "fit", QUICKSTART, *TWO_NODES, "--checkpoint.dirpath=my checkpoints", "--dry_run"])
-    assert f"last='{Path.cwd()}/my checkpoints/last.ckpt'\n" in capsys.readouterr().out
+def test_a_job_goes_on_from_its_own_checkpoints_only():
+    """What `fit` would refuse in the job is refused before it is queued."""
+    submit = ["submit", "fit", QUICKSTART, *TWO_NODES, "--dry_run"]
+    Path("mine").mkdir()
+    Path("mine/last.ckpt").touch()
     own = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=mine"]
-    main(["submit", "fit", QUICKSTART, *TWO_NODES, *own, "--dry_run"])
-    assert f"last={Path.cwd()}/mine/last.ckpt\n" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match=r"mine/last.ckpt is not of the run cnnstrategies-\d+"):
+        main([*submit, *own])
+    write_record(Path("mine"), {"run": "resnet"})
+    main([*submit, *own, "--run_name=resnet"])
+    with pytest.raises(ConfigurationError, match="fresh: a job has this option at each restart"):
+        main([*submit, "--fresh"])
 
 
 HYBRID = f"--config={ROOT / 'configs/experiments/digits_smallcnn_hybrid_3-1_cpu.yaml'}"

@@ -1,5 +1,6 @@
 """What one server does with updates, without sockets: each counts once, and is seen when no death can take it back."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from training import specify
 
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.pushes import Begin, Pushes
@@ -29,6 +31,7 @@ class Post:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int]] = []
+        self.effects: list[Say] = []
 
     def to_worker(self, worker: int, kind: Kind, payload: Any = b"", key: int = 0, **_: Any) -> None:
         self.sent.append((kind, key))
@@ -66,6 +69,28 @@ def test_a_worker_sees_an_update_when_every_copy_has_it() -> None:
     assert (Kind.PULLED, key) not in post.sent
     shard.acknowledged(1, key, 1)
     assert (Kind.PULLED, key) in post.sent
+
+
+def test_a_server_says_when_it_has_filled_another_that_came_late() -> None:
+    """Until then the run does not survive its own death."""
+    specification, post = specify(PLAIN, 1, servers=2, replication=2), Post()
+    shard = shard_of(0, specification, post)
+    begun = replace(VIEW, number=2, begun=2)
+    back = replace(VIEW, number=4, begun=2, servers=(VIEW.servers[0], ServerInfo(1, "ipc://2", since=4)))
+    for view in (begun, replace(begun, number=3, servers=VIEW.servers[:1]), back, replace(back, number=5)):
+        shard.place(view)
+        for key in shard.own if view is begun else ():
+            shard.acknowledged(1, key, 0)
+    *most, last = shard.own
+    assert most, "it has slices of server 1, too"
+    for key in most:
+        shard.acknowledged(1, key, 0)
+    assert post.effects == []
+    for _ in range(2):
+        shard.acknowledged(1, last, 0)
+    assert [effect.text for effect in post.effects] == [
+        "server 0 has filled server 1: its slices have all their copies again"
+    ]
 
 
 def test_a_worker_waits_for_the_version_that_it_asks_for() -> None:

@@ -15,7 +15,7 @@ FILE = """
 nodes:
   - {count: 2, devices: 4, memory: 16GiB, price: 12.0,
      inside: {gbit: 96, us: 10}, network: {gbit: 10, us: 50, efficiency: 0.5}}
-  - {devices: 2, speed: 0.5, inside: {gbit: 8}, network: {rates: {1KiB: 1, 1MiB: 4}}}
+  - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70}, network: {rates: {1KiB: 1, 1MiB: 4}}}
 failures: {device_mtbf_hours: 50000, restart: 10min, checkpoint: 1min}
 jitter: 0.03
 server: {gbyte_per_s: 2, us: 80}
@@ -35,6 +35,7 @@ def test_numbers_become_devices_links_and_failures(tmp_path: Path) -> None:
     assert cluster.memory == 16 * 2**30
     assert cluster.link(0, 3) == Link(12e9, 10 * 1e-6)
     assert cluster.link(0, 4) == Link(0.625e9, 50 * 1e-6), "10 Gbit/s at an efficiency of a half"
+    assert cluster.link(8, 9).work == pytest.approx(7e-5)
     assert cluster.link(4, 9).bandwidth == 0.5e9, "the slower of two networks"
     assert cluster.failures == Failures(50000 * 3600.0, 600.0, 60.0)
     assert (cluster.jitter, cluster.server_rate, cluster.hosts[0].price) == (0.03, 2e9, 12.0)
@@ -59,7 +60,7 @@ def test_the_rate_is_interpolated_between_sizes(tmp_path: Path) -> None:
         ("efficiency: 0.5", "efficiency: 1.5", 4, "it must be a number above 0 and at most 1"),
         ("jitter: 0.03", "jitter: 0.03\njitter: 0.1", 8, "'jitter' is given twice"),
         ("jitter: 0.03", "all_reduce: tree", 7, "'tree' is not accepted; it must be flat or two_level"),
-        ("inside: {gbit: 8}, ", "", 5, "inside is missing, how its 2 devices are connected"),
+        ("inside: {gbit: 8, work_us: 70}, ", "", 5, "inside is missing, how its 2 devices are connected"),
         ("1KiB: 1, 1MiB: 4", "1MiB: 4, 1KiB: 1", 5, "sizes of messages, ascending"),
         ("nodes:", "machines:", 2, "unknown key 'machines'; accepted: nodes, failures"),
         ("device_mtbf_hours: 50000, ", "", 6, "device_mtbf_hours is missing"),

@@ -50,6 +50,15 @@ def test_a_message_costs_latency_and_bytes_by_bandwidth_each_way() -> None:
     assert step.step_time == pytest.approx(4.0 + (0.5 + 2.0) + (0.5 + 1.0))
 
 
+def test_a_message_costs_who_sends_and_who_receives_it_too() -> None:
+    """One sent forward and one sent back, each a second of both devices; an all-reduce sends and receives in turn."""
+    link = Link(bandwidth=float("inf"), latency=0.0, work=1.0)
+    step = simulate(gpipe(2, 1), [stage(1.0, 1.0), stage(1.0, 1.0)], {(0, 1): Message(200, 100)}, link)
+    assert step.step_time == pytest.approx(4.0 + 4 * 1.0)
+    assert link.all_reduce_time(400, 4) == pytest.approx(2 * 3 * 2 * 1.0)
+    assert link.scaled(0.5).work == link.work
+
+
 def test_messages_of_one_port_follow_each_other() -> None:
     """Two microbatches of 2 s on the wire, made 1 s apart: the second arrives 2 s after the first."""
     link = Link(bandwidth=100.0, latency=0.0)

@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from torch import Tensor
 
 import cnnstrategies.data
+from cnnstrategies.data.decoding import BrokenImageError
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.loading import Source
+from cnnstrategies.data.masks import check_mask, read_mask
 from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.segmentation_folder import SegmentationFolderDataModule
 from cnnstrategies.errors import ConfigurationError
+
+
+def no_mask(number: int, size: tuple[int, int]) -> None:
+    """The mask of an image that has none."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +35,14 @@ class Images:
         targets: Their classes.
         sizes: Bytes of each, as it is read.
         read: Gives the file of an image by its number.
+        mask: Gives the mask of an image by its number and its height and width; None for one without.
     """
 
     names: Sequence[str]
     targets: Sequence[int]
     sizes: Sequence[int]
     read: Callable[[int], bytes]
+    mask: Callable[[int, tuple[int, int]], Tensor | None] = no_mask
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,13 @@ class Contents:
         class_names: Name of each class.
         parts: By name.
         fingerprint: Changes with the images.
+        ignore_index: The value of pixels in masks that count nowhere; None where images have classes.
     """
 
     class_names: list[str]
     parts: dict[str, Images]
     fingerprint: str
+    ignore_index: int | None = None
 
 
 def contents_of(source: str, init_args: Mapping[str, Any]) -> Contents:
@@ -64,10 +76,17 @@ def contents_of(source: str, init_args: Mapping[str, Any]) -> Contents:
     if Path(source).is_dir() or "/" in source:
         if init_args:
             raise ConfigurationError(f"init_args are of a data module, and {source} is a folder: leave them out")
+        if (Path(source) / "train" / "masks").is_dir():
+            raise ConfigurationError(
+                f"{source} has masks, whose number of classes must be known: cnnstrategies pack "
+                f"SegmentationFolderDataModule OUT --init_args '{{root: {source}, num_classes: N}}'"
+            )
         return _of_folder(ImageFolderDataModule(Path(source)))
     module = _module(source, init_args)
     if isinstance(module, ImageFolderDataModule):
         return _of_folder(module)
+    if isinstance(module, SegmentationFolderDataModule):
+        return _of_masked(module)
     module.prepare_data()
     module.setup("fit")
     parts: dict[str, Images] = {}
@@ -106,6 +125,22 @@ def _of_folder(module: ImageFolderDataModule) -> Contents:
     return Contents(module.class_names, parts, _hash(stats))
 
 
+def _of_masked(module: SegmentationFolderDataModule) -> Contents:
+    root = module.root
+    parts: dict[str, Images] = {}
+    stats: list[Any] = [module.num_classes, module.ignore_index]
+    for part, pairs in module.parts().items():
+        names = [image.relative_to(root).as_posix() for image, _ in pairs]
+        sizes = []
+        for image, mask in pairs:
+            found = [path.stat() for path in (image, mask) if path is not None]
+            stats += [[str(image.relative_to(root)), *((one.st_size, one.st_mtime_ns) for one in found)]]
+            sizes.append(sum(one.st_size for one in found))
+        masks = _MaskReader([mask for _, mask in pairs], module.num_classes, module.ignore_index)
+        parts[part] = Images(names, [0] * len(names), sizes, _FileReader(root, names), masks)
+    return Contents(module.class_names, parts, _hash(stats), module.ignore_index)
+
+
 def _of_source(part: str, source: Source, module: ImageDataModule) -> Images:
     numbers = range(len(source))
     channels, height, width = module.image_shape
@@ -131,6 +166,24 @@ class _FileReader:
 
     def __call__(self, number: int) -> bytes:
         return (self.root / self.names[number]).read_bytes()
+
+
+@dataclass(frozen=True)
+class _MaskReader:
+    paths: Sequence[Path | None]
+    num_classes: int
+    ignore_index: int
+
+    def __call__(self, number: int, size: tuple[int, int]) -> Tensor | None:
+        path = self.paths[number]
+        if path is None:
+            return None
+        try:
+            mask = read_mask(path)
+        except BrokenImageError as error:
+            raise BrokenImageError(f"its mask {path} is broken: {error}") from None
+        check_mask(mask, path, size, self.num_classes, self.ignore_index)
+        return mask
 
 
 @dataclass(frozen=True)

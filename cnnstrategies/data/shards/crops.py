@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-AREA, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # Szegedy et al. 2015; torchvision's defaults, as are the ten attempts.
+LEAST_AREA, RATIO = 0.08, (3 / 4, 4 / 3)  # Szegedy et al. 2015; torchvision's defaults, as are the ten attempts.
 ATTEMPTS = 10
 Sizes = npt.NDArray[np.int64]
 
@@ -21,7 +21,7 @@ class Crop(NamedTuple):
     mirrored: bool
 
 
-def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
+def random_crops(widths: Sizes, heights: Sizes, least_area: float = LEAST_AREA) -> list[Crop]:
     """Rectangles of random size, shape and place as torchvision's ``RandomResizedCrop`` draws them, half mirrored.
 
     From torch's own generator: what seeds a batch seeds its crops.
@@ -29,10 +29,11 @@ def random_crops(widths: Sizes, heights: Sizes) -> list[Crop]:
     Args:
         widths: Of the images, in pixels.
         heights: Of the images, in pixels.
+        least_area: Share of an image that its crop has at least.
     """
     count = len(widths)
     area, ratio, left, top, mirror = torch.rand(5, ATTEMPTS, count, dtype=torch.float64).numpy()
-    area = (AREA[0] + area * (AREA[1] - AREA[0])) * widths * heights
+    area = (least_area + area * (1 - least_area)) * widths * heights
     ratio = np.exp(np.log(RATIO[0]) + ratio * np.log(RATIO[1] / RATIO[0]))
     width, height = np.rint(np.sqrt(area * ratio)).astype(int), np.rint(np.sqrt(area / ratio)).astype(int)
     fits = (width > 0) & (width <= widths) & (height > 0) & (height <= heights)
@@ -60,3 +61,13 @@ def centre_crops(widths: Sizes, heights: Sizes, share: float) -> list[Crop]:
     x, y = (widths - side) // 2, (heights - side) // 2
     rows = zip(x.tolist(), y.tolist(), side.tolist(), strict=True)
     return [Crop(left, top, width, width, False) for left, top, width in rows]
+
+
+def whole_images(widths: Sizes, heights: Sizes) -> list[Crop]:
+    """Rectangles that show all of the images.
+
+    Args:
+        widths: Of the images, in pixels.
+        heights: Of the images, in pixels.
+    """
+    return [Crop(0, 0, width, height, False) for width, height in zip(widths.tolist(), heights.tolist(), strict=True)]

@@ -4,6 +4,7 @@ import io
 from dataclasses import dataclass
 
 from PIL import Image
+from torch import Tensor
 
 from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.shards.jpeg import read_header, restart_interval
@@ -22,6 +23,7 @@ class Encoded:
         width: When shown upright.
         height: When shown upright.
         plain: Whether it is a JPEG whose header says all that decoding needs.
+        original: Height and width before it was shrunk.
     """
 
     data: bytes
@@ -29,6 +31,7 @@ class Encoded:
     width: int
     height: int
     plain: bool
+    original: tuple[int, int]
 
 
 def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
@@ -52,7 +55,7 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
             raise BrokenImageError(f"a {opened.format} file, and not JPEG, PNG or WebP")
         header = read_header(data)
         plain = header is not None and not turned and (header.width, header.height) == (width, height)
-        return Encoded(data, extension, width, height, plain)
+        return Encoded(data, extension, width, height, plain, (height, width))
     image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
     if size is not None and min(width, height) > size:
         shorter = size / min(width, height)
@@ -63,4 +66,20 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
     # Of 4:2:0 and with restart markers, which let a reader decode no more than a crop; see jpeg.py.
     interval = restart_interval(image)
     image.save(file, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_blocks=interval)
-    return Encoded(file.getvalue(), "jpg", *image.size, True)
+    return Encoded(file.getvalue(), "jpg", *image.size, True, (height, width))
+
+
+def encode_mask(mask: Tensor, width: int, height: int) -> bytes:
+    """A mask as a PNG file of grey values, which loses nothing.
+
+    Args:
+        mask: Its classes (H, W).
+        width: That it becomes: of each pixel, the class of the nearest one.
+        height: Likewise.
+    """
+    image = Image.fromarray(mask.numpy())
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.NEAREST)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

@@ -18,8 +18,8 @@ VERSION = 1
 INDEX, SAMPLES = "index.json", "samples.npz"
 UNFINISHED = ".unfinished"  # Ends the name of a folder that is being packed.
 # Of each image: which of the part's shards, first byte there, bytes, class, size when shown upright, whether it is a
-# JPEG whose header says all that decoding needs, and its name in the source.
-FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name")
+# JPEG whose header says all that decoding needs, its name in the source, and the bytes of its mask, which follows it.
+FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name", "mask")
 Columns = dict[str, npt.NDArray[Any]]
 
 
@@ -66,6 +66,7 @@ class Index:
         class_names: Name of each class.
         parts: By name.
         damaged: Images of the source that could not be decoded, and why.
+        ignore_index: The value of pixels in masks that count nowhere; None where images have classes.
     """
 
     root: Path
@@ -73,6 +74,7 @@ class Index:
     class_names: list[str]
     parts: dict[str, Part]
     damaged: dict[str, str]
+    ignore_index: int | None = None
 
 
 def write_index(index: Index) -> None:
@@ -87,6 +89,7 @@ def write_index(index: Index) -> None:
         "samples": hashlib.sha256(packed.getvalue()).hexdigest(),
         "parts": {name: [vars(shard) for shard in part.shards] for name, part in index.parts.items()},
         "damaged": index.damaged,
+        "ignore_index": index.ignore_index,
     }
     write_whole(index.root / SAMPLES, packed.getvalue())
     write_whole(index.root / INDEX, json.dumps(described, indent=1).encode())
@@ -123,7 +126,11 @@ def read_index(root: Path) -> Index:
         )
     with np.load(io.BytesIO(packed)) as arrays:
         parts = {
-            name: Part([Shard(**one) for one in shards], {field: arrays[f"{name}.{field}"] for field in FIELDS})
+            # Without `mask` where they were packed before there were any.
+            name: Part(
+                [Shard(**one) for one in shards],
+                {field: arrays[f"{name}.{field}"] for field in FIELDS if f"{name}.{field}" in arrays},
+            )
             for name, shards in described["parts"].items()
         }
     classes = len(described["class_names"])
@@ -136,7 +143,10 @@ def read_index(root: Path) -> Index:
             )
         for shard in part.shards:
             _check_size(root / shard.file, shard)
-    return Index(root, described["packing"], described["class_names"], parts, described["damaged"])
+    return Index(
+        *(root, described["packing"], described["class_names"], parts, described["damaged"]),
+        described.get("ignore_index"),
+    )
 
 
 def check_contents(index: Index) -> None:

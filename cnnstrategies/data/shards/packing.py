@@ -8,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ def pack(contents: Contents, out: Path, options: Options, workers: int) -> Index
 
     Raises:
         ConfigurationError: ``out`` is there, what was begun there is of other images or options, there is no space or
-            no right to write, a class has no name, or no image of a part can be decoded.
+            no right to write, a class has no name, no image of a part can be decoded, or a mask does not fit its image
+            or the classes.
     """
     if out.exists():
         raise ConfigurationError(f"{out} is there already: give another name, or remove it")
@@ -78,7 +79,7 @@ def pack(contents: Contents, out: Path, options: Options, workers: int) -> Index
             left.unlink()
     except OSError as error:
         raise ConfigurationError(_explain(error, scratch)) from error
-    return Index(out, packing, index.class_names, index.parts, index.damaged)
+    return replace(index, root=out)
 
 
 def _begin(scratch: Path, plan: dict[str, Any]) -> None:
@@ -168,7 +169,7 @@ def _joined(contents: Contents, scratch: Path, packing: str, tasks: list[Task]) 
             first = next(iter(damaged.items()), ("", ""))
             raise ConfigurationError(f"no image for {name} can be decoded; the first is {first[0]} ({first[1]})")
         parts[name] = Part(shards, whole)
-    return Index(scratch, packing, contents.class_names, parts, damaged)
+    return Index(scratch, packing, contents.class_names, parts, damaged, contents.ignore_index)
 
 
 def _notes(scratch: Path, task: Task) -> Path:

@@ -14,7 +14,7 @@ import numpy as np
 from cnnstrategies.data.decoding import BrokenImageError
 from cnnstrategies.data.shards import tar
 from cnnstrategies.data.shards.contents import Images
-from cnnstrategies.data.shards.encoding import encode
+from cnnstrategies.data.shards.encoding import encode, encode_mask
 from cnnstrategies.data.shards.index import FIELDS, write_whole
 
 
@@ -65,14 +65,20 @@ class ShardFile:
             return
         try:
             image = encode(data, options.size, options.quality)
+            found = images.mask(number, image.original)
         except BrokenImageError as error:
             self.damaged[name] = str(error)
             return
         key, target = f"{number:09}", images.targets[number]
         at = self.size + tar.BLOCK
         self._write(tar.entry(f"{key}.{image.extension}", image.data, self.packing))
-        self._write(tar.entry(f"{key}.cls", str(target).encode(), self.packing))
-        self.rows.append((at, len(image.data), target, image.width, image.height, image.plain, os.fsencode(name)))
+        mask = b"" if found is None else encode_mask(found, image.width, image.height)
+        if mask:
+            self._write(tar.entry(f"{key}.mask.png", mask, self.packing))
+        else:
+            self._write(tar.entry(f"{key}.cls", str(target).encode(), self.packing))
+        shown = image.width, image.height, image.plain
+        self.rows.append((at, len(image.data), target, *shown, os.fsencode(name), len(mask)))
 
     def finish(self, notes: Path) -> None:
         """Give it its name."""

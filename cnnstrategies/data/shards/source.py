@@ -1,9 +1,10 @@
 """Images of shards, as a data module's source."""
 
+import contextlib
 import io
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,27 +88,40 @@ class ShardSource:
         Raises:
             ConfigurationError: One cannot be read.
         """
-        if self.block is not None:
-            self._ask_for_blocks(indices)
+        self.ask_ahead(indices)
         images = torch.empty(len(indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        sizes = (self.columns[name][indices].astype(np.int64) for name in ("width", "height"))
-        for number, crop, image in zip(indices, self.crops(*sizes), images, strict=True):
-            try:
-                self._show(number, crop, image)
-            except BrokenImageError as error:
-                raise ConfigurationError(
-                    f"broken image {self.name(number)} in {self._path(number)} ({error}): `cnnstrategies pack --check "
-                    f"{self.paths[0].parent}` finds damaged shards; copy them again, or pack again"
-                ) from None
+        for number, crop, image in zip(indices, self.chosen_crops(indices), images, strict=True):
+            with self.names_broken(number):
+                self.show(number, self.read(number), crop, image)
         return images, self.targets[indices]
 
-    def read(self, number: int) -> bytes:
+    def chosen_crops(self, indices: list[int]) -> list[Crop]:
+        """The rectangles of a batch."""
+        return self.crops(*(self.columns[name][indices].astype(np.int64) for name in ("width", "height")))
+
+    @contextlib.contextmanager
+    def names_broken(self, number: int) -> Iterator[None]:
+        """Turn a broken image into an error that says which it is."""
+        try:
+            yield
+        except BrokenImageError as error:
+            raise ConfigurationError(
+                f"broken image {self.name(number)} in {self._path(number)} ({error}): `cnnstrategies pack --check "
+                f"{self.paths[0].parent}` finds damaged shards; copy them again, or pack again"
+            ) from None
+
+    def read(self, number: int, behind: int = 0) -> bytes:
         """The file of an image, by one ``pread``.
+
+        Args:
+            number: Of the image.
+            behind: Bytes that follow it in the shard, to be read with it.
 
         Raises:
             ConfigurationError: The shard ends before it, or is of another packing.
         """
         shard, offset, length = self._place(number)
+        length += behind
         # With the entry's header before it, which says whose it is.
         content = os.pread(self._file(shard), tar.BLOCK + length, offset - tar.BLOCK)
         if len(content) < tar.BLOCK + length:
@@ -121,17 +135,42 @@ class ShardSource:
             )
         return content[tar.BLOCK :]
 
-    def _show(self, number: int, crop: Crop, out: Tensor) -> None:
-        data = self.read(number)
+    def ask_ahead(self, indices: list[int]) -> None:
+        """Have the system read whole blocks, in order and in the background, when the first of their images comes."""
+        if self.block is None:
+            return
+        for block in sorted({index // self.block for index in indices}):
+            if self._asked.pop(block, False):
+                self._asked[block] = True  # Now the latest.
+                continue
+            self._asked[block] = True
+            numbers = range(block * self.block, min(len(self), (block + 1) * self.block))
+            first, begin, _ = self._place(numbers[0])
+            last, offset, length = self._place(numbers[-1])
+            for shard in range(first, last + 1):
+                start = begin if shard == first else 0
+                count = offset + length - start if shard == last else 0  # 0 is all to the end.
+                os.posix_fadvise(self._file(shard), start, count, os.POSIX_FADV_WILLNEED)
+        while len(self._asked) > MOST_ASKED:
+            self._asked.pop(next(iter(self._asked)))
+
+    def show(self, number: int, data: bytes, crop: Crop, out: Tensor) -> Crop:
+        """Decode a rectangle of an image, and bring it to the size of ``out`` (3, H, W).
+
+        Returns:
+            The rectangle that is shown: an image that is decoded at a fraction of its size is cut to its pixels there.
+        """
         header = jpeg.read_header(data) if self.columns["plain"][number] else None
         left, top, width, height = crop[:4]
+        first_column, first_row = 0, 0
         if header is None:
             pixels, scale = decode(io.BytesIO(data)).permute(1, 2, 0), 1
         else:
             shown = jpeg.cut(data, header, left, top, left + width, top + height, self.decoder not in TALKATIVE)
             scale = next((one for one in SCALES if min(width, height) >= one * self.size), 1)
             pixels = self._decode(shown, scale)
-            left, top = left - shown.left, top - shown.top
+            first_column, first_row = shown.left, shown.top
+            left, top = left - first_column, top - first_row
             if pixels.shape[:2] == (shown.height, shown.width):
                 scale = 1  # Not every decoder shrinks.
         left, top, width, height = (round(one / scale) for one in (left, top, width, height))
@@ -141,6 +180,8 @@ class ShardSource:
             part = part.contiguous(memory_format=torch.channels_last)
             part = F.interpolate(part, out.shape[1:], mode="bilinear", antialias=True)
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
+        left, top, width, height = (one * scale for one in (left, top, width, height))
+        return Crop(first_column + left, first_row + top, width, height, crop.mirrored)
 
     def _place(self, number: int) -> tuple[int, int, int]:
         """The shard of an image, its first byte there and how many they are."""
@@ -166,24 +207,6 @@ class ShardSource:
                     f"cannot read {self.paths[shard]} ({error.strerror}): give the right to it, or copy it again"
                 ) from None
         return self._files[shard]
-
-    def _ask_for_blocks(self, indices: list[int]) -> None:
-        """Have the system read whole blocks, in order and in the background, when the first of their images comes."""
-        assert self.block is not None
-        for block in sorted({index // self.block for index in indices}):
-            if self._asked.pop(block, False):
-                self._asked[block] = True  # Now the latest.
-                continue
-            self._asked[block] = True
-            numbers = range(block * self.block, min(len(self), (block + 1) * self.block))
-            first, begin, _ = self._place(numbers[0])
-            last, offset, length = self._place(numbers[-1])
-            for shard in range(first, last + 1):
-                start = begin if shard == first else 0
-                count = offset + length - start if shard == last else 0  # 0 is all to the end.
-                os.posix_fadvise(self._file(shard), start, count, os.POSIX_FADV_WILLNEED)
-        while len(self._asked) > MOST_ASKED:
-            self._asked.pop(next(iter(self._asked)))
 
 
 def _close_all(files: dict[int, int]) -> None:

@@ -20,6 +20,7 @@ class Replicas:
         self._holders: dict[int, Sequence[int]] = {}
         self._since: dict[int, int] = {}
         self._acknowledged: dict[tuple[int, int], int] = {}
+        self._filling: dict[int, set[int]] = {}  # slices whose copies a server lacks that came after training began
 
     def place(self, view: View) -> list[tuple[int, int]]:
         """Follow a change of the view.
@@ -40,6 +41,11 @@ class Replicas:
                 if not was_primary or backup not in before[key] or backup in renewed:
                     self._acknowledged.pop((key, backup), None)
                     needed.append((key, backup))
+        before_this = {(key, server) for server, missing in self._filling.items() for key in missing}
+        self._filling = {}
+        for key, backup in {*needed, *before_this}:
+            if backup in self.backups(key) and 0 < view.begun < since[backup]:
+                self._filling.setdefault(backup, set()).add(key)
         return needed
 
     def owns(self, key: int) -> bool:
@@ -54,9 +60,17 @@ class Replicas:
         """The servers that this primary sends the slice's updates to; none if it is not the primary."""
         return self._holders[key][1:] if self.owns(key) else []
 
-    def acknowledged(self, key: int, backup: int, version: int) -> None:
-        """A backup has the slice up to a version."""
+    def acknowledged(self, key: int, backup: int, version: int) -> bool:
+        """A backup has the slice up to a version; whether it has come late, and has all its copies now."""
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
+        missing = self._filling.get(backup)
+        if missing is None:
+            return False
+        missing.discard(key)
+        if missing:
+            return False
+        del self._filling[backup]
+        return True
 
     def safe(self, key: int, version: int) -> bool:
         """Whether every copy of a slice has a version, so that workers may see it."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes, check_length, encode_values, from_bytes
 from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Who
@@ -53,6 +54,7 @@ class Shard:
 
     def __init__(self, specification: Specification, server: int, outbox: Outbox, store: Store) -> None:
         self.store = store
+        self._server = server
         self.own: list[int] = []
         self.owned: frozenset[int] = frozenset()
         self._replicas = Replicas(server, self.store.slices)
@@ -189,7 +191,9 @@ class Shard:
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
         """A backup has a slice up to a version."""
-        self._replicas.acknowledged(key, backup, version)
+        if self._replicas.acknowledged(key, backup, version):
+            text = f"server {self._server} has filled server {backup}: its slices have all their copies again"
+            self._outbox.effects.append(Say(text, True))
         self.answer(key)
 
     def _acknowledge(self, key: int) -> None:

@@ -1,0 +1,100 @@
+"""Runs that are sent to SLURM."""
+
+import itertools
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from typing_extensions import override
+
+from cnnstrategies.cluster.job import sbatch_script
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.run_folder import refuse_anothers
+from cnnstrategies.cluster.submit import submit
+from cnnstrategies.commands.submission import Submission, Target, run_name
+from cnnstrategies.errors import ConfigurationError
+
+
+class SlurmTarget(Target):
+    """A job, or with a sweep an array of jobs; the run folder holds its script and configurations."""
+
+    @override
+    def check(self) -> None:
+        base, variants = self.base, self.variants
+        for variant in variants:
+            if variant.size != base.size:
+                raise ConfigurationError(
+                    f"cluster.sweep: the tasks of an array are of one size, and it makes {base.size} and "
+                    f"{variant.size}: submit them one by one"
+                )
+        if variants and base.checkpoints is not None:
+            raise ConfigurationError(
+                f"checkpoint.dirpath={base.checkpoints}: the runs of a sweep would overwrite each other's checkpoints; "
+                "leave it out, and each has a folder of its own"
+            )
+        for one in (base, *variants):
+            if one.parameter_server is not None and one.size.nodes + one.options.server_nodes > 1:
+                one.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+            if one.options.check_data and one.cli.datamodule is not None:
+                one.cli.datamodule.prepare_data()
+        name = base.cli.config.run_name
+        self.folder = run_folder(base.options) if name is None else base.options.folder.resolve() / name
+        if base.checkpoints is not None:
+            refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
+
+    @override
+    def show(self) -> str:
+        base = self.base
+        goes_on, variants = base.parameter_server is not None, len(self.variants)
+        return sbatch_script(base.options, base.size, self.folder, sys.executable, self.command, variants, goes_on)
+
+    @override
+    def submit(self) -> str:
+        base, folder, variants = self.base, self.folder, self.variants
+        new = not folder.exists()
+        write(base, folder)
+        for number, variant in enumerate(variants):
+            write(variant, folder / str(number))
+        file = folder / "job.sh"
+        file.write_text(self.show(), encoding="utf-8")
+        try:
+            job = submit(file)
+        except ConfigurationError:
+            if new:
+                shutil.rmtree(folder)
+            raise
+        logs = f"{job}_0.log to {job}_{len(variants) - 1}.log" if variants else f"{job}.log"
+        servers = f", and {base.options.server_nodes} server nodes" if base.options.server_nodes else ""
+        return (
+            f"Submitted job {job}: {base.size.nodes} nodes x {base.size.tasks_per_node} tasks{servers}\n"
+            f"Logs, checkpoints and script: {folder} ({logs})"
+        )
+
+
+target = SlurmTarget
+
+
+def write(submission: Submission, folder: Path) -> None:
+    """Write the configuration that a job reads.
+
+    Args:
+        submission: What is to run.
+        folder: Of the run.
+    """
+    options = submission.options
+    signal = {"stop.warning_signal": options.signal, "stop.warning_grace": float(options.grace)}
+    folder.mkdir(parents=True, exist_ok=True)
+    text = submission.text(folder, signal if options.requeue else {})
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
+
+
+def run_folder(options: ClusterOptions) -> Path:
+    """A new folder's path; two submissions in one second get different ones.
+
+    Args:
+        options: The ``cluster`` section.
+    """
+    stem = f"{options.job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    return next(path for name in names if not (path := options.folder.resolve() / name).exists())

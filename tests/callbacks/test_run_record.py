@@ -1,0 +1,104 @@
+"""Loggers of a run that is started again: in the same run, every line once."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from cnnstrategies.loggers import KEPT, CSVLogger
+
+FEW = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1")
+TIME = "samples_per_s"
+SAME = ("--trainer.devices=1", "--trainer.strategy=auto", "--model.init_args.lr_scheduler.init_args.T_max=2")
+
+
+@pytest.fixture
+def fit(run_cli, quick):
+    """Trains for some epochs with these loggers, as the run of a name."""
+
+    def run(name, epochs, *loggers):
+        Path("loggers.yaml").write_text(yaml.safe_dump({"trainer": {"logger": list(loggers)}}))
+        words = (*quick, *SAME, *FEW, "--config=loggers.yaml", f"--run_name={name}", f"--trainer.max_epochs={epochs}")
+        code, output = run_cli("fit", *words)
+        assert code == 0, output
+        return output
+
+    return run
+
+
+def logger(kind, **arguments):
+    return {"class_path": f"lightning.pytorch.loggers.{kind}", "init_args": arguments}
+
+
+def lines(run):
+    with open(f"runs/mine/{run}/metrics.csv") as text:
+        return [
+            {name: value for name, value in line.items() if value and name != TIME} for line in csv.DictReader(text)
+        ]
+
+
+def test_csv_and_tensorboard_have_what_an_uninterrupted_run_has(fit):
+    loggers = [logger(kind, save_dir="runs", name="mine") for kind in ("CSVLogger", "TensorBoardLogger")]
+    fit("whole", 2, *loggers)
+    fit("parts", 1, *loggers)
+    with open("runs/mine/parts/metrics.csv", "a") as text:  # Of steps after the checkpoint, before a kill.
+        text.write(",".join("7" for _ in lines("parts")[0].keys() | {"step"}) + "\n7,7")
+    assert "Going on from" in fit("parts", 2, *loggers)
+    assert lines("parts") == lines("whole")
+    scalars = []
+    for run in ("whole", "parts"):
+        events = EventAccumulator(f"runs/mine/{run}")
+        events.Reload()
+        tags = [tag for tag in events.Tags()["scalars"] if tag != TIME]
+        scalars.append({tag: [(one.step, one.value) for one in events.Scalars(tag)] for tag in tags})
+    assert scalars[0] == scalars[1]
+
+
+def test_weights_and_biases_goes_on_in_its_run(fit, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed: pip install 'cnnstrategies[wandb]'")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    one = logger("WandbLogger", project="mine", offline=True, save_dir=".")
+    for epochs in (1, 2):
+        fit("digits", epochs, one)
+    fit("other", 1, one)
+    ids = [json.loads(Path(name, "checkpoints/run.json").read_text())["loggers"]["0"] for name in ("digits", "other")]
+    assert sorted(folder.name.rpartition("-")[2] for folder in Path("wandb").glob("offline-run-*")) == sorted(
+        [ids[0], ids[0], ids[1]]
+    )
+    assert ids[0] != ids[1]
+
+
+def test_mlflow_goes_on_in_its_run(fit):
+    pytest.importorskip("mlflow", reason="mlflow is not installed: pip install 'cnnstrategies[mlflow]'")
+    from mlflow.tracking import MlflowClient
+
+    store = "sqlite:///mlflow.db"
+    for epochs in (1, 2):
+        fit("digits", epochs, logger("MLFlowLogger", experiment_name="mine", tracking_uri=store))
+    client = MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name("mine").experiment_id])
+    assert run.info.run_name == "digits"
+    history = client.get_metric_history(run.info.run_id, "val_loss")
+    assert [metric.step for metric in history] == [2, 5]
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("there", ["metrics.csv", KEPT])
+def test_lines_are_kept_and_those_that_will_be_written_again_are_dropped(there):
+    """Also where the process was killed while it was about it."""
+    folder = Path("runs/mine/digits")
+    folder.mkdir(parents=True)
+    (folder / there).write_text("loss,step\n3.5,0\n2.5,1\n1.5,2\n0.")
+    written = CSVLogger("runs", "mine", "digits")
+    _ = written.experiment
+    assert lines("digits") == [
+        {"loss": loss, "step": step} for loss, step in (("3.5", "0"), ("2.5", "1"), ("1.5", "2"))
+    ]
+    written.drop_lines_from(2)
+    written.log_metrics({"accuracy": 0.5, "loss": 1.25}, step=2)
+    written.save()
+    assert lines("digits")[1:] == [{"loss": "2.5", "step": "1"}, {"accuracy": "0.5", "loss": "1.25", "step": "2"}]
+    assert [file.name for file in folder.iterdir()] == ["metrics.csv"]
