@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-portable fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -40,6 +40,18 @@ test-portable: $(INSTALLED)
 		$(PYTEST) -m "not cluster" --seed-offset 2
 	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 \
 		$(PYTEST) -m "not cluster" --seed-offset 3
+
+# With the newest jsonargparse, omegaconf, matplotlib and rich that Lightning itself allows, and not those of the
+# constraints, in an environment beside the other.
+BOUNDS := $(VENV)-bounds
+BOUNDED := jsonargparse|omegaconf|matplotlib|rich
+test-bounds:
+	test -x $(BOUNDS)/bin/python || $(PYTHON) -m venv $(BOUNDS)
+	grep -v -i -E '^($(BOUNDED))==' constraints.txt > $(BOUNDS)/constraints.txt
+	$(BOUNDS)/bin/python -m pip install -qq --upgrade --upgrade-strategy eager --constraint $(BOUNDS)/constraints.txt \
+		--editable '.[test]' 'lightning[pytorch-extra]'
+	$(BOUNDS)/bin/python -m pip list | grep -i -E '^($(BOUNDED)) '
+	$(BOUNDS)/bin/python -m pytest --numprocesses 4 --maxschedchunk 2 -m "not cluster"
 
 # Random layouts of pipelines, with ranks as threads; some ten minutes.
 N ?= 2000
@@ -95,4 +107,4 @@ endif
 	@touch $@
 
 clean:
-	rm -rf $(VENV) site build *.egg-info
+	rm -rf $(VENV) $(BOUNDS) site build *.egg-info

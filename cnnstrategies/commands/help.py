@@ -18,6 +18,7 @@ from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
 from cnnstrategies.commands.pack_options import parser as pack_parser
 from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.sweep_options import parser as sweep_parser
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.commands.tune_options import TuneOptions
 
@@ -72,6 +73,7 @@ PARSERS = {
     "doctor": doctor_parser,
     "pack": pack_parser,
     "compare": compare_parser,
+    "sweep": sweep_parser,
 }  # Of the commands that take no configuration.
 EVERYTHING = (
     ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),
