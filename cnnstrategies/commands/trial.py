@@ -153,6 +153,7 @@ class TrialCLI(CLI):
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
+        self.named = None  # It leaves nothing from which it could go on.
         trainer = self.config.fit.trainer
         trainer.logger = trainer.enable_checkpointing = trainer.enable_progress_bar = False
         trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
