@@ -14,10 +14,10 @@ from typing_extensions import override
 KEPT = ".metrics.csv.kept"
 
 
-class KeepingCSVLogger(loggers.CSVLogger):
+class KeptCSVLogger(loggers.CSVLogger):
     """Lightning's, which keeps the lines that are there; a run with a name has it in the place of Lightning's.
 
-    It has another name than Lightning's, which could not be given without its module otherwise.
+    Its name is another one: jsonargparse takes no short name that two classes have.
 
     Whenever the process is killed, the lines are in ``metrics.csv`` or in a file beside it.
     """

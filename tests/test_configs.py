@@ -74,7 +74,12 @@ ARGS = {
     "experiments/synthetic_alexnet_hybrid_3-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_resnet50_hybrid_2-2_4gpu.yaml": [*FOUR, *SMALL],
-    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [*TWO, *SMALL, "--trainer.limit_train_batches=1"],  # Slow.
+    # The wide one would take a minute.
+    "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [
+        *TWO,
+        *SMALL,
+        "--model.init_args.network.class_path=narrow_vgg.vgg16",
+    ],
     "experiments/digits_smallcnn_parameter_server_cpu.yaml": TWO,
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,

@@ -32,7 +32,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
+HELPER = "warm helper"  # What ps calls it, of at most 15 characters.
 MOST_FILES = 250  # of one message
 PIECE = 60000  # bytes; a message of the socket can be twice as long
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -49,6 +50,7 @@ class Helper:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if os.fork() == 0:
             self._socket.close()
+            _call(HELPER)
             with contextlib.suppress(ConnectionError):
                 _serve(theirs)
             os._exit(0)
@@ -128,6 +130,10 @@ def _program(words: list[str], cwd: Any, env: Any, session: bool) -> dict[str, A
     return {"words": words, **where, "session": session, "warm": _inherited}
 
 
+def _call(name: str) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
 def _adopt(orphans: bool) -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(orphans), 0, 0, 0)
 
@@ -163,6 +169,7 @@ def _serve(connection: socket.socket) -> None:
 
 def _become(program: dict[str, Any], files: list[int]) -> None:
     """Run a program in this process as the interpreter would, and end."""
+    _call("python")
     if program["session"]:
         os.setsid()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

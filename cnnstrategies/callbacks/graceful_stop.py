@@ -40,14 +40,21 @@ class GracefulStop(Callback):
         grace: Seconds until a run that has not reached a step boundary is killed.
         warning_signal: The scheduler's signal.
         warning_grace: Seconds until that happens after a warning.
+        on_each_node: End with the signal's exit code on every node and not on rank 0's alone, for launchers that start
+            each node's process again by itself, as Kubernetes does.
     """
 
     def __init__(
-        self, grace: float = 10.0, warning_signal: Literal["USR1", "USR2"] = "USR1", warning_grace: float = 60.0
+        self,
+        grace: float = 10.0,
+        warning_signal: Literal["USR1", "USR2"] = "USR1",
+        warning_grace: float = 60.0,
+        on_each_node: bool = False,
     ) -> None:
         self.grace = grace
         self.warning_signal = warning_signal
         self.warning_grace = warning_grace
+        self.on_each_node = on_each_node
         self._warning = signal.Signals[f"SIG{warning_signal}"]
         self._trainer: Trainer | None = None
         self._received: int | None = None
@@ -143,7 +150,8 @@ class GracefulStop(Callback):
             place = f"continue with --ckpt_path {path}"
         rank_zero_info(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {place}")
         # Rank 0 speaks for the run; a launcher that watches the others would take their codes for failures.
-        sys.exit(128 + signum if trainer.is_global_zero else 0)
+        speaks = trainer.local_rank == 0 if self.on_each_node else trainer.is_global_zero
+        sys.exit(128 + signum if speaks else 0)
 
     def _kill(self) -> None:
         assert self._trainer is not None

@@ -1,6 +1,7 @@
 """What ``cnnstrategies doctor`` does on each host: find out about this one and try the connections to the others."""
 
 import contextlib
+import ipaddress
 import json
 import os
 import platform
@@ -15,13 +16,14 @@ import lightning
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve
+from cnnstrategies.cluster.addresses import Interface, choose_interface, interfaces, resolve
 from cnnstrategies.cluster.doctor_place import Place
 from cnnstrategies.cluster.doctor_probe import Probe, measure
 from cnnstrategies.cluster.meeting import open_store
 from cnnstrategies.errors import ConfigurationError
 
 POLL = 0.05  # seconds
+POD = "JOB_COMPLETION_INDEX"  # Kubernetes sets it in the pods of an Indexed Job.
 LINK_SECONDS = 5.0
 SHARED_SECONDS = 5.0  # NFS shows a new file to other clients after a few seconds
 
@@ -39,6 +41,7 @@ class Facts:
         versions: Version of each program that must be the same everywhere.
         shared_memory: Bytes that fit into the memory through which its processes hand each other batches; None where
             that is not a file system.
+        astray: In the first pod, where the main address leads, if not to itself.
     """
 
     node: int
@@ -48,6 +51,7 @@ class Facts:
     port: int
     versions: dict[str, str]
     shared_memory: int | None = None
+    astray: str | None = None
 
 
 @dataclass
@@ -107,6 +111,14 @@ def shared_memory() -> int | None:
     return found.f_frsize * found.f_blocks
 
 
+def _astray(main_address: str) -> str | None:
+    """Where a name that should lead to this host leads, if not to it."""
+    address = resolve(main_address)
+    if ipaddress.ip_address(address).is_loopback or address in [one.address for one in interfaces()]:
+        return None
+    return address
+
+
 def examine(place: Place, directory: Path, interface: str | None, wait: float) -> Report | None:
     """Examine the cluster, together with the other hosts' processes.
 
@@ -126,6 +138,8 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     mine = _choose(store, place, interface, wait)
     probe = Probe(mine.address)
     me = Facts(place.node, socket.gethostname(), mine.name, mine.address, probe.port, versions(), shared_memory())
+    if POD in os.environ and place.node == 0:
+        me.astray = _astray(place.main_address)
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
     present = _present(store, place, wait)
     hosts = {node: Facts(**json.loads(store.get(f"facts/{node}"))) for node in present}

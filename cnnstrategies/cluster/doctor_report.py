@@ -44,7 +44,7 @@ def links_table(report: Report) -> Table:
 
 def mends(report: Report) -> list[str]:
     """What is wrong and what to do about it; empty if all is well."""
-    checks = (_missing, _versions, _links, _shared, _clocks, _memory)
+    checks = (_missing, _versions, _names, _links, _shared, _clocks, _memory)
     return [line for check in checks for line in check(report)]
 
 
@@ -88,6 +88,16 @@ def _shared(report: Report) -> list[str]:
         "and may write to, such as an NFS mount; name it with --shared"
         for node, findings in report.findings.items()
         for problem in findings.shared
+    ]
+
+
+def _names(report: Report) -> list[str]:
+    first = report.hosts[0]
+    if first.astray is None:
+        return []
+    return [
+        f"the main address leads to {first.astray}, and {first.host} has {first.address}: see that the headless "
+        "service selects this run's pods alone"
     ]
 
 

@@ -1,5 +1,6 @@
 """The hosts of a run find each other before training starts, or say which one is missing."""
 
+import contextlib
 import json
 import socket
 import time
@@ -64,6 +65,8 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
         except OSError as error:
             reason = f"{error.strerror}"
         time.sleep(min(0.2, max(0.0, left)))
+        with contextlib.suppress(ConfigurationError):
+            ip = resolve(address)  # A pod that was started again has another one.
     where = address if address == ip else f"{address} ({ip})"
     raise ConfigurationError(
         f"{socket.gethostname()} has not reached the main address {where} on port {port} for {seconds:g} s: {reason}"

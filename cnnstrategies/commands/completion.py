@@ -53,7 +53,7 @@ def candidates(words: Sequence[str]) -> list[str]:
     if not before:
         found: Iterator[str] = iter(COMMANDS)
     elif before == ["submit"]:
-        found = iter(["fit"])
+        found = iter(["fit", "doctor"])
     elif before == ["completion"]:
         found = iter(SCRIPTS)
     elif before[0] == "configs":
@@ -69,7 +69,7 @@ def _keys(words: Sequence[str]) -> Iterator[str]:
     if not COMMANDS.get(words[0]) or not COMMANDS[words[0]].configured:
         return
     yield from ("--config", "--help", "--help_full", "--print_config")
-    for root, owner in early.ROOTS.items():
+    for root, owner in {**early.ROOTS, **early.NESTED}.items():
         yield f"--{root}"
         if owner is not None and (known := early.signature_of(owner)) is not None:
             yield from (f"--{root}.{name}" for name in known.parameters)

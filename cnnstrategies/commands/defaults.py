@@ -1,5 +1,6 @@
 """What a trainer of the command line has that Lightning's has not, unless the configuration says otherwise."""
 
+import os
 from typing import Any
 
 from jsonargparse import Namespace
@@ -12,16 +13,19 @@ from cnnstrategies.callbacks import (
     BestCheckpoint,
     EpochMetrics,
     GracefulStop,
+    MistakeReport,
     PredictionWriter,
     SamplesPerSecond,
     ServerTraffic,
     StartPanel,
     TrainingSummary,
 )
+from cnnstrategies.callbacks.sweep_report import SweepReport
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.sweeping.talk import SOCKET
 
 
 def add_sections(parser: LightningArgumentParser) -> None:
@@ -80,6 +84,7 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         SamplesPerSecond(),
         ServerTraffic(),
         TrainingSummary(),
+        MistakeReport(),
         config.predictions,
         config.stop,
     ]
@@ -89,6 +94,8 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         # Lightning's `save_last` writes last.ckpt only together with a new best; this one after each epoch.
         last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
         defaults += [config.checkpoint, last]
+    if SOCKET in os.environ:
+        defaults.append(SweepReport())
     return callbacks + [new for new in defaults if not _has(callbacks, type(new))]
 
 

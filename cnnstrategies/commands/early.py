@@ -33,6 +33,11 @@ ROOTS: dict[str, str | None] = {
     "run_name": None,
     "fresh": None,
 }
+# And those below.
+NESTED = {
+    "cluster.kubernetes": "cnnstrategies.cluster.kubernetes.options.KubernetesOptions",
+    "cluster.ray": "cnnstrategies.cluster.ray.options.RayOptions",
+}
 # Where the classes are that a configuration may name without their module.
 HOMES = (
     *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),
@@ -68,7 +73,7 @@ KNOWN_PACKAGES = ("cnnstrategies", "lightning", "torch", "torchvision", "torchme
 
 def given(args: Sequence[str]) -> list[Given]:
     """What a command line gives; see :func:`~cnnstrategies.commands.given.given_keys`."""
-    return given_keys(args, ROOTS)
+    return given_keys(args, {**ROOTS, **NESTED})
 
 
 def check(args: Sequence[str]) -> None:

@@ -37,7 +37,7 @@ def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Giv
 
     Args:
         args: The command line.
-        roots: The classes of the keys at the root that have no ``class_path``.
+        roots: The classes of the keys that have no ``class_path``, by their path.
 
     Raises:
         ConfigurationError: A file is not YAML.
@@ -97,5 +97,5 @@ def _walk(tree: Any, path: str, owner: str | None, roots: Mapping[str, str | Non
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
         yield Given(inner, value, owner)
-        below = tree.get("class_path") if key == "init_args" else None if path else roots.get(str(key))
+        below = tree.get("class_path") if key == "init_args" else roots.get(inner)
         yield from _walk(value, inner, below, roots)

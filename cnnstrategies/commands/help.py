@@ -10,12 +10,15 @@ from typing import Any
 
 import docstring_parser
 
+from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.ray.options import RayOptions
 from cnnstrategies.commands.compare_options import parser as compare_parser
 from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
 from cnnstrategies.commands.pack_options import parser as pack_parser
 from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.sweep_options import parser as sweep_parser
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.commands.tune_options import TuneOptions
 
@@ -62,11 +65,15 @@ EXPORT = (
     ("--int8 true", "quantise weights and activations before; --calibration_batches N as for quantize"),
     ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
 )
-SUBMISSION = (("--dry_run", "print the script and submit nothing"),)
+SUBMISSION = (
+    ("--to NAME", "slurm, kubernetes or ray (default: slurm)"),
+    ("--dry_run", "print the job and submit nothing"),
+)
 PARSERS = {
     "doctor": doctor_parser,
     "pack": pack_parser,
     "compare": compare_parser,
+    "sweep": sweep_parser,
 }  # Of the commands that take no configuration.
 EVERYTHING = (
     ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),
@@ -126,7 +133,12 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "export": EXPORT,
         "plan": list(_fields(PlanOptions, "")),
         "tune": list(_fields(TuneOptions, "")),
-        "submit": [*SUBMISSION, *_fields(ClusterOptions, "cluster.")],
+        "submit": [
+            *SUBMISSION,
+            *_fields(ClusterOptions, "cluster."),
+            *_fields(KubernetesOptions, "cluster.kubernetes."),
+            *_fields(RayOptions, "cluster.ray."),
+        ],
     }
     if name in own:
         yield "The configuration", CONFIGURATION

@@ -34,6 +34,7 @@ from cnnstrategies.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.processes import ended_by
+from cnnstrategies.sweeping.trial_folder import keep_apart
 
 
 class SavedConfiguration(SaveConfigCallback):
@@ -109,6 +110,8 @@ class CLI(LightningCLI):
             check_checkpoint(config.ckpt_path, words=())
         else:
             check_checkpoint(config.ckpt_path)
+        if self.subcommand == "fit":
+            keep_apart(config)
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
         if self.named is not None:
             place(config, self.named)

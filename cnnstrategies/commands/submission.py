@@ -4,7 +4,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
@@ -25,7 +25,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
 # By the word after --to: the module of this package whose `target` makes it.
-TARGETS = {"slurm": "submit_slurm"}
+TARGETS = {"slurm": "submit_slurm", "kubernetes": "submit_kubernetes", "ray": "submit_ray"}
 
 
 class SubmitCLI(CLI):
@@ -80,7 +80,7 @@ class Submission:
         directory: str | None = checkpoint_arguments(self.cli.config)[0].dirpath
         return directory
 
-    def text(self, folder: Path, changes: Mapping[str, Any]) -> str:
+    def text(self, folder: PurePath, changes: Mapping[str, Any]) -> str:
         """The whole configuration, so that later changes of the files do not reach a job in the queue.
 
         Args:
@@ -100,7 +100,7 @@ class Submission:
         return str(self.cli.parser.dump(config, skip_none=False))
 
 
-def run_name(folder: Path) -> str:
+def run_name(folder: PurePath) -> str:
     """The name of the run whose folder this is; that of a sweep's task is its number.
 
     Args:
@@ -116,15 +116,17 @@ class Target(ABC):
         base: What is to run.
         variants: The combinations of a sweep; empty without one.
         command: The command line that asks for it, for the reader of what is made of it.
+        task: What is to run: ``fit``, or ``doctor``, which examines the machines that it would run on.
 
     Raises:
         ConfigurationError: It cannot run there.
     """
 
-    def __init__(self, base: Submission, variants: Sequence[Submission], command: str) -> None:
+    def __init__(self, base: Submission, variants: Sequence[Submission], command: str, task: str = "fit") -> None:
         self.base = base
         self.variants = variants
         self.command = command
+        self.task = task
         self.check()
 
     @abstractmethod

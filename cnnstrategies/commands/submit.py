@@ -20,14 +20,14 @@ def main(args: Sequence[str]) -> None:
     Raises:
         ConfigurationError: The configuration cannot run, or the target does not take the job.
     """
-    if args[1:2] != ["fit"]:
+    if args[1:2] not in (["fit"], ["doctor"]):
         raise ConfigurationError(
-            f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..."
+            f"submit {' '.join(args[1:2])}: submit takes fit, as in: cnnstrategies submit fit --config ..., or doctor"
         )
     base = check(args[2:])
     variants = [check([*args[2:], *overrides]) for overrides in _combinations(base.options.sweep)]
     module = importlib.import_module(f"cnnstrategies.commands.{TARGETS[base.cli.config.to]}")
-    target: Target = module.target(base, variants, shlex.join(["cnnstrategies", *args]))
+    target: Target = module.target(base, variants, shlex.join(["cnnstrategies", *args]), args[1])
     if base.cli.config.dry_run:
         print(target.show(), end="")
         return

@@ -22,6 +22,11 @@ class SlurmTarget(Target):
     @override
     def check(self) -> None:
         base, variants = self.base, self.variants
+        if self.task == "doctor":
+            raise ConfigurationError(
+                "submit doctor is for --to kubernetes; on a SLURM cluster: srun --nodes 2 --ntasks-per-node 1 "
+                "cnnstrategies doctor"
+            )
         for variant in variants:
             if variant.size != base.size:
                 raise ConfigurationError(

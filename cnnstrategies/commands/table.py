@@ -40,7 +40,10 @@ COMMANDS = {
     "export": Command("write a trained network for use elsewhere", f"export {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
     "plan": Command("price all strategies before a run", "plan --config quickstart --trainer.devices 4", "plan"),
     "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune"),
-    "submit": Command("send a run to SLURM", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"),
+    "sweep": Command("search for good values", "sweep --config quickstart --sweep sweep.yaml", "sweep", False),
+    "submit": Command(
+        "send a run to a cluster's queue", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"
+    ),
     "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor", False),
     "pack": Command("put images into shards", "pack datasets/imagenet shards/imagenet --size 256", "pack", False),
     "configs": Command("list the recipes, or print one", "configs quickstart", "recipes", False),

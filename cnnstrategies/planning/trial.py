@@ -3,25 +3,19 @@
 import contextlib
 import json
 import os
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from cnnstrategies.planning.program import Program
 
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
 LOADS = "CNNSTRATEGIES_TRIAL_LOADS"  # Set where the ranks load as in training, and not one batch again and again.
 COMMAND = "cnnstrategies.commands.trial"
 # Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
 COMPARED_STEPS = 3
-# What the last lines of a run that has failed say, and what that means.
-CAUSES = (
-    (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
-    (("BackendCompilerFailed", "InductorError", "CppCompileError", "InvalidCxxCompiler"), "the compiler failed"),
-)
 
 
 class TrialError(Exception):
@@ -37,28 +31,14 @@ class Trial:
         words: The command line of ``fit`` for it.
         seconds: How long it may take to start, and then for any order.
         loads: Whether it loads its data as in training, and not one batch again and again.
-
-    Attributes:
-        output: The file with what it has printed.
     """
 
     def __init__(self, folder: Path, name: str, words: Sequence[str], seconds: float, loads: bool = False) -> None:
-        self.output = folder / f"{name}.log"
         self._seconds = seconds
         self._ranks: list[Any] = []
-        self._listener = socket.socket(socket.AF_UNIX)
         path = folder / f"{name}.sock"
-        self._listener.bind(str(path))
-        self._listener.listen(64)
-        with self.output.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", COMMAND, *words],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, TRIAL: str(path), **({LOADS: "1"} if loads else {})},
-                start_new_session=True,
-            )
+        variables = {**os.environ, TRIAL: str(path), **({LOADS: "1"} if loads else {})}
+        self._program = Program([COMMAND, *words], folder / f"{name}.log", path, variables)
 
     def wait_until_ready(self) -> None:
         """Wait for all ranks.
@@ -91,23 +71,12 @@ class Trial:
         """End the run and all its processes."""
         for rank in self._ranks:
             rank.close()
-        self._listener.close()
-        for signum, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
-            if self._process.poll() is None:
-                os.killpg(self._process.pid, signum)
-                try:
-                    self._process.wait(patience)
-                except subprocess.TimeoutExpired:
-                    continue
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)  # Ranks that have not ended with the one that started them.
-        except ProcessLookupError:
-            return
+        self._program.close()
 
     def _accept(self) -> None:
         try:
-            self._listener.settimeout(0.2)
-            connection, _ = self._listener.accept()
+            self._program.listener.settimeout(0.2)
+            connection, _ = self._program.listener.accept()
         except TimeoutError:
             return
         rank = _Rank(connection)
@@ -121,22 +90,11 @@ class Trial:
     def _await(self, done: Any, work: Any) -> None:
         deadline = time.monotonic() + self._seconds
         while not done():
-            if self._process.poll() is not None:
-                raise TrialError(self._cause())
+            if self._program.process.poll() is not None:
+                raise TrialError(self._program.cause())
             if time.monotonic() > deadline:
                 raise TrialError(f"took more than {self._seconds:.0f} s")
             work()
-
-    def _cause(self) -> str:
-        code = self._process.returncode
-        text = self.output.read_text(errors="replace")
-        for signs, cause in CAUSES:
-            if any(sign in text for sign in signs):
-                return cause
-        if code < 0:
-            return f"ended by {signal.Signals(-code).name}{', as when memory is short' * (code == -signal.SIGKILL)}"
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit code {code}"
 
 
 class _Rank:

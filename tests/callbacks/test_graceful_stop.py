@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,18 @@ def scalars(name):
     events = EventAccumulator(f"runs/{name}/version_0").Reload()
     tags = [tag for tag in events.Tags()["scalars"] if tag not in ("hp_metric", "epoch") and "samples" not in tag]
     return [((tag, event.step), event.value) for tag in tags for event in events.Scalars(tag)]
+
+
+@pytest.mark.parametrize(("each", "codes"), [(False, [143, 0, 0, 0]), (True, [143, 0, 143, 0])])
+def test_who_ends_with_the_signals_code(each, codes):
+    """Rank 0, which speaks for the run; with `on_each_node` what the launcher of each node sees."""
+    found = []
+    for rank in range(4):
+        place = {"is_global_zero": rank == 0, "local_rank": rank % 2, "global_step": 1, "checkpoint_callback": None}
+        with pytest.raises(SystemExit) as stop:
+            GracefulStop(on_each_node=each)._stop(SimpleNamespace(**place), signal.SIGTERM)
+        found.append(stop.value.code)
+    assert found == codes
 
 
 def test_a_signal_before_training_ends_every_process():

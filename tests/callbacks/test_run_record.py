@@ -9,7 +9,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cnnstrategies.loggers import KEPT, KeepingCSVLogger
+from cnnstrategies.loggers import KEPT, KeptCSVLogger
 
 FEW = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1")
 TIME, OF_EACH_START = "samples_per_s", "hp_metric"
@@ -95,7 +95,7 @@ def test_lines_are_kept_and_those_that_will_be_written_again_are_dropped(there):
     folder = Path("runs/mine/digits")
     folder.mkdir(parents=True)
     (folder / there).write_text("loss,step\n3.5,0\n2.5,1\n1.5,2\n0.")
-    written = KeepingCSVLogger("runs", "mine", "digits")
+    written = KeptCSVLogger("runs", "mine", "digits")
     _ = written.experiment
     assert lines("digits") == [
         {"loss": loss, "step": step} for loss, step in (("3.5", "0"), ("2.5", "1"), ("1.5", "2"))

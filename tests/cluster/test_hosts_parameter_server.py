@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import warm
 from cluster.two_hosts import Run, TwoHosts, missing, two_hosts, wait_for_checkpoint
 from conftest import ROOT
 
+from cnnstrategies.cli import main
 from cnnstrategies.paramserver.security import KeyPair
 
 reason = missing()
@@ -27,16 +29,22 @@ def hosts() -> Iterator[TwoHosts]:
 def train(hosts: TwoHosts, number: int, *arguments: str) -> Run:
     """Starts the quickstart on one of the hosts, as its user would by hand."""
 
-    command = [
-        *(sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
+    words = [
+        *(str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"),
         *("--trainer.devices=1", "--trainer.num_nodes=2", "--trainer.enable_model_summary=false"),
         *("--trainer.enable_progress_bar=false", "--trainer.strategy=ParameterServerStrategy"),
         *(f"--trainer.strategy.init_args.timeout={TIMEOUT}", *arguments),
     ]
     names = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29512", "NODE_RANK": str(number), "OMP_NUM_THREADS": "1"}
-    # A program of its own, not a fork of pytest's: it starts itself again for each rank.
-    environment = {**os.environ, **names, "PYTHONPATH": str(ROOT)}
-    return hosts.start(number, lambda: os.execve(sys.executable, command, environment))
+    # It starts itself again for each rank, warm: by a helper that is on the same host.
+
+    def run() -> None:
+        os.environ.update(names, PYTHONPATH=str(ROOT))
+        warm.install()
+        sys.argv = words
+        main()
+
+    return hosts.start(number, run)
 
 
 def test_without_keys_an_open_network_is_refused(hosts: TwoHosts) -> None:

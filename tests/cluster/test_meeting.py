@@ -1,12 +1,14 @@
 """The hosts of a run find each other, or all of them say what is wrong."""
 
 import json
+import socket
 import threading
 
 import pytest
 from torch.distributed import HashStore
 
-from cnnstrategies.cluster.meeting import meet
+from cnnstrategies.cluster import meeting
+from cnnstrategies.cluster.meeting import meet, open_store
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -32,3 +34,14 @@ def test_the_host_with_the_store_ends_after_the_others_have_read_what_is_wrong()
     store.set("told/1", "")
     thread.join()
     assert "cannot reach beta" in messages[0]
+
+
+def test_a_main_address_that_has_moved_is_found(monkeypatch):
+    """A pod that is started again has the same name and another address."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    addresses = iter(["127.0.0.2", "127.0.0.1"])
+    monkeypatch.setattr(meeting, "resolve", lambda name: next(addresses))
+    serving = open_store("127.0.0.1", port, True, 60)
+    open_store("localhost", port, False, 60).set("here", "")
+    assert serving.check(["here"])

@@ -59,7 +59,7 @@ def test_what_help_names_is_there():
             known = {*early.ROOTS, *early.OPTIONS, "model.init_args.network", "data.init_args.global_batch_size"}
             sections = {
                 f"{root}.{one}"
-                for root, owner in early.ROOTS.items()
+                for root, owner in {**early.ROOTS, **early.NESTED}.items()
                 if owner is not None
                 for one in early.signature_of(owner).parameters
             }
@@ -74,7 +74,7 @@ def test_full_help_is_the_parsers_and_early_checks_know_its_keys(name, capsys):
     assert {key for key in keys if "." not in key} <= {*early.ROOTS, *early.OPTIONS}
     part = help.in_full(name, "stop")
     assert set(re.findall(r"^  --([\w.]+)", part, re.MULTILINE)) == {
-        "stop", "stop.grace", "stop.warning_signal", "stop.warning_grace"
+        "stop", "stop.grace", "stop.warning_signal", "stop.warning_grace", "stop.on_each_node"
     }  # fmt: skip
 
 

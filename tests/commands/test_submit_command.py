@@ -47,7 +47,7 @@ def test_one_file_serves_fit_and_submit(run_cli):
     assert config["checkpoint"]["dirpath"] == str(folder / "checkpoints")
     # By which a job that is queued again goes on.
     assert config["run_name"] == config["trainer"]["logger"]["init_args"]["version"] == "cnn-1"
-    assert config["stop"] == {"grace": 10.0, "warning_signal": "USR1", "warning_grace": 100.0}
+    assert config["stop"] == {"grace": 10.0, "warning_signal": "USR1", "warning_grace": 100.0, "on_each_node": False}
 
 
 def test_a_job_goes_on_from_its_own_checkpoints_only():
@@ -109,10 +109,63 @@ def test_what_cannot_run_is_refused(run_cli, args, message):
     assert re.search(f"cnnstrategies: error: .*{message}", output.splitlines()[-1])
 
 
+KUBERNETES = [QUICKSTART, *TWO_NODES, "--to=kubernetes", "--cluster.job_name=cnn", "--cluster.kubernetes.image=cnn:1"]
+VOLUME = '--cluster.kubernetes.volumes={"/runs": "runs"}'
+PS = ["--trainer.strategy=ParameterServerStrategy", f"{SERVER}.mode=async"]
+REFUSED_BY_KUBERNETES = {
+    "no image": (["--cluster.kubernetes.image=null"], "cluster.kubernetes.image: name the container image"),
+    "name": (["--cluster.job_name=My_Run"], "small letters"),
+    "no volume": ([], r"finds its checkpoints only in a volume; add one .* cluster.kubernetes.volumes: {/runs: CLAIM}"),
+    "folder elsewhere": ([VOLUME, "--cluster.folder=/data"], "choose a directory in /runs"),
+    "checkpoints elsewhere": ([VOLUME, "--checkpoint.dirpath=/data"], "checkpoint.dirpath=/data: .* choose"),
+    "more GPUs than a node has": (
+        [VOLUME, "--trainer.accelerator=gpu", "--trainer.devices=8", "--data.init_args.global_batch_size=64",
+         '--cluster.kubernetes.resources={"nvidia.com/gpu": 4}'],
+        "trainer.devices=8, and cluster.kubernetes.resources says that a node has nvidia.com/gpu: 4",
+    ),
+    "no keys": ([VOLUME, *PS], "kubectl create secret generic run-key --from-file=run.key"),
+    "keys of nothing": ([VOLUME, "--cluster.kubernetes.key_secret=run-key"], "is for a ParameterServerStrategy"),
+    "sweep": ([VOLUME, '--cluster.sweep={"seed_everything": [1, 2]}'], "no arrays of jobs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "message"), REFUSED_BY_KUBERNETES.values(), ids=REFUSED_BY_KUBERNETES.keys())
+def test_what_kubernetes_cannot_run_is_refused(run_cli, args, message):
+    code, output = run_cli("submit", "fit", *KUBERNETES, *args, "--dry_run")
+    assert code == 2
+    assert re.search(f"cnnstrategies: error: .*{message}", output.splitlines()[-1]), output
+
+
+def test_the_pods_read_a_configuration_that_fits_them(capsys):
+    """Their servers by name, the key where the pod has it, a grace that ends before the pod's."""
+    keys = ["--cluster.kubernetes.key_secret=run-key", "--cluster.server_nodes=2"]
+    main(["submit", "fit", *KUBERNETES, VOLUME, *PS, *keys, "--dry_run"])
+    configuration, runtime, job = yaml.safe_load_all(capsys.readouterr().out)
+    name = job["metadata"]["name"]
+    config = yaml.safe_load(configuration["data"]["config.yaml"])
+    strategy = config["trainer"]["strategy"]["init_args"]
+    assert strategy["endpoints"] == [f"tcp://{name}-servers-0-{number}.{name}:29600" for number in (0, 1)]
+    assert strategy["coordinator"] == f"tcp://{name}-node-0-0.{name}:29500"
+    assert strategy["key_file"] == "/dev/shm/run.key"
+    assert config["checkpoint"]["dirpath"] == f"/runs/{name}/checkpoints"
+    assert (config["stop"]["grace"], config["stop"]["on_each_node"]) == (110, True)
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 120
+    variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (f"{name}-node-0-0.{name}", "29500")
+    main(["submit", "doctor", *KUBERNETES, VOLUME, "--cluster.kubernetes.kind=job", "--dry_run"])
+    *_, job = yaml.safe_load_all(capsys.readouterr().out)
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert "cnnstrategies doctor --shared" in container["command"][-1]
+    assert job["spec"]["backoffLimit"] == 0
+
+
 def test_a_mistake_is_explained_as_by_fit(run_cli):
     code, output = run_cli("submit", "fit", QUICKSTART, "--cluster.partitions=short")
     assert code == 2
     assert "unknown key cluster.partitions: ClusterOptions has no 'partitions'; did you mean 'partition'?" in output
+    code, output = run_cli("submit", "fit", QUICKSTART, "--cluster.kubernetes.imag=cnn")
+    assert "unknown key cluster.kubernetes.imag: " in output
     code, output = run_cli("submit", "train", QUICKSTART)
     assert code == 2
     assert "submit takes fit" in output.splitlines()[-1]

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -67,6 +68,11 @@ class Cluster:
         others = tuple(info for info in self.view.servers if info.id != server)
         self.publish(servers=(*others, ServerInfo(server, endpoint, public, self.view.number + 1)))
 
+    def is_filled(self, server: int) -> bool:
+        """Whether a server has a value of each of its slices, since it was last started."""
+        (endpoint,) = (info.endpoint for info in self.view.servers if info.id == server)
+        return _sign_of_filled(endpoint).exists()
+
     def start_worker(self, worker: int, function: Callable[..., Any], *args: Any, incarnation: int = 0) -> None:
         name = f"worker-{worker}"
         everything = (self, worker, incarnation, self.keys.get(name), function, args)
@@ -130,9 +136,20 @@ def _serve(specification: Specification, directory: Path, id: int, endpoint: str
     views.wait_newer(0, 60)
     server = ServerService(specification, views, id, endpoint, keys)
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
+    threading.Thread(target=_tell_when_filled, args=(server, endpoint), daemon=True).start()
     server.run()
     report = {"log": server.log, "dropped": dict(server.dropped), "lost": server.lost_updates}
     torch.save(report, directory / f"report-{id}")
+
+
+def _tell_when_filled(server: ServerService, endpoint: str) -> None:
+    while any(version < 0 for version in list(server.role._shard.store.versions.values())):
+        time.sleep(0.005)
+    _sign_of_filled(endpoint).touch()
+
+
+def _sign_of_filled(endpoint: str) -> Path:
+    return Path(f"{endpoint.removeprefix('ipc://')}.filled")
 
 
 def _work(

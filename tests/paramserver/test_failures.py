@@ -85,7 +85,9 @@ def test_with_two_copies_a_servers_death_changes_nothing(seed: int, clip: float 
             if restarted:
                 time.sleep(chance.uniform(0, 0.05))
                 cluster.start_server(server)
-                time.sleep(1.0)  # It is filled meanwhile; till then another death may lose what was answered.
+                until(
+                    lambda server=server: cluster.is_filled(server)
+                )  # Till then another death may lose what was told.
         Path("goes-on").touch()
         for network, _ in cluster.results():
             assert_same(network, expected)

@@ -1,0 +1,1 @@
+"""Runs as pods of a Kubernetes cluster."""

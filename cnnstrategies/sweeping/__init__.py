@@ -1,0 +1,1 @@
+"""``cnnstrategies sweep``: values of a configuration, searched for by training with them."""
