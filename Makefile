@@ -9,8 +9,9 @@ VENV ?= .venv
 UV ?= $(shell command -v uv)
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-portable fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-portable fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -25,6 +26,12 @@ test: $(INSTALLED)
 # With real launchers, a SLURM, hosts made of network namespaces; what the machine cannot do is skipped and said.
 test-cluster: $(INSTALLED)
 	$(PYTEST) --dist loadgroup -m cluster
+
+# With a Ray cluster of several nodes on this machine, in an environment of its own with the extra; some minutes.
+RAY_VENV ?= .venv-ray
+test-ray:
+	$(MAKE) VENV=$(RAY_VENV) EXTRAS=test,ray $(RAY_VENV)/.installed
+	$(RAY_VENV)/bin/python -m pytest -m ray
 
 # The same on less capable processors, as far as this one can play them, and with other random numbers.
 test-portable: $(INSTALLED)
@@ -50,8 +57,9 @@ mutants: $(INSTALLED)
 # The parameter server in virtual time, with faults; a seed that fails is explained, and seen again with FIRST.
 SEEDS ?= 300
 FIRST ?= 0
+PROCESSES ?= $(shell nproc)
 simulate: $(INSTALLED)
-	$(BIN)/python -m cnnstrategies.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS)
+	$(BIN)/python -m cnnstrategies.paramserver.simulation.run --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
 # Runs of the command line under a parameter server, each with one process killed or stopped at a random moment; some
 # minutes for 200. FIRST is the seed of the first here, too.
@@ -79,10 +87,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 		|| { echo "cnnstrategies needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3.12"; exit 1; }
 ifneq ($(UV),)
 	test -x $(BIN)/python || $(UV) venv --quiet --seed --python $(PYTHON) $(VENV)
-	$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[test,docs]'
+	$(UV) pip install --quiet --python $(BIN)/python --constraint constraints.txt --editable '.[$(EXTRAS)]'
 else
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[test,docs]'
+	$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[$(EXTRAS)]'
 endif
 	@touch $@
 

@@ -178,19 +178,9 @@ class ImageClassifier(NetworkModule):
             targets: Class indices (N,) or class probabilities (N, num_classes).
             loss: Mean loss over the batch.
         """
-        logits = main_logits(outputs).detach()
+        logits = main_logits(outputs)
         check_logits(logits, len(targets), self.num_classes)  # The loss of a subclass may not check.
-        classes = targets.argmax(dim=1) if targets.ndim == 2 else targets
-        metrics = getattr(self, f"{stage}_metrics")
-        for name, metric in metrics.items():
-            if name == "loss":
-                metric.update(loss.detach(), weight=len(targets))
-            else:
-                metric.update(logits, classes)
-            on_bar = f"{stage}_{name}" in ("train_loss", "val_loss", "val_acc", "test_acc")
-            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=on_bar)
-        if stage == "train":
-            self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
+        super().log_step(stage, logits, targets.argmax(dim=1) if targets.ndim == 2 else targets, loss)
 
 
 def _metrics(num_classes: int, top5: bool) -> nn.ModuleDict:

@@ -15,7 +15,7 @@ from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import check_logits, main_logits
 from cnnstrategies.network_module import NetworkModule
-from cnnstrategies.segmenter import ImageSegmenter, check_map, main_map
+from cnnstrategies.segmenter import ImageSegmenter, check_map
 
 SAMPLES = 2  # Batch normalisation refuses to train on one.
 
@@ -40,7 +40,7 @@ def check_network(model: NetworkModule, datamodule: LightningDataModule | None, 
     outputs = outputs_without_data(model.network, shape, training)
     if type(model) is ImageSegmenter:
         if isinstance(outputs, Tensor | dict):
-            check_map(main_map(outputs), (SAMPLES, model.num_classes, *shape[1:]))
+            check_map(main_logits(outputs), (SAMPLES, model.num_classes, *shape[1:]))
         return
     logits = None if outputs is None else main_logits(outputs)
     if isinstance(logits, Tensor) and logits.ndim == 2 and len(logits) == SAMPLES:

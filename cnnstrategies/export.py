@@ -19,9 +19,10 @@ from torch.fx import GraphModule
 from torchvision.transforms import v2
 
 from cnnstrategies.data import ImageDataModule
+from cnnstrategies.data.image_folder import FILL
 from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.logits import main_logits
+from cnnstrategies.logits import giving_logits, main_logits, name_of
 from cnnstrategies.model_card import CARD, Origin, model_card
 from cnnstrategies.portable_int8 import in_own_operators
 from cnnstrategies.quantize import Network, int8_graph
@@ -44,7 +45,8 @@ class Comparison:
         images: How many were compared.
         difference: Largest of two logits.
         largest: Largest logit.
-        agreement: Share of the images with the same class.
+        agreement: Share of the images with the same class, or of their pixels.
+        of: Words for the pixels, where these have classes.
     """
 
     file: Path
@@ -52,12 +54,13 @@ class Comparison:
     difference: float
     largest: float
     agreement: float
+    of: str = ""
 
     def __str__(self) -> str:
         """The comparison in a line."""
         return (
             f"On {self.images} validation images the logits differ by {self.difference:.2g} at most (the largest is "
-            f"{self.largest:.3g}), and {self.agreement:.2%} have the same class"
+            f"{self.largest:.3g}), and {self.agreement:.2%}{self.of} have the same class"
         )
 
 
@@ -101,10 +104,13 @@ def export(
     if output.exists():
         raise ConfigurationError(f"{output} is there already: give another --output, or remove it")
     network.cpu().eval()
-    source = int8_graph(network, datamodule, calibration_batches)[1] if int8 else network
     datamodule.prepare_data()
     datamodule.setup("validate")
     batches = [images for images, _ in itertools.islice(datamodule.val_dataloader(), BATCHES)]
+    # Safetensors are for the network's own code.
+    source = network if kind == "safetensors" else giving_logits(network, batches[0])
+    if int8:
+        source = int8_graph(source, datamodule, calibration_batches)[1]
     scratch = output.with_name(f"{output.name}.unfinished")
     shutil.rmtree(scratch, ignore_errors=True)  # Of an export that was killed.
     scratch.mkdir(parents=True)
@@ -138,14 +144,19 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
         datamodule: As far as it says so.
         images: A batch of it.
     """
+    height, width = images.shape[2:]
+    geometry: dict[str, Any] = {"resize_shorter_side": None, "crop_centre": [height, width]}
+    if isinstance(datamodule, ImageDataModule):
+        geometry["resize_shorter_side"] = shorter_side(datamodule)
+        if datamodule.ignore_index is not None:
+            geometry = {"resize_longer_side": height, "fill_right_and_below_to": [height, width], "fill": FILL}
     transform = getattr(datamodule, "eval_transform", None)
     steps = list(transform.modules()) if isinstance(transform, nn.Module) else []
     normalised = next((step for step in steps if isinstance(step, v2.Normalize)), None)
     return {
         "image_shape": list(images.shape[1:]),
         "preprocessing": {
-            "resize_shorter_side": shorter_side(datamodule) if isinstance(datamodule, ImageDataModule) else None,
-            "crop_centre": list(images.shape[2:]),
+            **geometry,
             "scale": None if normalised is None else 1 / 255,
             "mean": None if normalised is None else list(normalised.mean),
             "std": None if normalised is None else list(normalised.std),
@@ -156,16 +167,16 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
 
 def _compare(network: Network, exported: Network, batches: list[Tensor], file: Path) -> Comparison:
     difference = largest = same = 0.0
-    total = 0
+    total, of = 0, ""
     with torch.no_grad():
         for images in batches:
             expected, found = main_logits(network(images)), main_logits(exported(images))
             difference = max(difference, float((expected - found).abs().max()))
             largest = max(largest, float(expected.abs().max()))
-            # Of maps of classes, the share of their pixels.
+            of = " of the pixels" if expected.ndim > 2 else ""
             same += float((expected.argmax(1) == found.argmax(1)).float().mean()) * len(images)
             total += len(images)
-    return Comparison(file, total, difference, largest, same / total)
+    return Comparison(file, total, difference, largest, same / total, of)
 
 
 def _safetensors(network: nn.Module, example: Tensor, file: Path) -> Network:
@@ -189,7 +200,7 @@ def _torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
         program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
     except Exception as error:
         raise ConfigurationError(
-            f"torch.export cannot export {type(network).__name__}: {str(error).strip().splitlines()[0]}; export its "
+            f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; export its "
             "weights with --format safetensors"
         ) from error
     torch.export.save(program, file)
@@ -217,9 +228,7 @@ def _onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
             )
     except Exception as error:
         why = str(error).strip().splitlines()[0]
-        raise ConfigurationError(
-            f"torch.onnx cannot export {type(network).__name__}: {why}; use another --format"
-        ) from error
+        raise ConfigurationError(f"torch.onnx cannot export {name_of(network)}: {why}; use another --format") from error
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
 

@@ -14,8 +14,10 @@ from typing_extensions import override
 KEPT = ".metrics.csv.kept"
 
 
-class CSVLogger(loggers.CSVLogger):
+class KeptCSVLogger(loggers.CSVLogger):
     """Lightning's, which keeps the lines that are there; a run with a name has it in the place of Lightning's.
+
+    Its name is another one: jsonargparse takes no short name that two classes have.
 
     Whenever the process is killed, the lines are in ``metrics.csv`` or in a file beside it.
     """

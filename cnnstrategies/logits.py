@@ -1,16 +1,51 @@
-"""What a network returns: logits, and those of auxiliary classifiers behind them."""
+"""What a network returns: logits, and those of auxiliary classifiers beside them."""
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 
 
 def main_logits(outputs: Any) -> Tensor:
-    """The main classifier's logits (N, num_classes) of what a network returned."""
+    """The main logits of what a network returned: alone, first of a tuple, or ``out`` of a dict."""
+    if isinstance(outputs, dict):
+        outputs = outputs.get("out", outputs)
     logits: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs
     return logits
+
+
+class MainLogits(nn.Module):
+    """A network that returns its main logits and nothing beside them.
+
+    Args:
+        network: What returns both.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The main logits of images."""
+        return main_logits(self.network(images))
+
+
+def giving_logits(network: nn.Module, images: Tensor) -> nn.Module:
+    """A network as one that returns no dict, which what runs exported networks does not know.
+
+    Args:
+        network: In eval mode.
+        images: A batch.
+    """
+    with torch.no_grad():
+        return MainLogits(network) if isinstance(network(images), dict) else network
+
+
+def name_of(network: nn.Module) -> str:
+    """What a network is called in messages."""
+    return type(network.network if isinstance(network, MainLogits) else network).__name__
 
 
 def check_logits(outputs: Any, samples: int, num_classes: int) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.logits import main_logits
 from cnnstrategies.parameter_groups import hold_back, parameter_groups, scale_learning_rates
 from cnnstrategies.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
+ON_BAR = ("train_loss", "val_loss", "val_acc", "test_acc", "val_miou", "test_miou")
 
 
 class NetworkModule(LightningModule):
@@ -124,15 +126,23 @@ class NetworkModule(LightningModule):
         raise NotImplementedError
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics and log them; every subclass has its own.
+        """Add a batch to a stage's metrics and log them.
 
         Args:
-            stage: Which metrics.
+            stage: Which metrics: ``train_metrics``, ``val_metrics`` or ``test_metrics``, of which ``loss`` is the mean.
             outputs: What the network returned for the batch.
-            targets: What the batch has beside the images.
+            targets: What the metrics compare its main logits with.
             loss: Mean loss over the batch.
         """
-        raise NotImplementedError
+        logits = main_logits(outputs).detach()
+        for name, metric in getattr(self, f"{stage}_metrics").items():
+            if name == "loss":
+                metric.update(loss.detach(), weight=len(targets))
+            else:
+                metric.update(logits, targets)
+            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=f"{stage}_{name}" in ON_BAR)
+        if stage == "train":
+            self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a training batch."""
@@ -142,18 +152,19 @@ class NetworkModule(LightningModule):
         self.log_step("train", outputs, targets, loss)
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a validation batch to the metrics."""
-        self._evaluate("val", batch)
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Add a validation batch to the metrics; its ``logits`` and ``targets`` are for callbacks."""
+        return self._evaluate("val", batch)
 
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """Add a test batch to the metrics."""
-        self._evaluate("test", batch)
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        """Add a test batch to the metrics; its ``logits`` and ``targets`` are for callbacks."""
+        return self._evaluate("test", batch)
 
-    def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
+    def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> dict[str, Tensor]:
         images, targets = batch
         outputs = self.network(images)
         self.log_step(stage, outputs, targets, self.loss(outputs, targets))
+        return {"logits": main_logits(outputs), "targets": targets}
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Build the optimizer and the scheduler over the parameters that are trained."""

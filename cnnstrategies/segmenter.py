@@ -12,6 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.logits import main_logits
 from cnnstrategies.network_module import Batch, NetworkModule
 
 
@@ -107,7 +108,7 @@ class ImageSegmenter(NetworkModule):
         Raises:
             ConfigurationError: The logits have another shape.
         """
-        total = self._loss(main_map(outputs), targets)
+        total = self._loss(main_logits(outputs), targets)
         if isinstance(outputs, dict) and "aux" in outputs:
             total = total + self.aux_weight * self._loss(outputs["aux"], targets)
         return total
@@ -123,22 +124,9 @@ class ImageSegmenter(NetworkModule):
             ``index`` (N,), the positions in the predict dataset, and ``masks`` (N, H, W), the classes.
         """
         images, indices = batch
-        logits = main_map(self.network(images))
+        logits = main_logits(self.network(images))
         check_map(logits, (len(images), self.num_classes, *images.shape[2:]))
         return {"index": indices, "masks": logits.argmax(dim=1)}
-
-    def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
-        """Add a batch to a stage's metrics and log them."""
-        logits = main_map(outputs).detach()
-        for name, metric in getattr(self, f"{stage}_metrics").items():
-            if name == "loss":
-                metric.update(loss.detach(), weight=len(targets))
-            else:
-                metric.update(logits, targets)
-            on_bar = f"{stage}_{name}" in ("train_loss", "val_loss", "val_miou", "test_miou")
-            self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=on_bar)
-        if stage == "train":
-            self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         check_map(logits, (len(targets), self.num_classes, *targets.shape[1:]))
@@ -155,12 +143,6 @@ class ImageSegmenter(NetworkModule):
                 "pixel_acc": MulticlassAccuracy(self.num_classes, average="micro", **options),
             }
         )
-
-
-def main_map(outputs: Any) -> Tensor:
-    """The main logits of what a network returned."""
-    logits: Tensor = outputs["out"] if isinstance(outputs, dict) and "out" in outputs else outputs
-    return logits
 
 
 def check_map(logits: Any, expected: tuple[int, ...]) -> None:

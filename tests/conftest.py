@@ -19,7 +19,7 @@ from torch import nn
 
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
 from cnnstrategies import cli
-from cnnstrategies.callbacks import summary
+from cnnstrategies.callbacks import mistake_report, summary
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -214,9 +214,11 @@ def _in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     """Runs the command line in a forked process: `code, output = run_cli("fit", "--config", ...)`.
 
-    Forked, because then Lightning is imported once. Without the picture of the curves, which takes longer than most of
-    these runs; `test_training_callbacks.py` looks at it.
+    Forked, because then Lightning is imported once. Without pictures, which take longer than most of these runs;
+    `test_training_callbacks.py` and `test_mistake_report.py` look at them.
     """
+    for name in ("draw_confusion", "draw_mistakes"):
+        monkeypatch.setattr(mistake_report, name, lambda *_: None)
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
 
     def run(*args: object) -> tuple[int, str]:

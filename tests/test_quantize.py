@@ -49,8 +49,8 @@ def trained(path):
 def test_accuracy_stays_the_weights_are_a_third_and_another_process_loads_them(tmp_path):
     path = tmp_path / "new" / "digits.pt2"
     network, data, report = trained(path)
-    assert report.before.accuracy >= 0.95
-    assert report.after.accuracy == pytest.approx(report.before.accuracy, abs=0.015)
+    assert report.before.quality >= 0.95
+    assert report.after.quality == pytest.approx(report.before.quality, abs=0.015)
     assert report.after.megabytes < 0.35 * report.before.megabytes
     assert report.batch_size == 32
     assert report.before.milliseconds > 0

@@ -1,6 +1,8 @@
 """`ImageSegmenter` and its data: loss, metrics, pictures, and the same result under every strategy."""
 
 import csv
+import json
+import shutil
 from collections import OrderedDict
 from pathlib import Path
 
@@ -12,9 +14,11 @@ from masked_images import write_masked_images
 from PIL import Image
 from torch import nn
 
-from cnnstrategies import ConfigurationError, ImageSegmenter
+from cnnstrategies import ConfigurationError, ImageSegmenter, export, quantize
+from cnnstrategies.callbacks import mask_pictures
 from cnnstrategies.callbacks.mask_pictures import palette
 from cnnstrategies.data import SegmentationFolderDataModule
+from cnnstrategies.data.own_images import own_images
 from cnnstrategies.networks import UNet
 
 
@@ -100,6 +104,64 @@ def test_the_loss_is_the_mean_of_the_images_means_over_the_pixels_that_count():
     with pytest.raises(ConfigurationError, match=r"returned shape \(3, 3, 4, 5\), and \(3, 4, 4, 5\) is needed"):
         ImageSegmenter(nn.Identity(), num_classes=4).loss(logits, masks)
     assert UNet(3, widths=(4, 8, 16))(torch.zeros(2, 3, 16, 24)).shape == (2, 3, 16, 24)
+
+
+class TwoHeads(nn.Module):
+    """What torchvision's DeepLab and FCN give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.side = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 2, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.body(x).relu()
+        return OrderedDict(out=self.head(x), aux=self.side(x))
+
+
+def test_a_network_is_exported_and_quantised_and_the_figures_are_those_of_its_masks(monkeypatch):
+    write_masked_images(Path("data/train"), count=8)
+    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.5, batch_size=3, num_workers=0)
+    torch.manual_seed(0)
+    model = ImageSegmenter(TwoHeads(), num_classes=2)
+    found = export.export(model, data, Path("out"), "torch_export")
+    assert found.difference < 1e-5
+    assert "4 validation images" in str(found)
+    assert "100.00% of the pixels have the same class" in str(found)
+    described = json.loads(Path("out/export.json").read_text())["preprocessing"]
+    assert described["fill_right_and_below_to"] == [16, 16]
+    assert (described["resize_longer_side"], described["fill"]) == (16, [124, 116, 104])
+    images = torch.randn(5, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.load("out/model.pt2").module()(images), model.network(images)["out"])
+    monkeypatch.setattr(quantize, "_has_int8_kernels", lambda: False)  # Compiling for them takes long.
+    report = quantize.quantize(model, data, Path("small.pt2"), calibration_batches=1)
+    metric = model.val_metrics["miou"]
+    data.setup("validate")
+    for images, masks in data.val_dataloader():
+        with torch.no_grad():
+            metric.update(model.network(images)["out"], masks)
+    assert report.metric == "val_miou"
+    assert report.before.quality == pytest.approx(float(metric.compute()))
+    assert 0 < report.after.quality < 1
+
+
+@pytest.mark.light
+def test_images_of_ones_own_are_fitted_whole_and_masks_have_their_names():
+    write_masked_images(Path("data/train"), count=4)
+    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.5, num_workers=0)
+    data.setup("validate")
+    Path("mine/a").mkdir(parents=True)
+    shutil.copy("data/train/images/1.png", "mine/a/x.png")
+    own = own_images(data, Path("mine"))
+    data.predict_source = own
+    whole = data._source([(Path("data/train/images/1.png"), None)], augment=False)
+    assert torch.equal(own.fetch([0])[0], whole.fetch([0])[0])
+    mask_pictures.write_masks(Path("masks"), data, [0], torch.ones(1, 16, 16))
+    with Image.open("masks/a/x.png") as picture:
+        assert picture.size == (24, 20)
+    shutil.copy("data/train/images/1.png", "mine/a/x.jpg")
+    with pytest.raises(ConfigurationError, match=r"the masks of a/x.jpg and a/x.png would be the same file"):
+        own_images(data, Path("mine"))
 
 
 @pytest.mark.light

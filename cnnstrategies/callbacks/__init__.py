@@ -4,6 +4,7 @@ from cnnstrategies.callbacks.best_checkpoint import BestCheckpoint
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
+from cnnstrategies.callbacks.mistake_report import MistakeReport
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.pruning import Pruning
@@ -18,6 +19,7 @@ __all__ = [
     "ComputeSettings",
     "EpochMetrics",
     "GracefulStop",
+    "MistakeReport",
     "PipelineTimeline",
     "PredictionWriter",
     "Pruning",

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.callbacks.mask_pictures import write_masks
-from cnnstrategies.data.image_folder import FolderSource
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.errors import ConfigurationError
@@ -50,7 +49,6 @@ class PredictionWriter(Callback):
         self.output = output
         self.images = images
         self.top = 5 if images is not None and top is None else top
-        self._own: FolderSource | None = None
         self._indices: list[Tensor] = []
         self._probabilities: list[Tensor] = []
         self._folder = Path()
@@ -65,9 +63,9 @@ class PredictionWriter(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "predict" and self.images is not None:
             datamodule = getattr(trainer, "datamodule", None)
-            self._own = own_images(datamodule, self.images)
+            source = own_images(datamodule, self.images)
             assert isinstance(datamodule, ImageDataModule)
-            datamodule.predict_source = self._own
+            datamodule.predict_source = source
 
     @override
     def on_predict_batch_end(
@@ -110,7 +108,7 @@ class PredictionWriter(Callback):
 
     def _write(self, path: Path, trainer: Trainer, indices: list[int], probabilities: Tensor) -> None:
         datamodule = getattr(trainer, "datamodule", None)
-        sample_name = getattr(datamodule, "sample_name", str) if self._own is None else self._own.name
+        sample_name = getattr(datamodule, "sample_name", str)
         classes = [str(name) for name in getattr(datamodule, "class_names", range(probabilities.shape[1]))]
         columns = ["sample", "class", "probability"]
         if self.top is None:

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from cnnstrategies.cluster.run_folder import IDS, read_record, write_record
-from cnnstrategies.loggers import CSVLogger
+from cnnstrategies.loggers import KeptCSVLogger
 
 
 class RunRecord(Callback):
@@ -46,7 +46,7 @@ class RunRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             for logger in trainer.loggers:
-                if isinstance(logger, CSVLogger):
+                if isinstance(logger, KeptCSVLogger):
                     logger.drop_lines_from(trainer.global_step)
 
     @override
@@ -60,5 +60,5 @@ class RunRecord(Callback):
 
 def _flush(trainer: Trainer) -> None:
     for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger | TensorBoardLogger):
+        if isinstance(logger, KeptCSVLogger | TensorBoardLogger):
             logger.save()

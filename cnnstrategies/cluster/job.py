@@ -80,7 +80,7 @@ def sbatch_script(
     Returns:
         Text for ``sbatch``.
     """
-    parts = [_header(options, size, folder, command, variants), _setup(options)]
+    parts = [_header(options, size, folder, command, variants), setup_lines(options)]
     run = shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if variants else "")
     interpreter = options.python or ("python" if options.venv else python)
     # Since 22.05 srun does not take over sbatch's CPUs per task.
@@ -139,7 +139,12 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str, var
     return "\n".join(["#!/bin/bash", f"# Written by: {command}", *given]) + "\n"
 
 
-def _setup(options: ClusterOptions) -> str:
+def setup_lines(options: ClusterOptions) -> str:
+    """The lines of a script before the run: modules, environment, threads and the user's own.
+
+    Args:
+        options: The ``cluster`` section.
+    """
     lines = [f"module load {shlex.quote(module)}" for module in options.modules]
     if options.venv is not None:
         lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")

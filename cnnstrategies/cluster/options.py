@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
+from cnnstrategies.cluster.ray.options import RayOptions
 from cnnstrategies.errors import ConfigurationError
 
 # What follows from the trainer: an extra line that says it again could disagree.
@@ -46,7 +47,7 @@ class ClusterOptions:
         signal_seconds: How long before the time limit it is sent. A step, or a validation if it comes then, must fit
             into it; SLURM may send it up to a minute earlier.
         max_requeues: How often a job may requeue itself.
-        folder: Where run folders are made, on a disk that all nodes see.
+        folder: Where run folders are made, on a disk that all nodes see; with ``--to ray`` by default ``ray``.
         check_data: Look at the data before the job is queued; false where only the nodes have them.
         server_nodes: Nodes that hold the parameters of a ``ParameterServerStrategy``, one dedicated server on each: a
             second part of a heterogeneous job, beside the nodes of the trainer. By default the trainer's nodes do.
@@ -55,6 +56,7 @@ class ClusterOptions:
         sweep: Values of keys of the configuration; each combination is a task of a job array.
         kubernetes: What only Kubernetes asks for. There job_name, folder, python, setup and server_nodes count too, and
             the rest is SLURM's.
+        ray: For ``--to ray``: address, max_restarts, wait and autoscales.
 
     Raises:
         ConfigurationError: A value is out of range, or an option of sbatch is one that the trainer decides.
@@ -83,6 +85,7 @@ class ClusterOptions:
     server_sbatch: list[str] = field(default_factory=list)
     sweep: dict[str, list[Any]] = field(default_factory=dict)
     kubernetes: KubernetesOptions = field(default_factory=KubernetesOptions)
+    ray: RayOptions = field(default_factory=RayOptions)
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.+-]+", self.job_name) or self.job_name in INTERACTIVE:

@@ -20,13 +20,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.run_name import Run
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.loggers import CSVLogger
+from cnnstrategies.loggers import KeptCSVLogger
 
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 # The arguments by which other loggers go on in a run, and show its name.
 IDS = {"WandbLogger": ("version", "name"), "MLFlowLogger": ("run_id", "run_name")}
-WITH_FOLDERS = (TensorBoardLogger.__name__, CSVLogger.__name__)  # Their version is a folder.
+CSV = loggers_of_lightning.CSVLogger.__name__
+WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Their version is a folder.
 
 
 def place(config: Any, run: Run) -> None:
@@ -39,8 +40,8 @@ def place(config: Any, run: Run) -> None:
     name = run.name
     loggers = keep_version(config.trainer, name)
     for logger in loggers:
-        if getattr(logger, "class_path", None) == f"{loggers_of_lightning.__name__}.{CSVLogger.__name__}":
-            logger.class_path = f"{CSVLogger.__module__}.{CSVLogger.__name__}"
+        if getattr(logger, "class_path", None) == f"{loggers_of_lightning.__name__}.{CSV}":
+            logger.class_path = f"{KeptCSVLogger.__module__}.{KeptCSVLogger.__name__}"
     folder = Path(str(config.trainer.default_root_dir or Path.cwd())) / name
     if loggers and _class(loggers[0]) in WITH_FOLDERS:
         arguments = loggers[0].init_args

@@ -12,6 +12,7 @@ from cnnstrategies.callbacks import (
     BestCheckpoint,
     EpochMetrics,
     GracefulStop,
+    MistakeReport,
     PredictionWriter,
     SamplesPerSecond,
     ServerTraffic,
@@ -80,6 +81,7 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         SamplesPerSecond(),
         ServerTraffic(),
         TrainingSummary(),
+        MistakeReport(),
         config.predictions,
         config.stop,
     ]

@@ -34,7 +34,10 @@ ROOTS: dict[str, str | None] = {
     "fresh": None,
 }
 # And those below.
-NESTED = {"cluster.kubernetes": "cnnstrategies.cluster.kubernetes.options.KubernetesOptions"}
+NESTED = {
+    "cluster.kubernetes": "cnnstrategies.cluster.kubernetes.options.KubernetesOptions",
+    "cluster.ray": "cnnstrategies.cluster.ray.options.RayOptions",
+}
 # Where the classes are that a configuration may name without their module.
 HOMES = (
     *("cnnstrategies", "cnnstrategies.data", "cnnstrategies.callbacks", "cnnstrategies.strategies"),

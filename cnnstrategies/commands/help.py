@@ -12,6 +12,7 @@ import docstring_parser
 
 from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.ray.options import RayOptions
 from cnnstrategies.commands.compare_options import parser as compare_parser
 from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
@@ -64,7 +65,7 @@ EXPORT = (
     ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
 )
 SUBMISSION = (
-    ("--to NAME", "slurm or kubernetes (default: slurm)"),
+    ("--to NAME", "slurm, kubernetes or ray (default: slurm)"),
     ("--dry_run", "print the job and submit nothing"),
 )
 PARSERS = {
@@ -134,6 +135,7 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
             *SUBMISSION,
             *_fields(ClusterOptions, "cluster."),
             *_fields(KubernetesOptions, "cluster.kubernetes."),
+            *_fields(RayOptions, "cluster.ray."),
         ],
     }
     if name in own:

@@ -25,7 +25,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
 # By the word after --to: the module of this package whose `target` makes it.
-TARGETS = {"slurm": "submit_slurm", "kubernetes": "submit_kubernetes"}
+TARGETS = {"slurm": "submit_slurm", "kubernetes": "submit_kubernetes", "ray": "submit_ray"}
 
 
 class SubmitCLI(CLI):

@@ -30,7 +30,7 @@ class Trainer(LightningTrainer):
         output: Path = Path("quantized.pt2"),
         calibration_batches: int = 16,
     ) -> None:
-        """Quantise a trained checkpoint to int8 and print accuracy, size and time before and after.
+        """Quantise a trained checkpoint to int8 and print accuracy or mean IoU, size and time before and after.
 
         Args:
             model: Whose network is quantised.
@@ -46,7 +46,7 @@ class Trainer(LightningTrainer):
         report = quantize(model, datamodule, output, calibration_batches)
         table = Table("", "float32", "int8", "ratio", title=f"Quantisation, batches of {report.batch_size} on the CPU")
         before, after = report.before, report.after
-        table.add_row("val_acc", f"{before.accuracy:.4f}", f"{after.accuracy:.4f}", "")
+        table.add_row(report.metric, f"{before.quality:.4f}", f"{after.quality:.4f}", "")
         for name, old, new in (
             ("weights, MB", before.megabytes, after.megabytes),
             ("time per batch, ms", before.milliseconds, after.milliseconds),

@@ -20,7 +20,7 @@ from cnnstrategies.commands.model_and_data import ModelAndData, device_of
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail
 from cnnstrategies.commands.tune_choices import choices
-from cnnstrategies.commands.tune_communication import communication, loading
+from cnnstrategies.commands.tune_communication import communication, decoding, loading
 from cnnstrategies.commands.tune_options import TuneOptions
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
@@ -30,6 +30,7 @@ from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.planning.trial import TrialError
 from cnnstrategies.planning.tune_report import draw, table
 
+LOADING = ("decoding", "loading")  # Kinds of settings of which trials load their data as in training.
 UNNOTICED = 0.05  # of a step, for loading a batch in the rank's own process
 
 
@@ -59,6 +60,7 @@ def main(args: Sequence[str]) -> None:
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
         "communication": communication(cli.config.trainer, cli.model, options.allow),
+        "decoding": decoding(cli.config, type(cli.datamodule), options.allow),
         "loading": loading(cli.config, type(cli.datamodule), device),
     }
     console = Console()
@@ -120,19 +122,19 @@ class Search:
         """
         found: list[Setting] = []
         for kind, settings in phases.items():
-            if not settings or (kind == "loading" and self._loads_quickly()):
+            if not settings or (kind in LOADING and self._loads_quickly(kind)):
                 continue
             if time.monotonic() > self._ends:
                 self.notes.append(f"{kind}: not tried, there was no time left; give more --minutes")
                 continue
-            self.contests[kind] = contest = self._contest(len(settings), kind == "loading")
+            self.contests[kind] = contest = self._contest(len(settings), kind in LOADING)
             if (winner := contest.run(settings)) is not None:
                 found.append(winner)
                 self.chosen = joined(found)
         if len(found) > 1:
             assert self.chosen is not None
             chosen, self.chosen = self.chosen, None
-            self.contests["all together"] = contest = self._contest(1, "loading" in self.contests)
+            self.contests["all together"] = contest = self._contest(1, not self.contests.keys().isdisjoint(LOADING))
             self.chosen = contest.run([chosen])
 
     def _contest(self, count: int, loads: bool) -> Contest:
@@ -151,12 +153,12 @@ class Search:
             progress=self._progress,
         )
 
-    def _loads_quickly(self) -> bool:
+    def _loads_quickly(self, kind: str) -> bool:
         """Whether other ways to load would gain nothing, by what the default's loader has shown."""
-        known = [one for one in self.contests.values() if one.default_times]
+        known = [one for name, one in self.contests.items() if one.default_times and name not in LOADING]
         if not known:
             return False
-        if self.device.type == "cpu" and not self._spare_cores():
+        if kind == "loading" and self.device.type == "cpu" and not self._spare_cores():
             self.notes.append("loading: the ranks use all cores, so none is left for processes that load")
             return True
         step, loads = statistics.median(known[-1].default_times), known[0].loading
@@ -164,7 +166,7 @@ class Search:
         least = step / 1.2 if self.config.data.init_args.get("num_workers", 0) else step * UNNOTICED
         if loads > least:
             return False
-        self.notes.append(f"loading: a batch takes {loads * 1e3:.3g} ms, a step {step * 1e3:.3g}: nothing to gain")
+        self.notes.append(f"{kind}: a batch takes {loads * 1e3:.3g} ms, a step {step * 1e3:.3g}: nothing to gain")
         return True
 
     def _spare_cores(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
+from cnnstrategies.data.shards.decoders import DECODERS, chosen, is_installed
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.settings import Setting
@@ -97,6 +98,24 @@ def loading(config: Any, data: type, device: torch.device) -> list[Setting]:
     if device.type == "cuda" and "pin_memory" in arguments and own.get("pin_memory") is False:
         found.append(Setting("pinned memory", {"data.init_args.pin_memory": True}, Effect.NONE))
     return found
+
+
+def decoding(config: Any, data: type, allow: Collection[str]) -> list[Setting]:
+    """The other decoders of JPEG files that are installed; each rounds in its own way, so other pixels are learned.
+
+    Args:
+        config: The parsed configuration.
+        data: The data module's class: it must have an argument for the decoder.
+        allow: What may be changed although it changes what is learned.
+    """
+    if "decoder" not in allow or "decoder" not in inspect.signature(data).parameters:
+        return []
+    own = chosen(config.data.init_args.get("decoder", "auto"))
+    return [
+        Setting(one, {"data.init_args.decoder": one}, Effect.LEARNING)
+        for one in DECODERS
+        if one != own and is_installed(one)
+    ]
 
 
 def _strategy(configured: Any) -> tuple[type, Mapping[str, Any]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Allowed = Literal["precision", "compression", "microbatches"]
+Allowed = Literal["precision", "compression", "microbatches", "decoder"]
 
 
 @dataclass
@@ -13,7 +13,8 @@ class TuneOptions:
 
     Attributes:
         allow: What may be changed although it changes what is learned: ``precision`` (bf16, TF32), ``compression``
-            (of gradients), ``microbatches`` (of a pipeline with batch normalisation).
+            (of gradients), ``microbatches`` (of a pipeline with batch normalisation), ``decoder`` (of JPEG files in
+            shards: each rounds in its own way).
         minutes: Longest time.
         output: YAML file for the settings that were found: ``fit --config X --config tuned.yaml`` takes it.
         plot: Draw the result into this PNG file.

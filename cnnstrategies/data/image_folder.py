@@ -133,12 +133,6 @@ class ImageFolderDataModule(ImageDataModule):
         if "predict" in parts:
             self.predict_source = self._source(parts["predict"], self.centre)
 
-    @override
-    def sample_name(self, index: int) -> str:
-        """The file's path from the root."""
-        assert isinstance(self.predict_source, FolderSource)
-        return self.predict_source.name(index)
-
     def _source(self, files: Files, transform: Transform) -> "FolderSource":
         return FolderSource(self.root, *files, transform, self.on_broken)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cnnstrategies.data.batch_size import division, share
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, TensorSource, Transform
+from cnnstrategies.data.masks import of_image
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
 from cnnstrategies.errors import ConfigurationError
 
@@ -126,8 +127,13 @@ class ImageDataModule(LightningDataModule):
         """Make the sources."""
 
     def sample_name(self, index: int) -> str:
-        """What a row of the predictions is called."""
-        return str(index)
+        """What a row of the predictions is called: the path of an image that is a file."""
+        return str(getattr(self.predict_source, "name", str)(index))
+
+    def mask_of_image(self, index: int, mask: Tensor) -> Tensor:
+        """A predicted mask in the size of its image, without what was filled up."""
+        image_size = getattr(self.predict_source, "image_size", None)
+        return mask if image_size is None else of_image(mask, *image_size(index))
 
     def train_dataloader(self) -> BatchLoader:
         """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""

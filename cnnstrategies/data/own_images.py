@@ -10,18 +10,21 @@ from torchvision.transforms import v2
 
 from cnnstrategies.data.image_folder import EXTENSIONS, FolderSource, image_files
 from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.segmentation_folder import MaskedSource
 from cnnstrategies.errors import ConfigurationError
 
 
-def own_images(datamodule: LightningDataModule | None, folder: Path) -> FolderSource:
+def own_images(datamodule: LightningDataModule | None, folder: Path) -> FolderSource | MaskedSource:
     """All images of a folder, at any depth, by their paths.
+
+    Where the data module has masks, whole images are fitted, as those of its validation are.
 
     Args:
         datamodule: Whose shape, resizing and normalisation are those that the network was trained with.
         folder: Where they are.
 
     Raises:
-        ConfigurationError: There are none, or the data module is none of ours.
+        ConfigurationError: There are none, the masks of two would have one name, or the data module is none of ours.
     """
     if not isinstance(datamodule, ImageDataModule):
         raise ConfigurationError(
@@ -35,6 +38,15 @@ def own_images(datamodule: LightningDataModule | None, folder: Path) -> FolderSo
             f"{', '.join(EXTENSIONS)}"
         )
     channels, height, width = datamodule.image_shape
+    if datamodule.ignore_index is not None:
+        masks: dict[Path, str] = {}
+        for name in names:
+            if (other := masks.setdefault(Path(name).with_suffix(""), name)) != name:
+                raise ConfigurationError(
+                    f"predictions.images={folder}: the masks of {other} and {name} would be the same file: rename one"
+                )
+        pairs = [(folder / name, None) for name in names]
+        return MaskedSource(folder, pairs, height, datamodule.num_classes, datamodule.ignore_index, augment=False)
     grey = [grey_of] if channels == 1 else []
     crop = v2.Compose([*grey, v2.Resize(shorter_side(datamodule)), v2.CenterCrop([height, width])])
     # Broken ones are not left out here: an error is to say that they must be.

@@ -1,5 +1,6 @@
 """Which rank sees which samples, in which batch."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -116,8 +117,7 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
                 f"{size} samples cannot be evaluated by {num_replicas} processes: each needs at least one; use fewer "
                 "devices or more data"
             )
-        self.first, last = (size * r // num_replicas for r in (rank, rank + 1))
-        self.count = last - self.first
+        self.size = size
         smallest, largest = size // num_replicas, -(-size // num_replicas)
         self.batches = min(-(-largest // batch_size), smallest)
 
@@ -128,8 +128,18 @@ class OrderedBatches(DistributedSampler[BatchRequest], SequentialSampler):
     def __iter__(self) -> Iterator[BatchRequest]:  # type: ignore[override]
         """This rank's batches, in the order of the dataset."""
         for batch in range(self.batches):
-            start, stop = (self.first + self.count * b // self.batches for b in (batch, batch + 1))
-            yield BatchRequest(list(range(start, stop)), seed=batch)
+            yield BatchRequest(self.samples(batch, self.rank), seed=batch)
+
+    def samples(self, batch: int, rank: int) -> list[int]:
+        """The samples of a rank's batch."""
+        first, last = (self.size * r // self.num_replicas for r in (rank, rank + 1))
+        count = last - first
+        return list(range(*(first + count * b // self.batches for b in (batch, batch + 1))))
+
+    def of_all_ranks(self, batch: int) -> list[int]:
+        """The samples of a batch over all ranks: the first of each, then the second of each and so on."""
+        ranks = [self.samples(batch, rank) for rank in range(self.num_replicas)]
+        return [sample for same in itertools.zip_longest(*ranks) for sample in same if sample is not None]
 
 
 def block_permutation(size: int, block: int, generator: torch.Generator) -> list[int]:

@@ -15,7 +15,7 @@ from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.image_folder import EXTENSIONS, FILL, MEAN, STD
 from cnnstrategies.data.loading import Batch
-from cnnstrategies.data.masks import LEAST_AREA, check_mask, fitted, of_image, read_mask
+from cnnstrategies.data.masks import LEAST_AREA, check_mask, fitted, read_mask
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.errors import ConfigurationError
 
@@ -41,6 +41,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         num_classes: Number of classes, background included.
         image_size: Height and width of the images that the network gets.
         ignore_index: The value of pixels in masks that count nowhere.
+        class_names: Name of each class, for reports and exports; its number when left out.
         batch_size: Samples per batch and process; by default 32.
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
@@ -65,6 +66,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         num_classes: int,
         image_size: int = 512,
         ignore_index: int = 255,
+        class_names: list[str] | None = None,
         batch_size: int | None = None,
         global_batch_size: int | None = None,
         val_split: float = 0.1,
@@ -83,7 +85,11 @@ class SegmentationFolderDataModule(ImageDataModule):
         if not (self.root / "train" / "images").is_dir():
             raise ConfigurationError(f"no directory {(self.root / 'train/images').resolve()}: set data.init_args.root")
         self.num_classes = num_classes
-        self.class_names = [str(index) for index in range(num_classes)]
+        if class_names is not None and len(class_names) != num_classes:
+            raise ConfigurationError(
+                f"class_names has {len(class_names)} names, and num_classes={num_classes}: name each class once"
+            )
+        self.class_names = class_names or [str(index) for index in range(num_classes)]
         self.ignore_index = ignore_index
         self.val_split = val_split
         self.augment = augment
@@ -115,25 +121,8 @@ class SegmentationFolderDataModule(ImageDataModule):
             parts["predict"] = [(path, None) for path in _images(self.root / "predict")]
         return parts
 
-    @override
-    def sample_name(self, index: int) -> str:
-        """The image's path from the root."""
-        return self._predicted(index).relative_to(self.root).as_posix()
-
-    def mask_of_image(self, index: int, mask: Tensor) -> Tensor:
-        """A predicted mask in the size of its image, without what was filled up."""
-        with Image.open(self._predicted(index)) as image:
-            width, height = image.size
-            if image.getexif().get(0x0112, 1) > 4:  # Turned by its orientation.
-                width, height = height, width
-        return of_image(mask, height, width)
-
-    def _predicted(self, index: int) -> Path:
-        assert isinstance(self.predict_source, MaskedSource)
-        return self.predict_source.pairs[index][0]
-
     def _source(self, pairs: Sequence[Pair], augment: bool) -> "MaskedSource":
-        return MaskedSource(pairs, self.image_shape[1], self.num_classes, self.ignore_index, augment)
+        return MaskedSource(self.root, pairs, self.image_shape[1], self.num_classes, self.ignore_index, augment)
 
     def _pairs(self, part: str) -> list[Pair]:
         folder = self.root / part
@@ -151,6 +140,7 @@ class MaskedSource:
     """Images and masks that are decoded, cropped and scaled together when they are asked for.
 
     Args:
+        root: Directory of the images.
         pairs: Each image, and its mask if it has one.
         size: Height and width of what comes out.
         num_classes: Number of classes.
@@ -158,7 +148,10 @@ class MaskedSource:
         augment: Crop at random and mirror; else all of the image is there.
     """
 
-    def __init__(self, pairs: Sequence[Pair], size: int, num_classes: int, ignore_index: int, augment: bool) -> None:
+    def __init__(
+        self, root: Path, pairs: Sequence[Pair], size: int, num_classes: int, ignore_index: int, augment: bool
+    ) -> None:
+        self.root = root
         self.pairs = list(pairs)
         self.size = size
         self.num_classes = num_classes
@@ -168,6 +161,16 @@ class MaskedSource:
 
     def __len__(self) -> int:
         return len(self.pairs)
+
+    def name(self, index: int) -> str:
+        """Path from the root of an image."""
+        return self.pairs[index][0].relative_to(self.root).as_posix()
+
+    def image_size(self, index: int) -> tuple[int, int]:
+        """Height and width of an image."""
+        with Image.open(self.pairs[index][0]) as image:
+            turned = image.getexif().get(0x0112, 1) > 4  # By its orientation.
+            return (image.width, image.height) if turned else (image.height, image.width)
 
     def fetch(self, indices: list[int]) -> Batch:
         """Images uint8 (n, 3, size, size), and their masks (n, size, size).

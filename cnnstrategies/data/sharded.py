@@ -14,7 +14,7 @@ from typing_extensions import override
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.image_folder import FILL, MEAN, STD
 from cnnstrategies.data.loading import BatchDataset, BatchLoader
-from cnnstrategies.data.masks import LEAST_AREA, of_image
+from cnnstrategies.data.masks import LEAST_AREA
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.crops import Crop, Sizes, centre_crops, random_crops, whole_images
@@ -127,17 +127,6 @@ class ShardedImageDataModule(ImageDataModule):
         self.train_source = self._source("train", training, self.augment, self.shuffle_block)
         self.test_source = self._source("test") if "test" in self.index.parts else self.val_source
         self.predict_source = self._source("predict") if "predict" in self.index.parts else self.test_source
-
-    @override
-    def sample_name(self, index: int) -> str:
-        """The image's name in what was packed."""
-        assert isinstance(self.predict_source, ShardSource)
-        return self.predict_source.name(index)
-
-    def mask_of_image(self, index: int, mask: Tensor) -> Tensor:
-        """A predicted mask in the size of its image, without what was filled up."""
-        assert isinstance(self.predict_source, MaskedShardSource)
-        return of_image(mask, *self.predict_source.image_size(index))
 
     @override
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:

@@ -12,8 +12,8 @@ from jsonargparse import Namespace
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.commands import tune
 from cnnstrategies.commands.tune_choices import choices
-from cnnstrategies.commands.tune_communication import communication, loading
-from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.commands.tune_communication import communication, decoding, loading
+from cnnstrategies.data import DigitsDataModule, ShardedImageDataModule
 from cnnstrategies.planning import contest
 from cnnstrategies.planning.candidates import Effect
 
@@ -120,6 +120,12 @@ def test_loading_is_tried_where_the_data_module_has_arguments_for_it(monkeypatch
     config = SimpleNamespace(trainer=SimpleNamespace(devices=2), data=Namespace(init_args=Namespace(num_workers=1)))
     assert [one.name for one in loading(config, DigitsDataModule, CPU)] == ["0 workers", "2 workers", "4 workers"]
     assert loading(config, object, CPU) == []
+    config.data.init_args.decoder = "auto"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "simplejpeg" or None)
+    assert decoding(config, ShardedImageDataModule, ["precision"]) == [], "decoders round in their own ways"
+    assert decoding(config, DigitsDataModule, ["decoder"]) == []
+    (tried,) = decoding(config, ShardedImageDataModule, ["decoder"])
+    assert (tried.values, tried.effect) == ({"data.init_args.decoder": "pillow"}, Effect.LEARNING)
 
 
 @pytest.mark.light

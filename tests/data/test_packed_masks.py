@@ -1,6 +1,7 @@
 """Images and masks in shards: nothing of a mask is lost, and it stays with its image."""
 
 import itertools
+import os
 import tarfile
 from pathlib import Path
 
@@ -33,14 +34,14 @@ def module(rank=0, ranks=1, **options):
     return result
 
 
-def test_masks_are_packed_without_loss_and_validation_is_that_of_the_folder():
+def test_masks_are_packed_without_loss_and_validation_is_that_of_the_folder(monkeypatch):
     write_masked_images(Path("data/train"), count=6)
     write_masked_images(Path("data/val"), count=3)
     Path("data/predict").mkdir()
     Path("data/val/images/0.png").rename("data/predict/x.png")
     Path("data/val/masks/0.png").unlink()
-    index = packed()
-    assert (index.class_names, index.ignore_index) == (["0", "1"], 255)
+    index = packed(class_names=["dark", "bright"])
+    assert (index.class_names, index.ignore_index) == (["dark", "bright"], 255)
     for shard in index.parts["train"].shards:
         with tarfile.open(f"shards/{shard.file}") as file:
             for image, mask in zip(*[iter(file)] * 2, strict=True):
@@ -53,7 +54,10 @@ def test_masks_are_packed_without_loss_and_validation_is_that_of_the_folder():
     shards = module()
     assert (shards.num_classes, shards.ignore_index) == (2, 255)
     images, masks = folder.val_source.fetch([0, 1])
+    reads, pread = [], os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: reads.append(args) or pread(*args))
     found_images, found_masks = shards.val_source.fetch([0, 1])
+    assert len(reads) == 2, "one for an image and its mask"
     assert torch.equal(found_masks, masks)
     assert (found_images.int() - images.int()).abs().max() <= 1, "torch and torchvision round alike but for one step"
     assert shards.sample_name(0) == "predict/x.png"
@@ -139,6 +143,8 @@ def test_what_does_not_go_together_is_refused(capsys):
     )
     main(["pack", "SegmentationFolderDataModule", "shards", "--init_args", "{root: data, num_classes: 2}"])
     assert "left out, damaged: train/images/3.png: its mask data/train/masks/3.png is broken" in capsys.readouterr().out
+    with pytest.raises(ConfigurationError, match="class_names has 1 names, and num_classes=2"):
+        packed(class_names=["one"])
     with pytest.raises(ConfigurationError, match="resize=20: shards has masks"):
         module(resize=20)
     data = module(val_split=0.2)

@@ -146,8 +146,8 @@ MUTANTS = [
     ProtocolMutant(
         "one that takes a worker's place waits for values that nobody has any more",
         "worker.worker:WorkerRole",
-        "elif self._moved or self._waits_in_vain(server):",
-        "elif self._moved:",
+        " or self._waits_in_vain(server):",
+        ":",
         seed=164,
     ),
     ProtocolMutant(
@@ -219,5 +219,19 @@ MUTANTS = [
         "self._vote(reached, worker)",
         "pass",
         seed=5377,
+    ),
+    ProtocolMutant(
+        "a new leader decides without the members that it has not met",
+        "server.synchronous:Synchronous",
+        "            self.roll.call(lives.keys() - self.clock.known)",
+        "            pass",
+        seed=2968,
+    ),
+    ProtocolMutant(
+        "first values are taken although steps were made",
+        "server.handlers:Handlers",
+        "return self._mode.begun and not self._restored and not self._shard.ready",
+        "return False",
+        seed=65082,
     ),
 ]

@@ -33,3 +33,17 @@ def test_the_patience_ends() -> None:
     assert roll.expire(5.0 + PATIENCE_SECONDS)
     assert roll.complete
     assert not roll.expire(50.0), "only once"
+
+
+def test_a_call_waits_for_those_that_are_named() -> None:
+    """Of a server that begins to lead: it may have met only some of the members."""
+    roll = RollCall()
+    roll.follow({0, 1, 2})
+    roll.call({1, 2})
+    assert not roll.expire(5.0)
+    roll.here(2)
+    assert not roll.complete
+    roll.call({1})
+    assert not roll.expire(5.0 + PATIENCE_SECONDS), "the patience begins anew"
+    roll.here(1)
+    assert roll.complete

@@ -128,7 +128,7 @@ def _of_folder(module: ImageFolderDataModule) -> Contents:
 def _of_masked(module: SegmentationFolderDataModule) -> Contents:
     root = module.root
     parts: dict[str, Images] = {}
-    stats: list[Any] = [module.num_classes, module.ignore_index]
+    stats: list[Any] = [module.class_names, module.ignore_index]
     for part, pairs in module.parts().items():
         names = [image.relative_to(root).as_posix() for image, _ in pairs]
         sizes = []

@@ -15,6 +15,7 @@ from cnnstrategies.data.shards.jpeg import Cut
 from cnnstrategies.errors import ConfigurationError
 
 DecoderName = Literal["auto", "pillow", "simplejpeg", "torchcodec"]
+DECODERS: tuple[DecoderName, ...] = ("pillow", "simplejpeg", "torchcodec")
 # Maps a JPEG and the factor by which it is to shrink to uint8 (H, W, 3).
 Decoder = Callable[[Cut, int], Tensor]
 TALKATIVE = ("torchcodec",)  # They write on standard error what they do not expect.
@@ -30,11 +31,22 @@ def find_decoder(name: DecoderName) -> Decoder:
     Raises:
         ConfigurationError: It is not installed.
     """
-    if name == "auto":
-        name = "simplejpeg" if importlib.util.find_spec("simplejpeg") else "pillow"
-    if name != "pillow" and importlib.util.find_spec(name) is None:
+    name = chosen(name)
+    if not is_installed(name):
         raise ConfigurationError(f"decoder={name} is not installed: pip install {name}, or use decoder=pillow")
     return {"pillow": _pillow, "simplejpeg": _simplejpeg, "torchcodec": _torchcodec}[name]
+
+
+def chosen(name: DecoderName) -> DecoderName:
+    """What ``auto`` stands for; another name stands for itself."""
+    if name != "auto":
+        return name
+    return "simplejpeg" if is_installed("simplejpeg") else "pillow"
+
+
+def is_installed(name: DecoderName) -> bool:
+    """Whether a decoder is there; Pillow always is."""
+    return name == "pillow" or importlib.util.find_spec(name) is not None
 
 
 def _pillow(jpeg: Cut, scale: int) -> Tensor:

@@ -48,6 +48,11 @@ class Asynchronous:
         return self.updates // max(1, len(self._shard.own))
 
     @property
+    def begun(self) -> bool:
+        """Not known: each worker has steps of its own."""
+        return False
+
+    @property
     def entries(self) -> int:
         """Workers of which something is kept."""
         return len(self._begun.keys() | self._held.keys())

@@ -73,6 +73,12 @@ class SyncClock:
             self.step = step + 1
             self._count()
 
+    def go_back(self, step: int) -> None:
+        """Decide from an earlier step on, if it is one."""
+        if step < self.step:
+            self.step = step
+            self._count()
+
 
 class StaleClock:
     """Clocks of workers that run on their own: async, or stale synchronous parallel (Ho et al., NeurIPS 2013).

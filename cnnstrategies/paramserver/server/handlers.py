@@ -134,6 +134,7 @@ class Handlers:
         self._mode.here(worker)
         answer = {
             "ready": self._shard.ready and not behind,
+            "lost": self._values_lost,
             "leader": self._leads(),
             "asked": header.sequence,
             "counted": self._mode.clock.counts(worker),
@@ -146,6 +147,11 @@ class Handlers:
     def _held(self, who: Who, request: int) -> list[int]:
         """The slices that a worker will get without asking again: its pull and the push before it are here."""
         return [key for key in self._shard.own if self._mode.holds(key, who, request)]
+
+    @property
+    def _values_lost(self) -> bool:
+        """Whether all who had values of own slices have died: steps are known to be made, and no snapshot was there."""
+        return self._mode.begun and not self._restored and not self._shard.ready
 
     def _leads(self) -> bool:
         return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
@@ -194,6 +200,8 @@ class Handlers:
             self._outbox.effects.append(Say(text, True))
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
+        if self._values_lost and header.key in self._shard.owned:
+            raise InvalidMessageError("a first value although steps were made")  # With it the run would begin anew.
         before = self._shard.ready
         self._shard.initialise(header, unpack_json(payload, header) if header.meta else {}, payload)
         if self._shard.ready and not before:

@@ -56,6 +56,10 @@ class Reports:
             return None
         return self._complete.get(step, frozenset())
 
+    def steps_after(self, step: int) -> list[int]:
+        """The later steps of which all servers have some worker's pushes."""
+        return [one for one in self._complete if one > step]
+
     def forget_before(self, step: int) -> None:
         """Drop what was said about earlier steps."""
         for reports in self._reports.values():

@@ -1,4 +1,4 @@
-"""Which workers a server that goes on from a snapshot has not heard of yet."""
+"""Which workers a server has not heard of yet that goes on from a snapshot, or begins to lead."""
 
 from collections.abc import Collection
 
@@ -16,6 +16,11 @@ class RollCall:
     def begin(self) -> None:
         """Wait for all workers of the view that comes next."""
         self._begins = True
+
+    def call(self, workers: Collection[int]) -> None:
+        """Wait for some workers, and for nobody else."""
+        self._absent = set(workers)
+        self._until = None
 
     def follow(self, workers: Collection[int]) -> None:
         """Go on with another view: wait no longer for workers that are gone."""

@@ -35,7 +35,8 @@ class Synchronous:
 
     Attributes:
         clock: Counts the steps and members.
-        roll: The workers that have not said yet where they are, after this server has come back.
+        roll: The workers that have not said yet where they are, after this server has come back, or
+            as it begins to lead.
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
@@ -77,11 +78,16 @@ class Synchronous:
     def _servers(self) -> set[int]:
         return {server.id for server in self._view.servers}
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step is known to be decided, here or by another server."""
+        return self.clock.step > 0
+
     # Membership
 
     def follow(self, view: View) -> None:
         """Go on with another view: without the dead workers, and with what this server now is the primary of."""
-        self._view = view
+        led, self._view = self.leader == self._server and self._view.number >= 0, view
         lives = {worker.id: worker.incarnation for worker in view.workers}
         if lives and not self._begun_with:
             self._begun_with = True
@@ -91,6 +97,9 @@ class Synchronous:
             self.clock.leave(worker)
         self._lives = lives
         self.roll.follow(lives)
+        if self.leader == self._server and not led:
+            # One that has come during the run may have met some of the members only.
+            self.roll.call(lives.keys() - self.clock.known)
         self._backlog.compare()
         self._updater.follow(view)
         self._reports.follow(view.number, self._servers)
@@ -220,6 +229,7 @@ class Synchronous:
         """As leader: decide the present step if all servers have what it needs."""
         if self.leader != self._server or not self.roll.complete:
             return
+        self._go_back()
         step = self.clock.step
         complete = self._reports.complete(step)
         ready = None if complete is None else self.clock.ready(complete)
@@ -232,6 +242,12 @@ class Synchronous:
         decision = Decision(step, members, lives, options, scale)
         self._tell_all(Kind.DECIDE, decision.as_dict())
         self._decide(decision)
+
+    def _go_back(self) -> None:
+        """Decide a step once more that nobody knows the decision of any more, though it was made."""
+        known = -1 if self._decision is None else self._decision.step
+        if known + 1 < self.clock.step:  # It has heard of the steps between from workers, or has them in a snapshot.
+            self.clock.go_back(min(self._reports.steps_after(known), default=self.clock.step))
 
     def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
         for server in self._view.servers:

@@ -1,11 +1,16 @@
 """Simulates runs: `python -m cnnstrategies.paramserver.simulation.run [--first N] [--seeds N]`, or `make simulate`."""
 
 import argparse
+import gc
+import multiprocessing
 import sys
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 from cnnstrategies.paramserver.simulation import control
 from cnnstrategies.paramserver.simulation.data import run as data
@@ -14,12 +19,49 @@ from cnnstrategies.paramserver.simulation.outcome import Outcome
 from cnnstrategies.paramserver.simulation.shrink import shrink
 
 LINES = 60  # of a trace
+TOGETHER = 10  # seeds that a process runs before it says what came of them
 Simulate = Callable[..., Outcome]
 PLANES: dict[str, Simulate] = {
     "control": control.simulate,
     "data": data.simulate,
     "data, with a successor of the coordinator,": partial(data.simulate, successor=True),
 }
+
+
+class Failure(NamedTuple):
+    """A run in which something was not as it should be.
+
+    Attributes:
+        plane: Which plane's.
+        seed: Its seed.
+        outcome: What came of it; the traceback's text if a role could not go on at all.
+    """
+
+    plane: str
+    seed: int
+    outcome: Outcome | str
+
+    def __str__(self) -> str:
+        what = self.outcome if isinstance(self.outcome, str) else explain(self.seed, self.outcome, PLANES[self.plane])
+        return f"{self.plane} plane, {what}"
+
+
+class Part(NamedTuple):
+    """What came of some seeds.
+
+    Attributes:
+        seeds: How many there were.
+        events: In all of their runs.
+        worked: Seconds of processor time.
+        counts: Injected faults by plane and kind.
+        failures: What was not as it should be.
+    """
+
+    seeds: int
+    events: int
+    worked: float
+    counts: dict[str, Counter[str]]
+    failures: list[Failure]
 
 
 def explain(seed: int, outcome: Outcome, simulate: Simulate) -> str:
@@ -46,31 +88,71 @@ def explain(seed: int, outcome: Outcome, simulate: Simulate) -> str:
     return f"seed {seed}: {smallest.violation}\nwith these of {len(everything)} faults:\n{faults}\n" + "\n".join(shown)
 
 
-def main() -> None:
-    """Run seeds one after the other; the first that fails ends it."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", type=int, default=300, help="how many")
-    parser.add_argument("--first", type=int, default=0, help="number of the first: to see one again")
-    arguments = parser.parse_args()
-    counts = {plane: Counter[str]() for plane in PLANES}
-    events, began, started, said = 0, time.monotonic(), time.process_time(), 0.0
-    for done, seed in enumerate(range(arguments.first, arguments.first + arguments.seeds), 1):
+def simulate_all(seeds: range) -> Part:
+    """Run some seeds in all planes."""
+    counts, events, began = {plane: Counter[str]() for plane in PLANES}, 0, time.process_time()
+    failures: list[Failure] = []
+    gc.disable()  # While seeds run: to look through all that torch has costs a tenth of the time.
+    for seed in seeds:
         for plane, simulate in PLANES.items():
-            outcome = simulate(seed)
+            try:
+                outcome = simulate(seed)
+            except Exception:
+                failures.append(Failure(plane, seed, f"seed {seed}: {traceback.format_exc()}"))
+                continue
             counts[plane] += outcome.counts
             events += outcome.events
             if outcome.violation is not None:
-                print(f"\n{plane} plane, {explain(seed, outcome, simulate)}")
-                sys.exit(1)
-        passed = time.monotonic() - began
-        if passed - said > 1.0 or done == arguments.seeds:
-            said = passed
-            worked = time.process_time() - started
-            rate = f"{events / worked:,.0f} events and {done / worked:,.1f} seeds per second of processor time"
-            print(f"\r{done:,} of {arguments.seeds:,} seeds, {rate}", end="", flush=True)
-    print()
+                failures.append(Failure(plane, seed, outcome))
+    gc.collect()
+    return Part(len(seeds), events, time.process_time() - began, counts, failures)
+
+
+@contextmanager
+def results(seeds: range, processes: int) -> Iterator[Iterator[Part]]:
+    """What comes of seeds, in their order, from so many processes."""
+    parts = [seeds[start : start + TOGETHER] for start in range(0, len(seeds), TOGETHER)]
+    if processes == 1:
+        yield map(simulate_all, parts)
+        return
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        yield pool.imap(simulate_all, parts)
+
+
+def main() -> None:
+    """Run seeds; the first that fails ends it, unless it is to go on."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=300, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="number of the first: to see one again")
+    parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
+    parser.add_argument("--keep-going", action="store_true", help="run the other seeds too when one fails")
+    arguments = parser.parse_args()
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    shown = sys.stdout.isatty()  # Else a line now and then, that is kept.
+    counts = {plane: Counter[str]() for plane in PLANES}
+    done, events, worked, said, began, failed = 0, 0, 0.0, 0.0, time.monotonic(), list[int]()
+    gc.freeze()
+    with results(seeds, arguments.processes) as parts:
+        for part in parts:
+            done, events, worked = done + part.seeds, events + part.events, worked + part.worked
+            for plane, injected in part.counts.items():
+                counts[plane] += injected
+            for failure in part.failures:
+                print(f"\n{failure}", flush=True)
+                failed.append(failure.seed)
+                if not arguments.keep_going:
+                    sys.exit(1)
+            if time.monotonic() - said > (1.0 if shown else 30.0) or done == len(seeds):
+                said = time.monotonic()
+                rate = f"{events / worked:,.0f} events and {done / worked:,.1f} seeds per second of processor time"
+                text = f"{done:,} of {len(seeds):,} seeds, {len(failed)} violations, {rate}"
+                print(f"\r{text}" if shown else text, end="" if shown else "\n", flush=True)
+    print(f"\n{time.monotonic() - began:,.0f} s, of processor time {worked:,.0f} s")
     for plane, injected in counts.items():
         print(f"injected, {plane} plane: " + ", ".join(f"{kind} {n:,}" for kind, n in sorted(injected.items())))
+    if failed:
+        print(f"seeds that failed: {', '.join(map(str, failed))}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

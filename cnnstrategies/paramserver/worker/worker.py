@@ -277,7 +277,7 @@ class WorkerRole:
             self._ask_for_part(server)
         if values["ready"] is not False:
             self._unready.pop(server, None)
-        elif self._moved or self._waits_in_vain(server):
+        elif self._moved or values["lost"] or self._waits_in_vain(server):
             self._connections.lost(server)
         else:
             self._send_first_values(

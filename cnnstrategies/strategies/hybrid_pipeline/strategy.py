@@ -85,6 +85,8 @@ class HybridPipelineStrategy(DDPStrategy):
             before processes are started.
     """
 
+    outputs_on_every_rank = True  # Of an evaluation, those of the whole batch.
+
     def __init__(
         self,
         stages: int | None = None,

@@ -1,0 +1,121 @@
+"""The connection to a Ray cluster, and whether it has the nodes that a run needs."""
+
+import contextlib
+import importlib
+import logging
+import os
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cnnstrategies.cluster.job import Size
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.errors import ConfigurationError
+
+SECONDS = 10.0  # for a connection to the address
+BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def demand(options: ClusterOptions, size: Size) -> dict[str, float]:
+    """What the run needs of each node, as Ray counts it.
+
+    Args:
+        options: The ``cluster`` section.
+        size: Of the run.
+
+    Raises:
+        ConfigurationError: The memory is not written as SLURM writes it.
+    """
+    needed = {"CPU": float(size.tasks_per_node * (options.cpus_per_task or 1))}
+    if size.gpus_per_node:
+        needed["GPU"] = float(size.gpus_per_node)
+        if options.gpu_type is not None:
+            needed[f"accelerator_type:{options.gpu_type.upper()}"] = 0.001
+    if options.memory is not None:
+        match = re.fullmatch(r"(\d+)([KMGT]?)", options.memory.upper())
+        if match is None:
+            raise ConfigurationError(f"cluster.memory={options.memory!r}: write a number and K, M, G or T, as in 64G")
+        needed["memory"] = float(int(match[1]) * BYTES[match[2] or "M"])
+    return needed
+
+
+def in_words(needed: Mapping[str, float]) -> str:
+    """Resources of a node, for a reader."""
+    words = []
+    for name, value in needed.items():
+        if name == "memory":
+            words.append(f"{value / BYTES['G']:.3g} GiB of memory")
+        elif name.startswith("accelerator_type:"):
+            words.append(f"type {name.partition(':')[2]}")
+        else:
+            words.append(f"{value:g} {name}{'s' * (value != 1)}")
+    return ", ".join(words)
+
+
+@contextlib.contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """Ray, connected to a cluster.
+
+    Args:
+        address: Of the cluster, unless the environment or this machine has one.
+
+    Raises:
+        ConfigurationError: Ray is not installed, or no cluster can be reached.
+    """
+    try:
+        ray = importlib.import_module("ray")
+        importlib.import_module("ray.util.scheduling_strategies")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--to ray needs Ray ({error}): pip install 'cnnstrategies[ray]', and the version that the cluster has"
+        ) from error
+    if ray.is_initialized():
+        yield ray
+        return
+    asked = address or os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        _knock(asked)
+        # What the programs print is passed on by their actors, line by line and whole.
+        ray.init(address=asked, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, RuntimeError, ValueError) as error:
+        where = "on this machine" if asked == "auto" else f"at {asked}"
+        raise ConfigurationError(
+            f"no Ray cluster is reachable {where}: {' '.join(str(error).split())[:300]}; start one with `ray start "
+            "--head`, or name one with --cluster.ray.address HOST:PORT or RAY_ADDRESS"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Fail at once where nobody listens: Ray itself tries for minutes."""
+    match = re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address)
+    if match is not None:
+        socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=SECONDS).close()
+
+
+def check_nodes(nodes: list[dict[str, Any]], count: int, needed: Mapping[str, float]) -> None:
+    """Refuse a run for which the cluster is too small.
+
+    Args:
+        nodes: As ``ray.nodes()`` gives them.
+        count: How many the run needs.
+        needed: Of each.
+
+    Raises:
+        ConfigurationError: Too few nodes have that much.
+    """
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    fits = [node for node in alive if all(node.get(name, 0) >= value for name, value in needed.items())]
+    if len(fits) >= count:
+        return
+    names = ("CPU", "GPU")
+    have = "; ".join(in_words({name: node.get(name, 0) for name in names if name in needed}) for node in alive)
+    raise ConfigurationError(
+        f"the run needs {count} nodes with {in_words(needed)} each, and {len(fits)} of the cluster's {len(alive)} have "
+        f"that (they have: {have}): lower trainer.num_nodes, trainer.devices or cluster.cpus_per_task, add nodes with "
+        "`ray start --address`, or set cluster.ray.autoscales where the cluster adds them itself"
+    )

@@ -1,0 +1,74 @@
+"""The package's strategies in the workers of Ray Train, which knows ranks and devices."""
+
+import socket
+from typing import Any
+
+import ray.train
+import ray.train.torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from ray.train.collective import broadcast_from_rank_zero
+from ray.train.lightning import RayLightningEnvironment
+from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
+
+
+class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is not installed where types are checked.
+    """Ray's own environment, with what strategies without a process group of torch's need.
+
+    A parameter server's coordinator listens at the main port, and that of ``TorchTrainer`` is taken by the store of the
+    process group that it opens. So rank 0 chooses another one; this is a collective of all workers.
+
+    Raises:
+        ConfigurationError: The nodes have different numbers of workers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        context = ray.train.get_context()
+        local, rank = context.get_local_world_size(), context.get_world_rank()
+        own = (ray.util.get_node_ip_address(), _free_port(), local) if rank == 0 else None
+        self._address, self._port, expected = broadcast_from_rank_zero(own)
+        if local != expected or rank != context.get_node_rank() * local + context.get_local_rank():
+            raise ConfigurationError(
+                f"Ray Train has started {local} workers on node {context.get_node_rank()} and {expected} on the first: "
+                "the strategies need as many on each; change ScalingConfig's num_workers, or its resources_per_worker"
+            )
+        rank_zero_only.rank = rank  # type: ignore[attr-defined]  # Lightning may have been imported before the worker had its rank.
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return str(self._address)
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return int(self._port)
+
+
+def trainer_arguments() -> dict[str, Any]:
+    """What a Trainer is given in the training function of ``TorchTrainer``; called once, on all workers.
+
+    Returns:
+        ``accelerator``, ``devices``, ``num_nodes`` and ``plugins``.
+    """
+    context = ray.train.get_context()
+    local = context.get_local_world_size()
+    gpu = ray.train.torch.get_device().type == "cuda"
+    return {
+        "accelerator": "gpu" if gpu else "cpu",
+        "devices": local,
+        "num_nodes": context.get_world_size() // local,
+        "plugins": [RayEnvironment()],
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return int(server.getsockname()[1])

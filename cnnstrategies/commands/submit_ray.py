@@ -1,0 +1,116 @@
+"""Runs that are sent to a Ray cluster."""
+
+import os
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from typing_extensions import override
+
+from cnnstrategies.cluster.job import setup_lines
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.ray.connection import check_nodes, connected, demand, in_words
+from cnnstrategies.cluster.ray.driver import Driver
+from cnnstrategies.cluster.ray.lines import Lines
+from cnnstrategies.cluster.ray.node import PYTHON
+from cnnstrategies.cluster.ray.order import Order
+from cnnstrategies.cluster.run_folder import refuse_anothers
+from cnnstrategies.commands.submission import Target, run_name
+from cnnstrategies.commands.submit_slurm import run_folder
+from cnnstrategies.errors import ConfigurationError
+
+LOG = "run.log"
+FOLDER = "ray"  # Where run folders are made by default.
+
+
+class RayTarget(Target):
+    """Actors on the nodes of a Ray cluster; this process drives them until the run has ended."""
+
+    @override
+    def check(self) -> None:
+        base, options = self.base, self.base.options
+        if options.sweep:
+            raise ConfigurationError(
+                "cluster.sweep with --to ray: a sweep is an array of SLURM's: submit the runs one by one, or use "
+                "Ray Tune in a script"
+            )
+        if options.server_nodes:
+            raise ConfigurationError(
+                f"cluster.server_nodes={options.server_nodes} with --to ray: dedicated servers are for SLURM and "
+                "Kubernetes; leave it out, and the trainer's nodes hold the parameters"
+            )
+        trainer = base.cli.config.trainer
+        if options.ray.max_restarts and (trainer.enable_checkpointing is False or trainer.fast_dev_run):
+            raise ConfigurationError(
+                "trainer.enable_checkpointing=false or fast_dev_run: without checkpoints a run would start from the "
+                "beginning each time; set cluster.ray.max_restarts to 0"
+            )
+        if base.parameter_server is not None and base.size.nodes > 1:
+            base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
+        if options.folder == ClusterOptions.folder:
+            options = replace(options, folder=Path(FOLDER))
+        name = base.cli.config.run_name
+        self.folder = run_folder(options) if name is None else options.folder.resolve() / name
+        if base.checkpoints is not None:
+            refuse_anothers(Path(base.checkpoints) / "last.ckpt", run_name(self.folder))
+        self.order = self._order()
+
+    def _order(self) -> Order:
+        options, size, folder = self.base.options, self.base.size, self.folder
+        python = options.python or ("python" if options.venv else None)
+        interpreter = f'"${PYTHON}"' if python is None else shlex.quote(python)
+        setup = setup_lines(options)
+        config = str(folder / "config.yaml")
+        find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('cnnstrategies') is None)"
+        doctor = self.task == "doctor"
+        words = f"doctor --shared {shlex.quote(str(folder))}" if doctor else f"fit --config {shlex.quote(config)}"
+        # Ray gives each process as many threads as its actor has CPUs, which all processes of the node share.
+        variables = {"OMP_NUM_THREADS": str(options.cpus_per_task or 1)}
+        return Order(
+            nodes=size.nodes,
+            needed=demand(options, size),
+            script=f"{setup}exec {interpreter} -m cnnstrategies {words}",
+            probe=f"{setup}exec {interpreter} -c {shlex.quote(find)}",
+            config=config,
+            name=run_name(folder),
+            directory=os.getcwd(),
+            variables=variables | {"NNODES": str(size.nodes)} if doctor else variables,
+            max_restarts=0 if doctor else options.ray.max_restarts,
+            wait=options.ray.wait,
+            grace=self.base.cli.config.stop.grace,
+            goes_on=self.base.parameter_server is not None,
+        )
+
+    @override
+    def show(self) -> str:
+        order = self.order
+        return (
+            f"# Written by: {self.command}\n"
+            f"# A placement group (STRICT_SPREAD) of {order.nodes} nodes with {in_words(order.needed)} each.\n"
+            "# On node NODE_RANK, with MASTER_ADDR and MASTER_PORT of the first:\n"
+            f"{order.script}\n"
+        )
+
+    @override
+    def submit(self) -> str:
+        options, order = self.base.options, self.order
+        with connected(options.ray.address) as ray:
+            if not options.ray.autoscales:
+                check_nodes(ray.nodes(), order.nodes, order.needed)
+            if options.check_data and self.base.cli.datamodule is not None:
+                self.base.cli.datamodule.prepare_data()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            Path(order.config).write_text(self.base.text(self.folder, {}), encoding="utf-8")
+            lines = Lines(self.folder / LOG)
+            try:
+                code = Driver(ray, order, lines).run()
+            finally:
+                lines.close()
+        if code:
+            print(f"Log and checkpoints: {self.folder} ({LOG})", file=sys.stderr)
+            sys.exit(code)
+        return f"Log and checkpoints: {self.folder} ({LOG})"
+
+
+target = RayTarget

@@ -1,0 +1,112 @@
+"""A real Ray cluster: runs that are submitted to it, and one of its nodes killed in mid-run."""
+
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from cluster.processes_of import PYTHON, Program, fit
+from cluster.ray_cluster import RayCluster, missing, ray_cluster, raylet_of, wait_until_gone
+
+reason = missing()
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.ray,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(reason is not None, reason=str(reason)),
+]
+
+EPOCHS = 40
+SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.security=none")
+STRATEGIES = {
+    "ddp": ("--trainer.strategy=ddp",),
+    "hybrid_pipeline": ("--trainer.strategy=hybrid_pipeline",),
+    "parameter_server": SERVER,
+}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(2) as running:
+        yield running
+
+
+def submit(cluster: RayCluster, log: Path, *arguments: str) -> Program:
+    words = fit("--trainer.num_nodes=2", "--trainer.devices=1", "--trainer.limit_train_batches=4", *arguments)
+    command = [*words[:2], "submit", *words[2:], "--to=ray", "--trainer.limit_val_batches=1"]
+    return Program([PYTHON, *command], log, RAY_ADDRESS=cluster.address)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_after_a_node_is_killed_the_run_goes_on_from_its_last_checkpoint_on_another(
+    tmp_path: Path, cluster: RayCluster, strategy: str
+) -> None:
+    run = submit(cluster, tmp_path / "log", *STRATEGIES[strategy], f"--trainer.max_epochs={EPOCHS}")
+    run.wait_until(lambda: bool(list(tmp_path.glob("ray/*/checkpoints/last.ckpt"))))
+    (folder,) = tmp_path.glob("ray/*")
+    raylet = raylet_of(folder.name, 1)
+    assert raylet is not None, run.output()
+    cluster.replace(raylet)
+    assert run.wait() == 0, run.output()
+    output = run.output()
+    assert len(re.findall(r"The run starts again \(1 of at most 3\): node 1 \(.*\) was lost", output)) == 1, output
+    checkpoint = torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+    history = next(state["history"] for state in checkpoint["callbacks"].values() if "history" in state)
+    assert list(history) == list(range(EPOCHS))  # Every epoch was trained, and none twice.
+    # The driver has printed what the programs did, and kept it.
+    log = (folder / "run.log").read_text()
+    assert "parameters" in log
+    assert set(log.splitlines()) <= set(output.splitlines())
+    wait_until_gone(folder.name, range(2))
+
+
+def test_a_signal_stops_all_nodes_with_a_checkpoint(tmp_path: Path, cluster: RayCluster) -> None:
+    run = submit(cluster, tmp_path / "log", *STRATEGIES["ddp"], "--trainer.max_epochs=10000")
+    run.wait_until(lambda: bool(list(tmp_path.glob("ray/*/checkpoints/last.ckpt"))))
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM, run.output()
+    assert re.search(r"Stopped by SIGTERM after step \d+; continue with --ckpt_path .*last.ckpt", run.output())
+    (folder,) = tmp_path.glob("ray/*")
+    wait_until_gone(folder.name, range(2))
+
+
+REFUSED = {
+    "too many nodes": (("--trainer.num_nodes=4",), "the run needs 4 nodes with 1 CPU each, and 2 of the cluster's 3"),
+    "GPUs": (("--trainer.accelerator=gpu",), "1 GPU each, and 0 of"),
+    "a mistake": (("--trainer.callbacks=LearningRateMonitor", "--trainer.logger=false"), "logger"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_mistake_is_one_line_and_starts_nothing_again(tmp_path: Path, cluster: RayCluster, name: str) -> None:
+    arguments, words = REFUSED[name]
+    run = submit(cluster, tmp_path / "log", *arguments)
+    assert run.wait() == 2, run.output()
+    assert words in run.output()
+    assert "starts again" not in run.output()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_strategy_trains_inside_ray_train_and_reports(tmp_path: Path, cluster: RayCluster, strategy: str) -> None:
+    script = Path(__file__).with_name("ray_train.py")
+    run = Program([PYTHON, str(script), str(tmp_path), "2", strategy], tmp_path / "log", RAY_ADDRESS=cluster.address)
+    assert run.wait() == 0, run.output()
+    (path,) = re.findall(rf"^RESULT {strategy} 1 8 (.*)$", run.output(), re.MULTILINE)
+    assert torch.load(Path(path) / "checkpoint.ckpt", weights_only=True)["epoch"] == 1
+
+
+def test_ray_tune_finds_the_learning_rate_that_learns(tmp_path: Path, cluster: RayCluster) -> None:
+    script = Path(__file__).with_name("ray_train.py")
+    run = Program([PYTHON, str(script), str(tmp_path), "1"], tmp_path / "log", RAY_ADDRESS=cluster.address)
+    assert run.wait() == 0, run.output()
+    assert "RESULT tune 2 0.1\n" in run.output()
+
+
+def test_doctor_examines_the_nodes(tmp_path: Path, cluster: RayCluster) -> None:
+    words = fit("--trainer.num_nodes=2", "--trainer.devices=1", "--to=ray")
+    run = Program([PYTHON, *words[:2], "submit", "doctor", *words[3:]], tmp_path / "log", RAY_ADDRESS=cluster.address)
+    run.wait()
+    assert "Starting on" in run.output()
+    assert "clock" in run.output()

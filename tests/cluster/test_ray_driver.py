@@ -1,0 +1,178 @@
+"""The driver of a run on Ray, with programs of the shell on nodes that are threads of nobody: no Ray is needed."""
+
+import signal
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cnnstrategies.cluster.job import Size
+from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.ray import node
+from cnnstrategies.cluster.ray.connection import check_nodes, demand
+from cnnstrategies.cluster.ray.driver import Driver
+from cnnstrategies.cluster.ray.lines import Lines
+from cnnstrategies.cluster.ray.options import RayOptions
+from cnnstrategies.cluster.ray.order import Order
+from cnnstrategies.errors import ConfigurationError
+
+CONFIG = "config.yaml"
+
+
+class ActorError(Exception):
+    """What Ray raises when an actor has died."""
+
+
+class Actor:
+    """A node in this process; `method.remote` runs it when its result is asked for."""
+
+    def __init__(self, cluster: "FakeRay") -> None:
+        self.node, self.cluster = node.Node(), cluster
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*arguments: Any) -> Callable[[], Any]:
+            if name != "follow":
+                value = getattr(self.node, name)(*arguments)
+                return lambda: value
+            return lambda: self.cluster.follow(self, *arguments)
+
+        return types.SimpleNamespace(remote=remote)
+
+
+class FakeRay:
+    """As much of Ray as the driver uses: nodes that are there at once.
+
+    Attributes:
+        loses: Numbers of actors, over all starts, whose node dies as soon as it has printed something.
+        killed: Number of actors that the driver has ended.
+        groups: Placement groups that are there.
+    """
+
+    def __init__(self, loses: tuple[int, ...] = (), free: bool = True) -> None:
+        self.loses, self.free, self.killed, self.groups, self.actors = loses, free, 0, 0, []
+        self.exceptions = types.SimpleNamespace(RayActorError=ActorError, ActorUnavailableError=ConnectionError)
+        strategies = types.SimpleNamespace(PlacementGroupSchedulingStrategy=lambda **arguments: None)
+        self.util = types.SimpleNamespace(
+            placement_group=self.group, remove_placement_group=self.remove, scheduling_strategies=strategies
+        )
+        self.cloudpickle = types.SimpleNamespace(register_pickle_by_value=lambda module: None)
+
+    def group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+        assert strategy == "STRICT_SPREAD"
+        self.groups += 1
+        return types.SimpleNamespace(wait=lambda seconds: self.free)
+
+    def remove(self, group: Any) -> None:
+        self.groups -= 1
+
+    def remote(self, cls: type) -> Any:
+        def make() -> Actor:
+            self.actors.append(Actor(self))
+            return self.actors[-1]
+
+        return types.SimpleNamespace(options=lambda **arguments: types.SimpleNamespace(remote=make))
+
+    def follow(self, actor: Actor, seconds: float) -> tuple[str, int | None]:
+        text, code = actor.node.follow(seconds)
+        if text and self.actors.index(actor) in self.loses:
+            raise ActorError
+        return text, code
+
+    def wait(self, references: list[Any], **arguments: Any) -> tuple[list[Any], list[Any]]:
+        return references[:1], references[1:]
+
+    def get(self, reference: Callable[[], Any]) -> Any:
+        return reference()
+
+    def kill(self, actor: Actor) -> None:
+        self.killed += 1
+        program = actor.node._program
+        if program is not None:
+            program.kill()
+            program.wait()
+
+
+@pytest.fixture(autouse=True)
+def _address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "_address", lambda: "127.0.0.1")
+    Path(CONFIG).touch()
+
+
+def run(ray: FakeRay, script: str, probe: str = "true", restarts: int = 1, wait: float = 0.0) -> tuple[int, str]:
+    order = Order(
+        *(2, {"CPU": 1.0}, script, probe, CONFIG, "digits", ".", {"OMP_NUM_THREADS": "3"}),
+        *(restarts, wait, 10.0, False),
+    )
+    lines = Lines(Path("run.log"))
+    try:
+        code = Driver(ray, order, lines).run()
+    finally:
+        lines.close()
+    assert ray.killed == len(ray.actors)
+    assert ray.groups == 0
+    return code, Path("run.log").read_text()
+
+
+def test_each_node_has_its_rank_and_the_first_ones_address_and_no_other_launchers(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "7")
+    monkeypatch.setenv("WORLD_SIZE", "9")
+    code, log = run(
+        FakeRay(), 'echo "is $NODE_RANK of $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $SLURM_PROCID$WORLD_SIZE."'
+    )
+    assert code == 0
+    first, second = sorted(line for line in log.splitlines() if "is" in line)[-1], log
+    port = first.partition("127.0.0.1:")[2].split()[0]
+    assert f"is 0 of 127.0.0.1:{port} 3 .\n" in second
+    assert f"[node 1] is 1 of 127.0.0.1:{port} 3 .\n" in second
+
+
+def test_a_failure_is_tried_again_under_the_same_name_as_often_as_allowed():
+    says = 'echo "$CNNSTRATEGIES_RUN_NAME $CNNSTRATEGIES_RUN_STARTS"; '
+    code, log = run(FakeRay(), says + 'if [ "$NODE_RANK" = 1 ]; then exit 3; fi; exit 1')
+    assert code in (1, 3)
+    assert log.count("The run starts again (1 of at most 1): ") == 1
+    assert {line.split()[-1] for line in log.splitlines() if "digits" in line} == {"0", "1"}
+    assert "cluster.ray.max_restarts=1" in log.splitlines()[-1]
+
+
+def test_a_mistake_in_the_configuration_is_not_tried_again():
+    code, log = run(FakeRay(), 'if [ "$NODE_RANK" = 1 ]; then exit 2; fi; exit 1')
+    assert code == 2
+    assert "starts again" not in log
+
+
+def test_when_a_node_is_lost_the_others_programs_are_ended_at_once_and_all_starts_again():
+    ray = FakeRay(loses=(1,))
+    second = "if [ -e once$NODE_RANK ]; then exit 0; fi; touch once$NODE_RANK"
+    code, log = run(ray, f"{second}; until [ -e once0 ]; do sleep 0.02; done; echo on; exec sleep 1000")
+    assert code == 0
+    assert "(1 of at most 1): node 1 (" in log
+    assert [actor.node._program.returncode for actor in ray.actors] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+
+
+def test_a_node_without_the_package_and_a_cluster_that_is_not_free_are_told():
+    with pytest.raises(ConfigurationError, match=r"has no cnnstrategies \(nothing here\): install it"):
+        run(FakeRay(), "exit 0", probe="echo nothing here; exit 1")
+    with pytest.raises(ConfigurationError, match="2 nodes with 1 CPU each were not free for 0 s"):
+        run(FakeRay(free=False), "exit 0")
+    Path(CONFIG).unlink()
+    with pytest.raises(ConfigurationError, match=r"does not see config\.yaml: put cluster.folder on a disk"):
+        run(FakeRay(), "exit 0")
+
+
+def test_a_node_is_asked_for_what_all_its_processes_need():
+    options = ClusterOptions(cpus_per_task=4, memory="64G", gpu_type="a100")
+    needed = demand(options, Size(2, 8, 8))
+    assert needed == {"CPU": 32, "GPU": 8, "accelerator_type:A100": 0.001, "memory": 64 << 30}
+    assert demand(ClusterOptions(), Size(2, 3, 0)) == {"CPU": 3}
+    with pytest.raises(ConfigurationError, match=r"cluster\.memory='much'"):
+        demand(ClusterOptions(memory="much"), Size(1, 1, 0))
+    nodes = [{"Alive": alive, "Resources": {"CPU": cpus}} for alive, cpus in ((True, 4), (True, 2), (False, 4))]
+    check_nodes(nodes, 1, {"CPU": 4})
+    with pytest.raises(ConfigurationError, match="needs 2 nodes with 4 CPUs each, and 1 of the cluster's 2 have that"):
+        check_nodes(nodes, 2, {"CPU": 4})
+    for values in ({"max_restarts": -1}, {"wait": 0}):
+        with pytest.raises(ConfigurationError, match=f"cluster.ray.{next(iter(values))}="):
+            RayOptions(**values)
