@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -26,8 +27,9 @@ class GracefulStop(Callback):
     a resumed run would go on without it.
 
     Lightning's own handler runs a broadcast inside the signal handler, while a rank may be in the middle of another
-    collective. Here the handler sets a flag. Rank 0's flag is broadcast about twice a second (at steps that rank 0
-    announces, so that all ranks take part), and all ranks leave after the same step. Whatever does not end within
+    collective. Here the handler sets a flag. The ranks' flags are brought together about twice a second (at steps that
+    rank 0 announces, so that all ranks take part), and all ranks leave after the same step: a signal to one of them
+    does, as when a pod is evicted. Whatever does not end within
     ``grace`` seconds, because a step is long or a peer is gone, is killed; the last checkpoint is whole because it
     was renamed into place. A second signal kills at once.
 
@@ -99,10 +101,10 @@ class GracefulStop(Callback):
         now = time.monotonic()
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
         self._checked_at, self._checked_step = now, step
-        stop, self._next_check = trainer.strategy.broadcast(
-            (self._received, step + max(1, min(1000, int(CHECK_SECONDS / pace))))
-        )
-        if stop is None:
+        announced = step + max(1, min(1000, int(CHECK_SECONDS / pace))) if trainer.is_global_zero else 0
+        flags = torch.tensor([self._received or 0, announced], device=trainer.strategy.root_device)
+        stop, self._next_check = trainer.strategy.reduce(flags, reduce_op="max").tolist()
+        if not stop:
             return
         if self._put_off < MOST_PUT_OFF and _more_follows(trainer, batch_idx):
             self._put_off += 1

@@ -1,5 +1,6 @@
 """Signals end every process within seconds, and a resumed run is the uninterrupted one."""
 
+import contextlib
 import os
 import re
 import signal
@@ -56,6 +57,18 @@ def wait_for(name, text, process):
     wait_until(lambda: text in Path(f"{name}.log").read_text(), name, process)
 
 
+def rank_one(rank_zero):
+    """The process that rank 0 has started last."""
+    started = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            number, _, rest = status.read_text().partition(" (")
+            after = rest.rpartition(")")[2].split()
+            if int(after[1]) == rank_zero:
+                started[int(number)] = int(after[19])
+    return max(started, key=lambda number: started[number])
+
+
 def assert_group_ends(group, seconds):
     left = kill_group(group, seconds)
     assert not left, f"processes were still there after {seconds} s:\n{left}"
@@ -77,7 +90,8 @@ def test_a_signal_stops_all_ranks_and_the_run_can_be_resumed_exactly(run_cli, qu
     if signum == signal.SIGINT:
         os.killpg(process.pid, signum)  # What a terminal does.
     else:
-        os.kill(process.pid, signum)  # What a scheduler or `kill` does.
+        # What happens to one of several pods or hosts; it stops all ranks.
+        os.kill(rank_one(process.pid), signum)
     code = process.wait(timeout=150)
     output = Path("stopped.log").read_text()
     assert code == 128 + signum, output
