@@ -1,6 +1,7 @@
-"""Ten runs of `tune`'s contest between settings that change nothing: no winner may be named, nor a loser.
+"""Ten runs of `tune`'s contest between settings that change nothing: no winner may be named.
 
-The machine is not kept quiet, since a busy one is where noise looks like a difference.
+The machine is not kept quiet, since a busy one is where noise looks like a difference. A side that is behind has left
+early, because it could not win any more; nothing is claimed of it.
 """
 
 import os
