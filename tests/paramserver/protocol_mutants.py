@@ -185,6 +185,13 @@ MUTANTS = [
         seed=100408,
     ),
     ProtocolMutant(
+        "members go on to new results before they have handed over the last one",
+        "coordinator.meetings:Rounds",
+        "        if self._lacks:\n            return  #",
+        "        if False:\n            return  #",
+        seed=101375,
+    ),
+    ProtocolMutant(
         "values go down with the coordinator",
         "coordinator.restart:Restart",
         "self._parts.values.give(item.removeprefix(VALUE), message.frames)",

@@ -146,6 +146,23 @@ def test_a_hello_to_the_coordinator_before_is_not_taken_for_a_report_however_lat
     assert [one.peer for one in run.coordinator.members] == [first, second]
 
 
+def test_nobody_forgets_what_it_is_to_hand_over() -> None:
+    run, peers = trained(2)
+    for peer in peers:
+        run.collect(peer)
+    run.coordinate(1)
+    run.holds = lambda peer, message: message.kind == "lacks"
+    run.beat(*peers)
+    assert not run.coordinator.recovers
+    waits = [run.collect(peer) for peer in peers]
+    run.holds = lambda peer, message: False
+    run.beat(*peers)
+    assert all(isinstance(told(), Message) for told in waits)
+    run.told.clear()
+    run.beat(*peers)
+    assert "lacks" not in [message.kind for _, message in run.told]
+
+
 def test_who_was_taken_for_dead_is_no_member_after_a_restart_either() -> None:
     run, (first, second, third) = trained(3)
     for _ in range(25):
