@@ -163,6 +163,20 @@ def test_nobody_forgets_what_it_is_to_hand_over() -> None:
     assert "lacks" not in [message.kind for _, message in run.told]
 
 
+def test_who_was_taken_for_dead_is_not_asked_for_what_others_know_too() -> None:
+    run, (first, second, third) = trained(3)
+    run.holds = lambda peer, message: peer == first and message.fields.get("sequence") == 1
+    lost, *_ = [run.collect(peer) for peer in (first, second, third)]
+    for _ in range(25):
+        run.beat(first, third)
+    assert second not in [one.peer for one in run.coordinator.members]
+    run.coordinate(1)
+    run.holds = lambda peer, message: False
+    for peer in (second, first, third, first, third):
+        run.beat(peer)
+    assert isinstance(lost(), Message), "the third knows it, too"
+
+
 def test_who_was_taken_for_dead_is_no_member_after_a_restart_either() -> None:
     run, (first, second, third) = trained(3)
     for _ in range(25):
