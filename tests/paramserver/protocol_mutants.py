@@ -178,6 +178,20 @@ MUTANTS = [
         seed=7,
     ),
     ProtocolMutant(
+        "a hello that was meant for a coordinator before this one counts",
+        "coordinator.coordinator:Coordinator",
+        'if message.kind == "hello" and message.fields.get("term", 0) != self._settings.term:',
+        "if False:",
+        seed=100408,
+    ),
+    ProtocolMutant(
+        "members go on to new results before they have handed over the last one",
+        "coordinator.meetings:Rounds",
+        "        if self._lacks:\n            return  #",
+        "        if False:\n            return  #",
+        seed=101375,
+    ),
+    ProtocolMutant(
         "values go down with the coordinator",
         "coordinator.restart:Restart",
         "self._parts.values.give(item.removeprefix(VALUE), message.frames)",

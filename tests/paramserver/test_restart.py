@@ -132,6 +132,51 @@ def test_a_restart_waits_for_members_but_not_for_those_that_a_supervision_knows_
     assert [one.peer for one in run.coordinator.members] == [first, second]
 
 
+def test_a_hello_to_the_coordinator_before_is_not_taken_for_a_report_however_late_it_comes() -> None:
+    run, (first, second) = trained(2)
+    fields = {"session": 0, "floor": 1, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
+    run.coordinate(1)
+    run.holds = lambda peer, message: peer == second
+    run._act(run.term, run.coordinator.on_message(run.now, second, Message("hello", fields, (), 1)))
+    run.beat(first)
+    assert run.coordinator.recovers, "the second has not told yet what it knows"
+    run.holds = lambda peer, message: False
+    run.beat(second)
+    assert not run.coordinator.recovers
+    assert [one.peer for one in run.coordinator.members] == [first, second]
+
+
+def test_nobody_forgets_what_it_is_to_hand_over() -> None:
+    run, peers = trained(2)
+    for peer in peers:
+        run.collect(peer)
+    run.coordinate(1)
+    run.holds = lambda peer, message: message.kind == "lacks"
+    run.beat(*peers)
+    assert not run.coordinator.recovers
+    waits = [run.collect(peer) for peer in peers]
+    run.holds = lambda peer, message: False
+    run.beat(*peers)
+    assert all(isinstance(told(), Message) for told in waits)
+    run.told.clear()
+    run.beat(*peers)
+    assert "lacks" not in [message.kind for _, message in run.told]
+
+
+def test_who_was_taken_for_dead_is_not_asked_for_what_others_know_too() -> None:
+    run, (first, second, third) = trained(3)
+    run.holds = lambda peer, message: peer == first and message.fields.get("sequence") == 1
+    lost, *_ = [run.collect(peer) for peer in (first, second, third)]
+    for _ in range(25):
+        run.beat(first, third)
+    assert second not in [one.peer for one in run.coordinator.members]
+    run.coordinate(1)
+    run.holds = lambda peer, message: False
+    for peer in (second, first, third, first, third):
+        run.beat(peer)
+    assert isinstance(lost(), Message), "the third knows it, too"
+
+
 def test_who_was_taken_for_dead_is_no_member_after_a_restart_either() -> None:
     run, (first, second, third) = trained(3)
     for _ in range(25):

@@ -123,9 +123,16 @@ def test_nothing_is_violated_in_the_first_seeds():
         assert counts[kind], kind
 
 
-def test_the_seeds_that_found_a_fault_hold_now():
-    """A coordinator that follows another before training began beside workers that it had not waited for."""
-    for seed in (1050, 65275, 66398):
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param((1050, 65275, 66398), id="a restart before training begins beside workers that nobody waited for"),
+        pytest.param((100408,), id="a server is a new one for its first hello comes late after a restart"),
+        pytest.param((100859, 101375), id="a worker has forgotten the result that it is to hand over after a restart"),
+    ],
+)
+def test_the_seeds_that_found_a_fault_hold_now(seeds):
+    for seed in seeds:
         outcome = simulate(seed)
         assert outcome.violation is None, explain(seed, outcome, simulate)
 

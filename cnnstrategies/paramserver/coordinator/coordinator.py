@@ -177,6 +177,10 @@ class Coordinator:
         member = self._roster.find(sender)
         if member is not None:
             member.seen = now
+        if message.kind == "hello" and message.fields.get("term", 0) != self._settings.term:
+            # It was on its way before its sender knew of this coordinator, and says nothing of what happened since.
+            self._send(sender, Message("again"))
+            return
         if self._restart.waits and sender.role != "supervision":
             self._restart.hear(now, sender, message)
             self._restart.look(now)

@@ -147,6 +147,8 @@ class Rounds:
 
     def complete(self, now: float) -> None:
         """End the present round if nobody is waited for."""
+        if self._lacks:
+            return  # Who goes on to a new result forgets the last one, and could not hand it over any more.
         roster, needed = self._roster, self._others
         if len(self._pending) < max(1, len(needed)) or not needed <= self._pending.keys():
             return

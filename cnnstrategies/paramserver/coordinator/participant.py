@@ -57,7 +57,7 @@ class Participant:
     def start(self, now: float) -> Effects:
         """Register."""
         self._heard = now
-        return [*self.asking.ask(now, "hello", self._hello), *self._beat_later(now)]
+        return [*self.asking.ask(now, "hello", {**self._hello, "term": self._term}), *self._beat_later(now)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Take what the coordinator says.
@@ -78,11 +78,11 @@ class Participant:
     def _meet(self, now: float, term: int) -> Effects:
         """Tell a coordinator that was started again what this process knows."""
         self._term = term
-        if self.view is None:
-            return [Send(COORDINATOR, one.message) for one in self.asking.open.values()]
         self.asking.drop("hello")
-        report, frames = self._memory.report(self.seen, self._sequence, self.notices)
-        return self.asking.ask(now, "hello", {**self._hello, "report": report}, frames)
+        hello, frames = {**self._hello, "term": term}, list[bytes]()
+        if self.view is not None:
+            hello["report"], frames = self._memory.report(self.seen, self._sequence, self.notices)
+        return self.asking.ask(now, "hello", hello, frames)
 
     def _hear(self, now: float, message: Message) -> Effects:
         if message.kind in REPLIES:

@@ -144,6 +144,9 @@ class Restart:
         roster.publish()
         for peer, message in recovery.hellos.items():
             self._hello(recovery.seen[peer], peer, message)
+        for peer in recovery.reports:
+            if roster.find(peer) is None and not roster.gone.get(peer):
+                self.forget(now, peer)  # It is refused, and hands over nothing: another is asked.
         for item in [item for item, peers in self._holders.items() if not peers]:
             self._lose(now, item)
         self._leaving = {peer: seen for peer, seen in recovery.seen.items() if roster.gone.get(peer)}
