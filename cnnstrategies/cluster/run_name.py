@@ -10,15 +10,13 @@ Without either nobody can start the run again; it gets a new folder, as it alway
 
 **A launcher adds itself** in one of two ways. One of ours, which starts the processes itself, sets
 ``CNNSTRATEGIES_RUN_NAME`` in their environment, the same at each start, and ``CNNSTRATEGIES_RUN_STARTS``, how often it
-has started the run before; :func:`variables` makes both, and :func:`made_up` a name where it has none. For a foreign
-one, which sets variables of its own, write a function that reads them and gives a :class:`Said`, and put it into
-:data:`LAUNCHERS`.
+has started the run before; :func:`variables` makes both. For a foreign one, which sets variables of its own, write a
+function that reads them and gives a :class:`Said`, and put it into :data:`LAUNCHERS`.
 """
 
 import hashlib
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -164,16 +162,6 @@ def configuration_hash(config: Mapping[str, object]) -> str:
     """
     content = sorted((str(key), str(value)) for key, value in config.items() if key not in NOT_PART_OF_IT)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
-
-
-def made_up(configuration: str, begin: float | None = None) -> str:
-    """A name for a run without one, for a launcher that starts it again: its configuration's hash and its start.
-
-    Args:
-        configuration: From :func:`configuration_hash`.
-        begin: When it starts, in seconds since the epoch; now by default.
-    """
-    return f"{configuration}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(begin))}"
 
 
 def variables(name: str, starts: int = 0) -> dict[str, str]:
