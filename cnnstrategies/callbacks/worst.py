@@ -87,7 +87,7 @@ def draw_mistakes(mistakes: Mistakes, images: Tensor, names: Sequence[str], path
     for cell, image, (_, true, predicted, _, share) in zip(cells, images, mistakes.rows.tolist(), strict=False):
         pixels = image.permute(1, 2, 0).numpy()
         cell.imshow(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels, cmap="gray", vmin=0, vmax=255)
-        said = f"{_short(names[int(predicted)])} {100 * share:.0f} %"
+        said = f"{_short(names[int(predicted)])}, {100 * share:.0f} %"
         cell.set_title(f"{_short(names[int(true)])}\ntaken for {said}", fontsize=8)
     figure.savefig(path, dpi=120)
 
