@@ -167,7 +167,7 @@ MUTANTS = [
     ProtocolMutant(
         "a newcomer says that it has had what it waits for",
         "server.handlers:Handlers",
-        'step if said["given"] is True else step - 1',
+        "step if given else step - 1",
         "step",
         seed=25,
     ),
@@ -233,5 +233,12 @@ MUTANTS = [
         "return self._mode.begun and not self._restored and not self._shard.ready",
         "return False",
         seed=65082,
+    ),
+    ProtocolMutant(
+        "newcomers wait for a step that was lost with all who had pushed it, and with two servers",
+        "server.handlers:Handlers",
+        "if not given and self._is_missed(step - 1):",
+        "if False:",
+        seed=100215,
     ),
 ]

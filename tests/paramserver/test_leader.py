@@ -1,4 +1,4 @@
-"""A leader that knows less than the others decides what they wait for: servers and a worker's messages."""
+"""Servers that go on from snapshots of different steps, and what workers send them."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ from training import specify
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.effects import Effects, Parcel
-from cnnstrategies.paramserver.messages import Encoding, Header, Kind, pack_json, pack_keys
+from cnnstrategies.paramserver.messages import SERVER, Encoding, Header, Kind, pack_json, pack_keys
+from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.roll_call import PATIENCE_SECONDS
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
@@ -17,18 +19,21 @@ from cnnstrategies.paramserver.specification import Specification
 
 pytestmark = pytest.mark.light
 
-VIEW = View(6, (ServerInfo(0, "0", since=5), ServerInfo(1, "1", since=6)), (WorkerInfo(0),))
+SERVERS = (ServerInfo(0, "0", since=5), ServerInfo(1, "1", since=6))
+NEWCOMER = {"joins": True, "first": 3, "given": False, "request": 3}
+MEMBER = {"joins": True, "first": 0, "given": True, "request": 3}
 
 
 class Run:
-    """Two servers that go on from snapshots, and what a worker sends them.
+    """Two servers that go on from snapshots, and what workers send them.
 
     Args:
         versions: Of the servers' slices.
+        workers: How many there are.
     """
 
-    def __init__(self, versions: tuple[int, int]) -> None:
-        self.specification: Specification = specify({"name": "SGD", "lr": 0.5}, 1, servers=2)
+    def __init__(self, versions: tuple[int, int], workers: int = 1) -> None:
+        self.specification: Specification = specify({"name": "SGD", "lr": 0.5}, workers, servers=2)
         self.servers = []
         self.sequence = 0
         for server, version in enumerate(versions):
@@ -36,8 +41,12 @@ class Run:
             for key, value in store.values.items():
                 store.put(key, torch.zeros_like(value), version)
             self.servers.append(Server(self.specification, server, store, restored=True))
+        self.follow(View(6, SERVERS, tuple(WorkerInfo(worker) for worker in range(workers))))
+
+    def follow(self, view: View) -> None:
+        """Tell the servers who is a member."""
         for server in self.servers:
-            self.act(server.follow(0.0, VIEW))
+            self.act(server.follow(0.0, view))
 
     def act(self, effects: Effects) -> None:
         """Have the servers hear of each other's messages, and do what is left to be done."""
@@ -51,28 +60,94 @@ class Run:
             if server.busy:
                 self.act(server.work())
 
-    def send(self, kind: Kind, payload: bytes = b"", json: dict[str, Any] | None = None, **fields: Any) -> None:
-        """A message of the worker to both servers, or the slice's."""
+    def send(
+        self, kind: Kind, payload: bytes = b"", json: dict[str, Any] | None = None, worker: int = 0, **fields: Any
+    ) -> None:
+        """A message of a worker to both servers, or the slice's."""
         text = b"" if json is None else pack_json(json)
         for server in self.servers:
             if kind == Kind.PUSH and fields["key"] not in server.store.slices:
                 continue
             self.sequence += 1
             size = len(text) + len(payload)
-            header = Header(kind, 0, self.specification.session, self.sequence, length=size, meta=len(text), **fields)
-            self.act(server.on_message(0.0, b"0", "", header, memoryview(bytearray(text + payload))))
+            header = Header(
+                kind, worker, self.specification.session, self.sequence, length=size, meta=len(text), **fields
+            )
+            route = str(worker).encode()
+            self.act(server.on_message(0.0, route, "", header, memoryview(bytearray(text + payload))))
+
+    def say_hello(self, said: dict[str, Any], step: int, worker: int = 0) -> None:
+        """A worker says where it is."""
+        self.send(Kind.HELLO, pack_keys([]), said, worker, step=step, base=6, encoding=Encoding.KEYS)
+
+    def push(self, step: int, worker: int = 0) -> None:
+        """A worker's pushes of a step."""
+        options = [group.options for group in self.specification.groups]
+        self.send(Kind.BEGIN, json={"options": options}, worker=worker, step=step, weight=1.0)
+        for slice_ in cut(self.specification):
+            gradient = bytes(as_bytes(torch.ones(slice_.numel, dtype=slice_.dtype)))
+            self.send(Kind.PUSH, gradient, worker=worker, key=slice_.key, step=step, encoding=Encoding.DENSE)
+
+    def versions(self, server: int) -> set[int]:
+        """Of a server's slices."""
+        return set(self.servers[server].store.versions.values())
 
 
 def test_a_step_is_decided_again_that_only_a_dead_leader_knew_the_decision_of() -> None:
     """The leader's snapshot is past it, the other server's is not, and the worker was answered by none."""
     run = Run((3, 2))
-    said = {"joins": True, "first": 0, "given": True, "request": 3}
-    run.send(Kind.HELLO, pack_keys([]), said, step=2, base=6, encoding=Encoding.KEYS)
-    options = [group.options for group in run.specification.groups]
-    run.send(Kind.BEGIN, json={"options": options}, step=2, weight=1.0)
-    for slice_ in cut(run.specification):
-        gradient = bytes(as_bytes(torch.ones(slice_.numel, dtype=slice_.dtype)))
-        run.send(Kind.PUSH, gradient, key=slice_.key, step=2, encoding=Encoding.DENSE)
-    assert set(run.servers[1].store.versions.values()) == {3}
-    assert set(run.servers[0].store.versions.values()) == {3}, "it has had that push"
+    run.say_hello(MEMBER, 2)
+    run.push(2)
+    assert run.versions(1) == {3}
+    assert run.versions(0) == {3}, "it has had that push"
     assert all(server.mode.clock.step == 3 for server in run.servers)
+
+
+def test_newcomers_do_not_wait_for_a_step_that_nobody_can_push_any_more() -> None:
+    """All who had pushed it have died, and the leader, which has decided it, has come back from a snapshot."""
+    run = Run((3, 2))
+    run.say_hello(NEWCOMER, 3)
+    run.say_hello(NEWCOMER, 3)
+    assert run.versions(1) == {3}
+    assert [server.handlers.lost_updates for server in run.servers] == [0, 1]
+    run.push(3)
+    assert run.versions(0) == run.versions(1) == {4}
+
+
+def test_newcomers_wait_for_a_step_that_a_member_can_push() -> None:
+    run = Run((3, 2), workers=2)
+    run.say_hello(MEMBER, 2, worker=1)
+    run.say_hello(NEWCOMER, 3)
+    run.say_hello(NEWCOMER, 3)
+    assert run.versions(1) == {2}
+    run.push(2, worker=1)
+    assert run.versions(1) == {3}
+    assert run.servers[1].handlers.lost_updates == 0
+
+
+def test_newcomers_wait_for_workers_that_have_not_said_yet_where_they_are() -> None:
+    run = Run((3, 2), workers=2)
+    run.say_hello(NEWCOMER, 3)
+    run.say_hello(NEWCOMER, 3)
+    assert run.versions(1) == {2}
+    for now in (0.0, PATIENCE_SECONDS):
+        run.act(run.servers[1].on_time(now))
+    run.say_hello(NEWCOMER, 3)
+    assert run.versions(1) == {3}
+
+
+def test_newcomers_wait_for_the_decision_of_a_step_whose_pushes_are_there() -> None:
+    run = Run((3, 2), workers=2)
+    run.say_hello(MEMBER, 2, worker=1)
+    run.push(2, worker=1)
+    run.follow(View(7, SERVERS, (WorkerInfo(0),)))
+    run.say_hello(NEWCOMER, 3)
+    run.say_hello(NEWCOMER, 3)
+    assert run.versions(1) == {2}
+    decision = Decision(2, (1,), (0,), [group.options for group in run.specification.groups], 1.0)
+    text = pack_json(decision.as_dict())
+    size, session = len(text), run.specification.session
+    header = Header(Kind.DECIDE, SERVER, session, 1000, incarnation=7, length=size, meta=size)
+    run.act(run.servers[1].on_message(0.0, b"", "", header, memoryview(bytearray(text))))
+    assert run.versions(1) == {3}
+    assert run.servers[1].handlers.lost_updates == 0

@@ -47,6 +47,10 @@ class SyncClock:
             self._count()
         return max(self._first[worker], self.step)
 
+    def all_after(self, step: int) -> bool:
+        """Whether all workers are past a step, or begin after it."""
+        return all(first > step for first in self._first.values())
+
     def leave(self, worker: int) -> None:
         """Count a worker no longer."""
         self._gone.add(worker)

@@ -123,8 +123,10 @@ class Handlers:
         behind: dict[int, int] = {}
         if step is not None:
             answered, who = frozenset(unpack_keys(payload[header.meta :])), (worker, header.incarnation)
-            first = int(said["first"])
-            behind = self._behind(who, step if said["given"] is True else step - 1, answered, first)
+            first, given = int(said["first"]), said["given"] is True
+            if not given and self._is_missed(step - 1):
+                answered = self._shard.owned  # As if it were there: a newcomer cannot push it, and would wait for ever.
+            behind = self._behind(who, step if given else step - 1, answered, first)
             if behind and self._restored:
                 self._catch_up(who, behind, first)
                 behind = {}
@@ -155,6 +157,10 @@ class Handlers:
 
     def _leads(self) -> bool:
         return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
+
+    def _is_missed(self, step: int) -> bool:
+        """Whether a step that came after the snapshot cannot be made here any more."""
+        return self._restored and isinstance(self._mode, Synchronous) and self._mode.is_missed(step)
 
     def _behind(self, who: Who, step: int, answered: frozenset[int], first: int) -> dict[int, int]:
         """The own slices that lack updates that a worker knows of, and how many.

@@ -166,6 +166,14 @@ class Synchronous:
         self._plan()
         self._consider()
 
+    def is_missed(self, step: int) -> bool:
+        """Whether a step that others have made cannot be made here: all who could push it once more are gone."""
+        if self._decision is not None and self._decision.step == step:
+            return False  # It is made without them.
+        if not self.roll.complete or not self.clock.all_after(step):
+            return False
+        return all(reached != step for reached, _ in self._backlog.all_complete())  # Else its decision is on its way.
+
     # Pushes
 
     def begin(self, who: Who, step: int, begin: Begin) -> None:
