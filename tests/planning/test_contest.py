@@ -16,7 +16,7 @@ from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.planning.trial import TrialError
 
 pytestmark = pytest.mark.light
-SPEEDS = {None: 1.0, "fast": 1.5, "faster": 2.0, "slow": 0.6, "even": 1.0, "wrong": 3.0, "new": 1.2}
+SPEEDS = {None: 1.0, "fast": 1.5, "faster": 2.0, "slow": 0.6, "even": 1.0, "wrong": 3.0, "new": 1.2, "lucky": 1.15}
 
 
 class Pretended:
@@ -24,11 +24,15 @@ class Pretended:
 
     open: ClassVar[set["Pretended"]] = set()
     most = 0
+    started: ClassVar[list[str | None]] = []
 
     def __init__(self, folder, name, words, seconds, loads):
         (folder / f"{name}.log").touch()
         values = yaml.safe_load(Path(words[-1]).read_text()) if "--config" in words else {}
         self.kind = values.get("kind")
+        starts = [one for one in Pretended.started if one == self.kind]
+        Pretended.started.append(self.kind)
+        self.speed = 1.0 if self.kind == "lucky" and starts else SPEEDS.get(self.kind, 1.0)
         self.draw = random.Random(str(self.kind))  # Not its hash, which differs from process to process.
         Pretended.open.add(self)
         Pretended.most = max(Pretended.most, len(Pretended.open))
@@ -41,7 +45,7 @@ class Pretended:
         losses = [2.0, 1.9, 1.8]
         if self.kind in ("wrong", "new"):
             losses = [2.0, 1.9, 1.81]
-        seconds = count / SPEEDS[self.kind] * 0.1 * self.draw.uniform(0.98, 1.02)
+        seconds = count / self.speed * 0.1 * self.draw.uniform(0.98, 1.02)
         return {"seconds": seconds, "losses": losses, "memory": 1, "loading": 0.0}
 
     def close(self):
@@ -51,7 +55,7 @@ class Pretended:
 @pytest.fixture
 def pretended(monkeypatch, tmp_path):
     monkeypatch.setattr(contest, "Trial", Pretended)
-    Pretended.open, Pretended.most = set(), 0
+    Pretended.open, Pretended.most, Pretended.started = set(), 0, []
 
     def run(*settings: Setting, together: int = 9):
         made = Contest(["fit"], tmp_path, time.monotonic() + 60, together)
@@ -89,6 +93,16 @@ def test_nothing_wins_where_nothing_is_faster(pretended):
     winner, rows = pretended(setting("slow"), setting("even"))
     assert winner is None
     assert rows["even"].verdict.outcome == "no difference"
+
+
+def test_a_small_gain_must_show_again_in_processes_of_its_own(pretended):
+    """A process may be quicker than its equal as long as it lives; twice as fast is no luck."""
+    winner, rows = pretended(setting("lucky"))
+    assert winner is None
+    assert rows["lucky"].verdict.outcome in ("no difference", "undecided")
+    assert Pretended.started == [None, "lucky", None, "lucky"]
+    assert pretended(setting("faster"))[0] is not None
+    assert Pretended.started[4:] == [None, "faster"]
 
 
 def test_no_more_run_beside_the_default_than_are_allowed(pretended):
