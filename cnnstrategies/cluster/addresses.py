@@ -147,3 +147,9 @@ def use_interface(name: str) -> None:
 
 def _listed() -> str:
     return ", ".join(f"{interface.name} ({interface.address})" for interface in interfaces()) or "none"
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on at the moment."""
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from cnnstrategies.cluster.addresses import free_port
 from cnnstrategies.errors import ConfigurationError
 
 SECONDS = 60.0
@@ -43,7 +44,7 @@ def own_store(listens: bool = False) -> Iterator[None]:
         # torch.distributed opens it again: within a process both share one server.
         server = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
         if listens:
-            server.set(FREE_PORT, str(_free_port()))
+            server.set(FREE_PORT, str(free_port()))
         agent.set("port", str(server.port))
     main_port = _current_port(agent, address)
     if listens:
@@ -69,8 +70,3 @@ def _current_port(agent: PrefixStore, address: str) -> int:
         f"{socket.gethostname()} has not reached rank 0 on {address} for {SECONDS:g} s: it has failed, or a firewall "
         "blocks the connection; allow TCP connections on all ports between the machines of the run"
     )
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -1,6 +1,5 @@
 """The package's strategies in the workers of Ray Train, which knows ranks and devices."""
 
-import socket
 from typing import Any
 
 import ray.train
@@ -10,6 +9,7 @@ from ray.train.collective import broadcast_from_rank_zero
 from ray.train.lightning import RayLightningEnvironment
 from typing_extensions import override
 
+from cnnstrategies.cluster.addresses import free_port
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -27,7 +27,7 @@ class RayEnvironment(RayLightningEnvironment):  # type: ignore[misc]  # Ray is n
         super().__init__()
         context = ray.train.get_context()
         local, rank = context.get_local_world_size(), context.get_world_rank()
-        own = (ray.util.get_node_ip_address(), _free_port(), local) if rank == 0 else None
+        own = (ray.util.get_node_ip_address(), free_port(), local) if rank == 0 else None
         self._address, self._port, expected = broadcast_from_rank_zero(own)
         if local != expected or rank != context.get_node_rank() * local + context.get_local_rank():
             raise ConfigurationError(
@@ -67,8 +67,3 @@ def trainer_arguments() -> dict[str, Any]:
         "num_nodes": context.get_world_size() // local,
         "plugins": [RayEnvironment()],
     }
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return int(server.getsockname()[1])
