@@ -24,6 +24,7 @@ FRESH = Look(11, 0.05)
 # between two that were started for it; see benchmarks/planning/tune_equal.md.
 LUCK = 1.25
 DEFAULT = "default"
+PLAIN = Setting(DEFAULT, {}, Effect.NONE)
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,11 @@ class Contest:
             TrialError: The default itself does not run.
         """
         groups = [settings[first : first + self.together] for first in range(0, len(settings), self.together)]
-        plain = Setting(DEFAULT, {}, Effect.NONE)
         default: _Runner | None = None
         with ExitStack() as stack:
             for group in groups:
                 with ExitStack() as own:
-                    started = self._start_all(group if default else [plain, *group], own, stack)
+                    started = self._start_all(group if default else [PLAIN, *group], own, stack)
                     if default is None:
                         default = self._default(started.pop(0))
                     runners = self._race(default, list(zip(group, started, strict=True)))
@@ -189,9 +189,8 @@ class Contest:
             if again is None or best.verdict.low < LUCK:
                 for one in (default, *alive.values()):
                     one.trial.close()
-                plain = Setting(DEFAULT, {}, Effect.NONE)
                 # In the other order than before: who is started last has been seen to be quicker.
-                first, second = self._start_all([best.setting, plain], stack, stack)
+                first, second = self._start_all([best.setting, PLAIN], stack, stack)
                 default = self._default(second)
                 if isinstance(first, TrialError):
                     raise first
