@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from masked_images import write_masked_images
+from masked_images import MASK_MISTAKES, write_masked_images
 from PIL import Image
 
 from cnnstrategies import ConfigurationError, ImageClassifier, ImageSegmenter
@@ -105,26 +105,7 @@ def test_batch_k_is_the_same_for_any_number_of_processes_and_goes_on_with_its_ma
         assert torch.equal(before[1], after[1])
 
 
-def no_mask():
-    Path("data/train/masks/3.png").unlink()
-
-
-def another_size():
-    Image.new("L", (9, 9)).save("data/train/masks/3.png")
-
-
-def another_class():
-    Image.new("L", (24, 20), 7).save("data/train/masks/3.png")
-
-
-MISTAKES = {
-    no_mask: r"images/3.png has no mask: put 3.png into .*masks",
-    another_size: r"mask .*3.png is of \(9, 9\) pixels and its image of \(20, 24\)",
-    another_class: r"mask .*3.png has the class 7, and num_classes=2 has 0 to 1",
-}
-
-
-@pytest.mark.parametrize(("damage", "message"), MISTAKES.items(), ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("damage", "message"), MASK_MISTAKES.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_mistake_in_masks_ends_a_packing_under_no_final_name(damage, message):
     write_masked_images(Path("data/train"), count=5)
     damage()
