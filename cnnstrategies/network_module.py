@@ -90,6 +90,9 @@ class NetworkModule(LightningModule):
         """Check the data against the model and compile the network."""
         self.check_data(getattr(self.trainer, "datamodule", None))
         if self.compile_backend is not None:
+            # A forked rank's first use of torch's thread pool replaces it. With a compiled network backward starts
+            # several threads, whose first uses at once can end the process ("Invalid thread pool!"); so use it here.
+            torch.set_num_threads(torch.get_num_threads())
             self.network.compile(backend=self.compile_backend)
 
     def on_fit_start(self) -> None:

@@ -133,6 +133,7 @@ def run_forked(
         pid = os.fork()
         if pid == 0:
             os.setsid()
+            torch.set_num_threads(1)  # In one thread, before backward's may do it at once; see NetworkModule.setup.
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             if start_warm or warm.is_installed():
