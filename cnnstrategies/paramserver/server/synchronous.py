@@ -35,6 +35,7 @@ class Synchronous:
 
     Attributes:
         clock: Counts the steps and members.
+        leader: The server that decides: the one that has been there longest.
         roll: The workers that have not said yet where they are, after this server has come back, or
             as it begins to lead.
     """
@@ -47,6 +48,8 @@ class Synchronous:
         self._shard = shard
         self._outbox = outbox
         self._view = View(-1, (), ())
+        self._servers: frozenset[int] = frozenset()
+        self.leader = server
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
         self._norm = GlobalNorm(specification.clip_norm)
@@ -70,15 +73,6 @@ class Synchronous:
         return self._backlog.steps
 
     @property
-    def leader(self) -> int:
-        """The server that decides: the one that has been there longest."""
-        return min(((self._view.age(server), server.id) for server in self._view.servers), default=(0, self._server))[1]
-
-    @property
-    def _servers(self) -> set[int]:
-        return {server.id for server in self._view.servers}
-
-    @property
     def begun(self) -> bool:
         """Whether a step is known to be decided, here or by another server."""
         return self.clock.step > 0
@@ -88,6 +82,8 @@ class Synchronous:
     def follow(self, view: View) -> None:
         """Go on with another view: without the dead workers, and with what this server now is the primary of."""
         led, self._view = self.leader == self._server and self._view.number >= 0, view
+        self._servers = frozenset(server.id for server in view.servers)
+        self.leader = min(((view.age(server), server.id) for server in view.servers), default=(0, self._server))[1]
         lives = {worker.id: worker.incarnation for worker in view.workers}
         if lives and not self._begun_with:
             self._begun_with = True
