@@ -154,7 +154,7 @@ class Synchronous:
         if step > self.clock.step:
             self.clock.decide(step - 1, ())
         self._ask_the_early()
-        self._backlog.forget_before(step - 1)
+        self._forget_before(step - 1)
         self._backlog.compare()
         for reached, (worker, life) in list(self._backlog.all_complete()):
             if self._lives.get(worker) == life:
@@ -251,7 +251,9 @@ class Synchronous:
         """Decide a step once more that nobody knows the decision of any more, though it was made."""
         known = -1 if self._decision is None else self._decision.step
         if known + 1 < self.clock.step:  # It has heard of the steps between from workers, or has them in a snapshot.
-            self.clock.go_back(min(self._reports.steps_after(known), default=self.clock.step))
+            # Those that all workers are past were applied everywhere, or count as lost: nobody would make them up.
+            steps = [step for step in self._reports.steps_after(known) if not self.clock.all_after(step)]
+            self.clock.go_back(min(steps, default=self.clock.step))
 
     def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
         for server in self._view.servers:
@@ -264,13 +266,17 @@ class Synchronous:
             return
         if known is None or decision.step > known.step:
             self._norm.clear()
-            self._backlog.forget_before(decision.step)
-            self._reports.forget_before(decision.step)
-            self._voted = {entry for entry in self._voted if entry[0] >= decision.step}
+            self._forget_before(decision.step)
         self._decision = decision
         self.clock.decide(decision.step, decision.members)
         self._ask_the_early()
         self._plan()
+
+    def _forget_before(self, step: int) -> None:
+        """Drop the pushes of earlier steps and what was said about them: a step is decided with what is here."""
+        self._backlog.forget_before(step)
+        self._reports.forget_before(step)
+        self._voted = {entry for entry in self._voted if entry[0] >= step}
 
     def _ask_the_early(self) -> None:
         """Have the workers whose step was unknown here send it again."""
