@@ -255,4 +255,11 @@ MUTANTS = [
         "        self._voted",
         seed=1070,
     ),
+    ProtocolMutant(
+        "a server that others have not heard is not taken for dead although its workers do not hear it either",
+        "worker.connections:Connections",
+        " if self._heard.get(other, now) > since)",
+        ")",
+        seed=2405,
+    ),
 ]

@@ -262,7 +262,7 @@ class WorkerRole:
             return
         asked = int(values["asked"])
         self._welcomes[server] = header.step, asked, values
-        self._connections.check_deaf(server, values["deaf"])
+        self._connections.check_deaf(self._now, server, values["deaf"])
         # It has answered what came before the question: what is still open then has been lost, or it holds it.
         if values["held"] and asked > self._asked:
             held = set(unpack_keys(payload[header.meta :]))
