@@ -1,6 +1,5 @@
 """Partition: against exhaustive search by predicted time, and what it must respect."""
 
-import itertools
 import random
 import time
 from collections.abc import Callable
@@ -190,16 +189,15 @@ def test_no_layout_where_there_are_too_few_places_to_cut() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_large_network_is_balanced_to_2_percent(stages: int) -> None:
+def test_a_large_network_takes_2_percent_more_than_equal_stages_would(stages: int) -> None:
+    """In which of the balanced layouts the search ends depends on the last bit of sums, and Python 3.12 adds anew."""
     rng = random.Random(3)
     costs = chain([rng.uniform(0.5, 1.5) for _ in range(500)])
-    layout = search(costs, FAST, Request(stages, 8, stages=stages, run_ahead=False))
+    request = Request(stages, 8, stages=stages, run_ahead=False)
+    layout = search(costs, FAST, request)
     assert layout is not None
-    times = [
-        sum(node.forward + node.backward for node in costs.nodes[start:end])
-        for start, end in itertools.pairwise((0, *layout.cuts, 500))
-    ]
-    assert max(times) <= 1.02 * sum(times) / stages
+    equal = sum(node.forward + node.backward for node in costs.nodes) / stages
+    assert Predictor(costs, FAST, request).time(layout) <= 1.02 * equal * (8 + stages - 1)
 
 
 def test_a_first_stage_that_runs_ahead_gets_more_of_the_work() -> None:
