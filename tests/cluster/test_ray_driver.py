@@ -1,6 +1,7 @@
 """The driver of a run on Ray, with programs of the shell on nodes that are threads of nobody: no Ray is needed."""
 
 import signal
+import socket
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.ray import node
+from cnnstrategies.cluster.ray import connection, node
 from cnnstrategies.cluster.ray.connection import check_nodes, demand
 from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.lines import Lines
@@ -160,6 +161,15 @@ def test_a_node_without_the_package_and_a_cluster_that_is_not_free_are_told():
     Path(CONFIG).unlink()
     with pytest.raises(ConfigurationError, match=r"does not see config\.yaml: put cluster.folder on a disk"):
         run(FakeRay(), "exit 0")
+
+
+def test_a_cluster_of_this_machine_that_has_died_is_not_waited_for(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    (tmp_path / "last").write_text(f"{address}\n")
+    monkeypatch.setattr(connection, "LAST", tmp_path / "last")
+    with pytest.raises(ConnectionRefusedError):
+        connection._knock("auto")
 
 
 def test_a_node_is_asked_for_what_all_its_processes_need():

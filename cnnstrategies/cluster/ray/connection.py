@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from cnnstrategies.cluster.job import Size
@@ -14,6 +15,7 @@ from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.errors import ConfigurationError
 
 SECONDS = 10.0  # for a connection to the address
+LAST = Path("/tmp/ray/ray_current_cluster")  # Where ray.init looks for this machine's; one that has died is there too.
 BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -92,6 +94,8 @@ def connected(address: str | None) -> Iterator[Any]:
 
 def _knock(address: str) -> None:
     """Fail at once where nobody listens: Ray itself tries for minutes."""
+    if address == "auto" and LAST.exists():
+        address = LAST.read_text().strip()
     match = re.fullmatch(r"(?:ray://)?([^/]+):(\d+)", address)
     if match is not None:
         socket.create_connection((match[1].strip("[]"), int(match[2])), timeout=SECONDS).close()
