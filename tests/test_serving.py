@@ -44,6 +44,7 @@ def ask(port, picture):
         time.sleep(0.2)
 
 
+@pytest.mark.extra
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("litserve", "multipart"))),
     reason="litserve or python-multipart is not installed: pip install 'cnnstrategies[serve]'",

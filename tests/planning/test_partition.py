@@ -1,5 +1,7 @@
 """Partition: against exhaustive search by predicted time, and what it must respect."""
 
+import bisect
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -189,15 +191,17 @@ def test_no_layout_where_there_are_too_few_places_to_cut() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_large_network_takes_2_percent_more_than_equal_stages_would(stages: int) -> None:
-    """In which of the balanced layouts the search ends depends on the last bit of sums, and Python 3.12 adds anew."""
+def test_a_large_network_is_divided_no_worse_than_evenly(stages: int) -> None:
+    """To half a percent of the step: the search is local, and where it ends hangs on the last bit of a sum."""
     rng = random.Random(3)
     costs = chain([rng.uniform(0.5, 1.5) for _ in range(500)])
     request = Request(stages, 8, stages=stages, run_ahead=False)
     layout = search(costs, FAST, request)
     assert layout is not None
-    equal = sum(node.forward + node.backward for node in costs.nodes) / stages
-    assert Predictor(costs, FAST, request).time(layout) <= 1.02 * equal * (8 + stages - 1)
+    done = list(itertools.accumulate(node.forward + node.backward for node in costs.nodes))
+    even = tuple(1 + bisect.bisect(done, done[-1] * stage / stages) for stage in range(1, stages))
+    predictor = Predictor(costs, FAST, request)
+    assert predictor.time(layout) <= 1.005 * predictor.time(Layout(even, (1,) * stages))
 
 
 def test_a_first_stage_that_runs_ahead_gets_more_of_the_work() -> None:
