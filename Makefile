@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python 3.11 or 3.12:
+# Two commands on a fresh machine with Python 3.11, 3.12 or 3.13:
 #   make quickstart   set everything up and train the quickstart
 #   make test         set everything up and run the tests
 # Both can be repeated; once installed they need no network.

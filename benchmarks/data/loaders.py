@@ -1,7 +1,7 @@
 """Images per second of this package's shards and of other loaders, per core and per two cores.
 
     python benchmarks/data/loaders.py make DIR [--images 20000]
-    python benchmarks/data/loaders.py measure DIR [--rounds 2] [--seconds 2.5]
+    python benchmarks/data/loaders.py measure DIR [--rounds 2] [--seconds 2.5] [--names ...]
     python benchmarks/data/loaders.py page DIR
 
 `make` writes JPEG files of 500 x 375 pixels, as many bytes as a photo of good quality, and packs the same files for
@@ -15,6 +15,7 @@ to be normalised on the device, "floats" are normalised by the loader. The files
 """
 
 import argparse
+import contextlib
 import io
 import json
 import multiprocessing
@@ -22,7 +23,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -109,11 +110,13 @@ def forever(loader: Any) -> Batches:
         yield from loader
 
 
-def ours(packed: str, decoder: Any) -> Callable[[Path, int, bool], Batches]:
+def ours(packed: str, decoder: Any, block: int | None = None) -> Callable[[Path, int, bool], Batches]:
     """This package's."""
 
     def build(folder: Path, workers: int, floats: bool) -> Batches:
-        module = ShardedImageDataModule(folder / packed, SIZE, decoder=decoder, batch_size=BATCH, num_workers=workers)
+        module = ShardedImageDataModule(
+            folder / packed, SIZE, decoder=decoder, shuffle_block=block, batch_size=BATCH, num_workers=workers
+        )
         module.setup("fit")
         loader = module.train_dataloader()
         if not floats:
@@ -240,15 +243,15 @@ def one(name: str, folder: Path, cores: int, floats: bool, seconds: float, resul
     os._exit(0)
 
 
-def measure(folder: Path, rounds: int, seconds: float) -> None:
-    """Run all in turn, and add what they did to the results."""
+def measure(folder: Path, rounds: int, seconds: float, names: Sequence[str] = tuple(LOADERS)) -> None:
+    """Run these in turn, and add what they did to the results."""
     context = multiprocessing.get_context("fork")
     warm: tuple[Any, ...] = tuple(__import__(name) for name in ("webdataset", "litdata", "streaming", "spdl.pipeline"))
     assert warm
     for _ in range(rounds):
         for cores in (1, 2):
             for floats in (False, True):
-                for name in LOADERS:
+                for name in names:
                     results = context.Queue()
                     process = context.Process(target=one, args=(name, folder, cores, floats, seconds, results))
                     process.start()
@@ -272,11 +275,10 @@ def page(folder: Path, path: Path) -> None:
     files = list((folder / "images/train").rglob("*.jpg"))
     size = statistics.mean(file.stat().st_size for file in files[:200]) / 1000
     assert __doc__ is not None
-    versions = [f"{name} {found}" for name in PACKAGES if (found := _version(name))]
     lines = [
         "# Loading images", "", __doc__.split("\n\n")[-1].strip(), "",
-        f"- {date.today()}; {len(os.sched_getaffinity(0))} cores {_processor()}, Linux",
-        f"- Python {platform.python_version()}, {', '.join(versions)}",
+        f"- {date.today()}; {len(os.sched_getaffinity(0))} cores {processor()}, Linux",
+        f"- Python {platform.python_version()}, {', '.join(versions())}",
         f"- {len(files)} images of {size:.0f} kB on average, JPEG of quality {QUALITY}", "",
     ]  # fmt: skip
     for cores in (1, 2):
@@ -290,10 +292,12 @@ def page(folder: Path, path: Path) -> None:
                     [r["rate"] for r in rows if (r["name"], r["cores"], r["floats"]) == (of, cores, floats)]
                     for of in (name, next(iter(LOADERS)))
                 )
+                if not rates:
+                    break
                 middle = statistics.median(rates)
                 cells += [f"{middle:.0f}", f"{min(rates):.0f} to {max(rates):.0f}"]
                 cells.append(f"{middle / statistics.median(base):.2f}")
-            lines.append(f"| {' | '.join(cells)} |")
+            lines += [f"| {' | '.join(cells)} |"] * (len(cells) == 7)
         lines.append("")
     rounds = sum((r["name"], r["cores"], r["floats"]) == (next(iter(LOADERS)), 1, True) for r in rows)
     lines += [f"Medians; rounds, in each of which all run in turn: {rounds}.", "", NOTES, ""]
@@ -307,14 +311,17 @@ without the headers of OpenCV and libjpeg-turbo. SPDL's own decoder needs FFmpeg
 Pillow and torchvision, which hold Python's lock in part."""
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def versions() -> list[str]:
+    """Of the packages that are compared."""
+    found = []
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return found
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return names[0].partition(": ")[2] if names else platform.machine()
 
@@ -327,12 +334,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20000)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=2.5)
+    parser.add_argument("--names", nargs="+", choices=LOADERS, default=tuple(LOADERS))
     parser.add_argument("--page", type=Path, default=Path(__file__).with_suffix(".md"))
     options = parser.parse_args()
     if options.what == "make":
         make(options.folder, options.images)
     elif options.what == "measure":
-        measure(options.folder, options.rounds, options.seconds)
+        measure(options.folder, options.rounds, options.seconds, options.names)
     else:
         page(options.folder, options.page)
 

@@ -1,5 +1,6 @@
 """One's own class in the place of a recipe's keeps the arguments that it takes too."""
 
+import re
 from pathlib import Path
 
 import yaml
@@ -46,8 +47,9 @@ def test_a_reference_to_what_it_does_not_take_is_named(run_cli):
     code, output = printed(run_cli, "--model=mine.Counts")
     assert code == 2
     key = "model.init_args.network.init_args.num_classes"
-    said = f"{key}: refers to model.init_args.num_classes, which is not there: give {key} a value"
-    assert output.splitlines()[-1].startswith(f"cnnstrategies: error: {said}")
+    # omegaconf before 2.4 tells the end of the name alone.
+    said = rf"{key}: refers to (model\.init_args\.)?num_classes, which is not there: give {key} a value"
+    assert re.match(f"cnnstrategies: error: {said}", output.splitlines()[-1])
 
 
 def test_what_another_type_excludes_is_dropped(run_cli):
