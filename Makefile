@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -32,6 +32,13 @@ RAY_VENV ?= .venv-ray
 test-ray:
 	$(MAKE) VENV=$(RAY_VENV) EXTRAS=test,ray $(RAY_VENV)/.installed
 	$(RAY_VENV)/bin/python -m pytest -m ray
+
+# What `make test` and `make test-cluster` leave out for want of a package: loggers, exports, a service, MPICH; and the Containerfile's steps.
+EXTRAS_VENV ?= .venv-extras
+test-extras:
+	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,serve,mpich $(EXTRAS_VENV)/.installed
+	$(EXTRAS_VENV)/bin/python tests/cluster/containerfile_steps.py
+	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
 # The same on less capable processors, as far as this one can play them, and with other random numbers.
 test-portable: $(INSTALLED)

@@ -15,6 +15,8 @@ import prepared
 import pytest
 import torch
 import warm
+from lightning.fabric.plugins.environments import lightning as lightning_environment
+from ports import free_port
 from torch import nn
 
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
@@ -27,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 # Forked ranks inherit this: one thread each, and no OpenMP pool that a fork would break.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
+# Lightning asks the system for a port that rank 0 takes a moment later; by then another test may have it.
+lightning_environment.find_free_network_port = free_port
 # A job of the machine that runs the tests must not become theirs: with SLURM_NTASKS set every rank would be rank 0.
 LAUNCHERS = ("SLURM_", "PMI_", "MPI_LOCAL", "OMPI_", "TORCHELASTIC_", "CNNSTRATEGIES_RUN_")
 for name in list(os.environ):

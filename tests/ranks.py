@@ -4,7 +4,6 @@ import io
 import multiprocessing
 import os
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 TIMEOUT = 60.0
 
@@ -78,8 +78,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> list[Any]
 
 def run_started(world: int, function: Callable[[], object]) -> list[int | None]:
     """Exit codes of ranks that are started as `srun` starts them: each finds its number in its environment."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
 
     def main(rank: int) -> None:
         variables = {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

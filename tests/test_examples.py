@@ -3,11 +3,11 @@
 import multiprocessing
 import os
 import runpy
-import socket
 from pathlib import Path
 
 import torch
 from conftest import ROOT
+from ports import free_port
 from torchvision.models import resnet18
 
 
@@ -19,8 +19,7 @@ def run(script: Path, rank: int, world: int, port: int) -> None:
 
 
 def test_pipeline_with_plain_torch():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     script = ROOT / "docs/examples/pipeline_torch.py"
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=run, args=(script, rank, 3, port)) for rank in range(3)]

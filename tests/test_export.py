@@ -17,9 +17,12 @@ from cnnstrategies.data import SyntheticDataModule
 
 ONNX = pytest.param(
     "onnx",
-    marks=pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, export.NEEDS["onnx"])), reason="onnx or onnxruntime is not installed"
-    ),
+    marks=[
+        pytest.mark.extra,
+        pytest.mark.skipif(
+            not all(map(importlib.util.find_spec, export.NEEDS["onnx"])), reason="onnx or onnxruntime is not installed"
+        ),
+    ],
 )
 
 

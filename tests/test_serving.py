@@ -7,7 +7,6 @@ import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 import torch
 from conftest import ROOT
 from PIL import Image
+from ports import free_port
 from torch import nn
 
 from cnnstrategies import ImageClassifier, export
@@ -44,6 +44,7 @@ def ask(port, picture):
         time.sleep(0.2)
 
 
+@pytest.mark.extra
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("litserve", "multipart"))),
     reason="litserve or python-multipart is not installed: pip install 'cnnstrategies[serve]'",
@@ -53,8 +54,7 @@ def test_the_service_of_the_documentation_answers_as_the_checkpoint_does():
     model, data = ImageClassifier(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), 10), DigitsDataModule(batch_size=4)
     export.export(model, data, Path("digits"), "torch_export")
     image = data.val_source.images[:1]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     # As it stands there, on a port that is free.
     Path("serve.py").write_text(SCRIPT.read_text().replace("port=8000", f"port={port}"))
     service = subprocess.Popen(

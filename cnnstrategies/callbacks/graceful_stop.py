@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -102,7 +103,8 @@ class GracefulStop(Callback):
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
         self._checked_at, self._checked_step = now, step
         announced = step + max(1, min(1000, int(CHECK_SECONDS / pace))) if trainer.is_global_zero else 0
-        flags = torch.tensor([self._received or 0, announced], device=trainer.strategy.root_device)
+        received = self._received or _asked(trainer) or 0
+        flags = torch.tensor([received, announced], device=trainer.strategy.root_device)
         stop, self._next_check = trainer.strategy.reduce(flags, reduce_op="max").tolist()
         if not stop:
             return
@@ -161,6 +163,12 @@ class GracefulStop(Callback):
         if launcher is not None:
             launcher.kill(signal.SIGKILL)
         os._exit(128 + (self._received or signal.SIGKILL))
+
+
+def _asked(trainer: Trainer) -> int | None:
+    """The signal that a process beside the ranks has received, where the strategy has such processes."""
+    asked: Callable[[], int | None] | None = getattr(trainer.strategy, "stop_asked", None)
+    return None if asked is None else asked()
 
 
 def _more_follows(trainer: Trainer, batch_idx: int) -> bool:

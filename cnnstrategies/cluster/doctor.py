@@ -134,12 +134,14 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     Raises:
         ConfigurationError: This host does not reach the first one, or has no such interface.
     """
-    store = open_store(place.main_address, place.main_port, place.node == 0, wait)
+    astray = _astray(place.main_address) if POD in os.environ and place.node == 0 else None
+    # By a name that leads elsewhere it would wait there for itself.
+    address = place.main_address if astray is None else "127.0.0.1"
+    store = open_store(address, place.main_port, place.node == 0, wait)
     mine = _choose(store, place, interface, wait)
     probe = Probe(mine.address)
-    me = Facts(place.node, socket.gethostname(), mine.name, mine.address, probe.port, versions(), shared_memory())
-    if POD in os.environ and place.node == 0:
-        me.astray = _astray(place.main_address)
+    own = (socket.gethostname(), mine.name, mine.address, probe.port)
+    me = Facts(place.node, *own, versions(), shared_memory(), astray)
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
     present = _present(store, place, wait)
     hosts = {node: Facts(**json.loads(store.get(f"facts/{node}"))) for node in present}

@@ -3,7 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
 # By the word after --to: the module of this package whose `target` makes it.
 TARGETS = {"slurm": "submit_slurm", "kubernetes": "submit_kubernetes", "ray": "submit_ray"}
+EVERYWHERE = ("job_name", "setup", "python", "folder")  # Keys of `cluster` that count there, too.
 
 
 class SubmitCLI(CLI):
@@ -80,6 +81,23 @@ class Submission:
         directory: str | None = checkpoint_arguments(self.cli.config)[0].dirpath
         return directory
 
+    def refuse_without_checkpoints(self, what: str, remedy: str) -> None:
+        """Refuse what could never go on where it was.
+
+        Args:
+            what: That starts again.
+            remedy: How it does not.
+
+        Raises:
+            ConfigurationError: It writes no checkpoints.
+        """
+        trainer = self.cli.config.trainer
+        if trainer.enable_checkpointing is False or trainer.fast_dev_run:
+            raise ConfigurationError(
+                f"trainer.enable_checkpointing=false or fast_dev_run: without checkpoints {what} would start from the "
+                f"beginning each time; {remedy}"
+            )
+
     def text(self, folder: PurePath, changes: Mapping[str, Any]) -> str:
         """The whole configuration, so that later changes of the files do not reach a job in the queue.
 
@@ -112,6 +130,9 @@ def run_name(folder: PurePath) -> str:
 class Target(ABC):
     """Where runs are sent: a scheduler, or something like it.
 
+    Attributes:
+        READS: The keys of ``cluster`` that count there, beside those that count everywhere.
+
     Args:
         base: What is to run.
         variants: The combinations of a sweep; empty without one.
@@ -122,12 +143,25 @@ class Target(ABC):
         ConfigurationError: It cannot run there.
     """
 
+    READS: frozenset[str]
+
     def __init__(self, base: Submission, variants: Sequence[Submission], command: str, task: str = "fit") -> None:
         self.base = base
         self.variants = variants
         self.command = command
         self.task = task
         self.check()
+        if task == "doctor" and base.size.nodes == 1:
+            raise ConfigurationError(
+                "trainer.num_nodes=1: doctor checks what lies between nodes: give it as many as will train, two or more"
+            )
+
+    @property
+    def unread(self) -> list[str]:
+        """The keys of ``cluster`` that the configuration sets and that do not count here."""
+        options, default = self.base.options, ClusterOptions()
+        names = [one.name for one in fields(options) if one.name not in {*EVERYWHERE, *self.READS, *TARGETS}]
+        return [f"cluster.{name}" for name in names if getattr(options, name) != getattr(default, name)]
 
     @abstractmethod
     def check(self) -> None:
@@ -169,11 +203,6 @@ def check(args: Sequence[str]) -> Submission:
     trainer = cli.config.trainer
     size = job_size(trainer.num_nodes, trainer.devices, trainer.accelerator)
     parameter_server = _check_strategy(cli, size, options.server_nodes)
-    if options.requeue and (trainer.enable_checkpointing is False or trainer.fast_dev_run):
-        raise ConfigurationError(
-            "trainer.enable_checkpointing=false or fast_dev_run: without checkpoints a requeued job would start from "
-            "the beginning each time; set cluster.requeue to false"
-        )
     return Submission(cli, options, size, parameter_server)
 
 

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ def main(args: Sequence[str]) -> None:
     variants = [check([*args[2:], *overrides]) for overrides in _combinations(base.options.sweep)]
     module = importlib.import_module(f"cnnstrategies.commands.{TARGETS[base.cli.config.to]}")
     target: Target = module.target(base, variants, shlex.join(["cnnstrategies", *args]), args[1])
+    if target.unread:
+        print(
+            f"Note: with --to {base.cli.config.to} these keys do not count: {', '.join(target.unread)}", file=sys.stderr
+        )
     if base.cli.config.dry_run:
         print(target.show(), end="")
         return

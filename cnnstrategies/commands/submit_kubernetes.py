@@ -21,6 +21,8 @@ WAIT = 1800.0  # seconds for all pods to start, which must fetch their images
 class KubernetesTarget(Target):
     """A TrainJob with its runtime, or Jobs with a service."""
 
+    READS = frozenset({"server_nodes"})
+
     @override
     def check(self) -> None:
         options = self.base.options
@@ -42,6 +44,8 @@ class KubernetesTarget(Target):
             raise ConfigurationError(
                 f"{SECTION}.image: name the container image that the pods run; docs/kubernetes.md says how to build it"
             )
+        if options.kubernetes.max_restarts and self.task == "fit":
+            self.base.refuse_without_checkpoints("a pod", f"set {SECTION}.max_restarts to 0")
         self._check_gpus()
         self._check_keys()
         folder = self._folder()

@@ -27,6 +27,8 @@ FOLDER = "ray"  # Where run folders are made by default.
 class RayTarget(Target):
     """Actors on the nodes of a Ray cluster; this process drives them until the run has ended."""
 
+    READS = frozenset({"cpus_per_task", "memory", "gpu_type", "modules", "venv", "check_data"})
+
     @override
     def check(self) -> None:
         base, options = self.base, self.base.options
@@ -40,12 +42,8 @@ class RayTarget(Target):
                 f"cluster.server_nodes={options.server_nodes} with --to ray: dedicated servers are for SLURM and "
                 "Kubernetes; leave it out, and the trainer's nodes hold the parameters"
             )
-        trainer = base.cli.config.trainer
-        if options.ray.max_restarts and (trainer.enable_checkpointing is False or trainer.fast_dev_run):
-            raise ConfigurationError(
-                "trainer.enable_checkpointing=false or fast_dev_run: without checkpoints a run would start from the "
-                "beginning each time; set cluster.ray.max_restarts to 0"
-            )
+        if options.ray.max_restarts and self.task == "fit":
+            base.refuse_without_checkpoints("a run that has lost a node", "set cluster.ray.max_restarts to 0")
         if base.parameter_server is not None and base.size.nodes > 1:
             base.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
         if options.folder == ClusterOptions.folder:

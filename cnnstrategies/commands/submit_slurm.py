@@ -4,6 +4,7 @@ import itertools
 import shutil
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 from typing_extensions import override
@@ -19,13 +20,15 @@ from cnnstrategies.errors import ConfigurationError
 class SlurmTarget(Target):
     """A job, or with a sweep an array of jobs; the run folder holds its script and configurations."""
 
+    READS = frozenset(one.name for one in fields(ClusterOptions))
+
     @override
     def check(self) -> None:
         base, variants = self.base, self.variants
         if self.task == "doctor":
             raise ConfigurationError(
-                "submit doctor is for --to kubernetes; on a SLURM cluster: srun --nodes 2 --ntasks-per-node 1 "
-                "cnnstrategies doctor"
+                "submit doctor is for --to kubernetes and --to ray; on a SLURM cluster: srun --nodes 2 "
+                "--ntasks-per-node 1 cnnstrategies doctor"
             )
         for variant in variants:
             if variant.size != base.size:
@@ -39,6 +42,8 @@ class SlurmTarget(Target):
                 "leave it out, and each has a folder of its own"
             )
         for one in (base, *variants):
+            if one.options.requeue:
+                one.refuse_without_checkpoints("a requeued job", "set cluster.requeue to false")
             if one.parameter_server is not None and one.size.nodes + one.options.server_nodes > 1:
                 one.parameter_server.options.encrypted("tcp://first-node:15000")  # It says what is missing.
             if one.options.check_data and one.cli.datamodule is not None:

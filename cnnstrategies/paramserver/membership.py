@@ -20,6 +20,7 @@ from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.security import KeyPair, process_number
 
 WARN_SECONDS = 60.0  # between two lines about a wait
+STOP = "stop"  # what a process announces that has received a signal to end
 
 
 class Views:

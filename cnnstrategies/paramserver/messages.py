@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ SERVER = 1 << 31  # added to a server's id where a sender is named
 NOBODY = (1 << 32) - 1
 NO_STEP = (1 << 64) - 1
 
+_compact = json.JSONEncoder(separators=(",", ":")).encode
 _LAYOUT = struct.Struct("<4sBBBxIIIII4xQQQQd")
 HEADER_BYTES = _LAYOUT.size
 
@@ -72,8 +73,7 @@ class InvalidMessageError(ValueError):
     """A message that no member of this run sends; its text is short and holds nothing of the payload."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """The fixed part of a message.
 
     Attributes:
@@ -162,7 +162,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
 
 def pack_json(values: dict[str, Any]) -> bytes:
     """A small dictionary as payload."""
-    return json.dumps(values, separators=(",", ":")).encode()
+    return _compact(values).encode()
 
 
 def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def unpack_json(payload: memoryview, header: Header) -> dict[str, Any]:
         InvalidMessageError: There is none.
     """
     try:
-        values = json.loads(bytes(payload[: header.meta]))
+        values = json.loads(str(payload[: header.meta], "utf-8"))
     except (ValueError, RecursionError):
         raise InvalidMessageError("not JSON") from None
     if not isinstance(values, dict):

@@ -12,7 +12,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from dataclasses import asdict, dataclass, field
+from types import FrameType
 from typing import Any, Literal, NoReturn
 
 import zmq
@@ -22,7 +24,7 @@ from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorS
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.limits import allow_memory, memory_of_coordinator
-from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.processes import end_with_parent, name_process
@@ -99,6 +101,8 @@ class ServerProcess:
             reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
         membership = Membership(self.address, reached, run_keys)
         views = membership.source()
+        if self.starter is None:
+            _pass_on_termination(membership)
         try:
             membership.wait_registered()
             (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
@@ -237,6 +241,17 @@ def _outlive_signals() -> None:
     # Terminals and job managers signal all processes: the workers stop after their step, and need this one till then.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_IGN)
+
+
+def _pass_on_termination(membership: Membership) -> None:
+    """Have the run stop with a checkpoint on SIGTERM: a dedicated server's machine may be the only one that ends."""
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        print(f"server {membership.address.id}: SIGTERM: asking the run to stop", file=sys.stderr, flush=True)
+        # Not in this thread, which may hold a lock that this takes.
+        threading.Thread(target=membership.announce, args=(STOP, signum), daemon=True).start()
+
+    signal.signal(signal.SIGTERM, ask)
 
 
 def serve_and_exit(service: Service, dedicated: bool = False) -> NoReturn:

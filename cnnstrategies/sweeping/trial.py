@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from cnnstrategies.sweeping.talk import FOLDER, METRIC, SOCKET
 
 COMMAND = "cnnstrategies"
 PATIENCE = 30.0  # Seconds in which a run that is interrupted may save.
+# Exit codes of a run that was told to end, by its own handler or before there was one.
+STOPPED = {code for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) for code in (128 + one, -one)}
 
 
 def run(study: Study, trial: Trial, words: Sequence[str]) -> str:
@@ -29,6 +32,9 @@ def run(study: Study, trial: Trial, words: Sequence[str]) -> str:
 
     Returns:
         How it has ended, in words.
+
+    Raises:
+        KeyboardInterrupt: Someone else has stopped it.
     """
     place = study.place(trial.number)
     overlay = place / "overlay.yaml"
@@ -47,6 +53,9 @@ def run(study: Study, trial: Trial, words: Sequence[str]) -> str:
             code = program.process.wait()
         finally:
             program.close(PATIENCE)
+    if code in STOPPED:
+        # A scheduler signals all processes of a job, and this one may come last: the trial has not failed.
+        raise KeyboardInterrupt
     best = (max if study.plan.most else min)(filter(math.isfinite, values), default=None)
     if code != 0 or best is None:
         cause = program.cause() if code != 0 else f"{study.plan.metric} was never a finite number"

@@ -2,7 +2,6 @@
 
 import csv
 import os
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from lightning.pytorch import LightningDataModule, Trainer
 from PIL import Image
+from ports import free_port
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
@@ -48,10 +48,7 @@ def gather(rank, port):
 
 
 def test_ranks_with_different_numbers_of_rows_give_all_rows():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
-    mp.start_processes(gather, args=(port,), nprocs=3, start_method="fork")
+    mp.start_processes(gather, args=(free_port(),), nprocs=3, start_method="fork")
 
 
 def test_what_cannot_be_written_is_refused():

@@ -63,6 +63,7 @@ def test_csv_and_tensorboard_have_what_an_uninterrupted_run_has(fit):
     assert scalars[0] == scalars[1]
 
 
+@pytest.mark.extra
 @needs("wandb")
 def test_weights_and_biases_goes_on_in_its_run(fit, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -74,6 +75,7 @@ def test_weights_and_biases_goes_on_in_its_run(fit, monkeypatch):
     assert [folder.name.rpartition("-")[2] for folder in Path("wandb").glob("offline-run-*")] == [number] * 2
 
 
+@pytest.mark.extra
 @needs("mlflow")
 def test_mlflow_goes_on_in_its_run(fit):
     from mlflow.tracking import MlflowClient

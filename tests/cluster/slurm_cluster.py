@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ports import free_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
 NODES = ("n1", "n2")
 CPUS = 8
@@ -65,7 +67,7 @@ def slurm_cluster() -> Iterator[Slurm]:
     with tempfile.TemporaryDirectory(prefix="slurm-") as directory, contextlib.ExitStack() as at_end:
         root = Path(directory)
         root.chmod(0o755)
-        _write_configuration(root, _free_ports(1 + len(NODES)))
+        _write_configuration(root, [free_port() for _ in range(1 + len(NODES))])
         path = os.environ["PATH"] + ":/usr/sbin:/sbin"
         slurm = Slurm({**os.environ, "PATH": path, "SLURM_CONF": str(root / "slurm.conf")}, root)
 
@@ -158,14 +160,6 @@ def _write_configuration(root: Path, ports: list[int]) -> None:
     (root / "state").mkdir()
     (root / "slurm.conf").write_text("\n".join(lines) + "\n")
     (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listening.getsockname()[1] for listening in sockets]
-    for listening in sockets:
-        listening.close()
-    return ports
 
 
 def _wait(condition: Callable[[], bool], daemon: subprocess.Popen[bytes], slurm: Slurm) -> None:

@@ -157,7 +157,13 @@ def test_what_cannot_be_is_refused(options, message):
 FAKE = """#!/bin/sh
 case "$*" in
 *import*) exit 0 ;;
-*server*) echo server >> "$LOG"; while [ ! -e "$LOG.end" ]; do sleep 0.05; done; rm "$LOG.end"; exit 1 ;;
+*server*)
+    trap 'echo asked >> "$LOG"' TERM
+    echo server >> "$LOG"
+    while [ ! -e "$LOG.end" ]; do sleep 0.05; done
+    rm "$LOG.end"
+    exit 1
+    ;;
 esac
 trap 'echo stopped >> "$LOG"; exit 143' TERM
 echo started >> "$LOG"
@@ -190,13 +196,19 @@ class Pod:
 
 
 def test_a_pods_script_passes_signals_on_and_ends_as_the_run_does(tmp_path: Path):
-    """A trainer's with the run's exit code; a server's when the run has ended well, and not when it has stopped."""
+    """A trainer's with the run's exit code; a server's when the run has ended well, or has stopped on its signal."""
     folder = tmp_path / "run"
     this = replace(run(key_secret=None), folder=str(folder), goes_on=True)
     first = Pod(tmp_path, trainer_script(this), 0)
-    server = Pod(tmp_path, server_script(this), 7)
+    server, drained = (Pod(tmp_path, server_script(this), node) for node in (7, 8))
     first.wait_for("started")
     server.wait_for("server")
+    drained.wait_for("server")
+    drained.process.terminate()
+    drained.wait_for("server", "asked")  # It tells the run, and serves on until that has stopped.
+    assert drained.process.poll() is None
+    drained.end_program(0)
+    assert drained.process.wait(30) == 143
     first.process.terminate()
     assert first.process.wait(30) == 143
     first.wait_for("started", "stopped")

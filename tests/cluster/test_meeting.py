@@ -1,10 +1,10 @@
 """The hosts of a run find each other, or all of them say what is wrong."""
 
 import json
-import socket
 import threading
 
 import pytest
+from ports import free_port
 from torch.distributed import HashStore
 
 from cnnstrategies.cluster import meeting
@@ -38,8 +38,7 @@ def test_the_host_with_the_store_ends_after_the_others_have_read_what_is_wrong()
 
 def test_a_main_address_that_has_moved_is_found(monkeypatch):
     """A pod that is started again has the same name and another address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     addresses = iter(["127.0.0.2", "127.0.0.1"])
     monkeypatch.setattr(meeting, "resolve", lambda name: next(addresses))
     serving = open_store("127.0.0.1", port, True, 60)

@@ -1,6 +1,7 @@
 """The real mpirun, Open MPI's and MPICH's, on this machine and on two hosts over SSH."""
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,8 +21,10 @@ needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason=NO_MPI)
 
 # Containers often forbid the system call by which it reads another process's memory.
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none")
-NO_MPICH = "MPICH's mpiexec.hydra is not installed (pip install mpich, Debian: apt-get install mpich)"
+needs_hosts = pytest.mark.skipif(missing() is not None or SSHD is None, reason=missing() or NO_SSHD)
+NO_MPICH = "MPICH's mpiexec.hydra is not installed (pip install 'cnnstrategies[mpich]', Debian: apt-get install mpich)"
 HYDRA = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.hydra", path=Path(PYTHON).parent)
+needs_mpich = pytest.mark.skipif(HYDRA is None, reason=NO_MPICH)
 RANKS = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
 BOTH = pytest.mark.parametrize("ranks", [OpenMPIEnvironment, MPICHEnvironment], indirect=True)
 
@@ -42,7 +45,7 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ty
     [  # ddp: on two hosts, below
         pytest.param("hybrid_pipeline", MPIRUN, marks=needs_mpi),
         pytest.param("parameter_server", MPIRUN, marks=needs_mpi),
-        pytest.param("parameter_server", (HYDRA,), marks=pytest.mark.skipif(HYDRA is None, reason=NO_MPICH)),
+        pytest.param("parameter_server", (HYDRA,), marks=[pytest.mark.extra, needs_mpich]),
     ],
     ids=["hybrid_pipeline", "parameter_server", "parameter_server under MPICH"],
 )
@@ -59,8 +62,7 @@ def test_two_ranks_train_one_model(tmp_path: Path, strategy: str, mpirun: tuple[
 
 @pytest.mark.cluster
 @needs_mpi
-@pytest.mark.skipif(missing() is not None, reason=str(missing()))
-@pytest.mark.skipif(SSHD is None, reason=NO_SSHD)
+@needs_hosts
 def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         program, *options = start_sshd(hosts, tmp_path).split()
@@ -84,6 +86,27 @@ def test_two_ranks_on_two_hosts_started_over_ssh_train_one_model(tmp_path: Path)
         assert mpirun.wait() == 0, mpirun.output()
         assert "2 CPU processes on 2 nodes" in mpirun.output()
         assert (tmp_path / "runs/quickstart/version_0/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.cluster
+@pytest.mark.extra
+@needs_mpich
+@needs_hosts
+def test_the_doctor_examines_two_hosts_under_mpich(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        agent = tmp_path / "agent"
+        agent.write_text(f'#!/bin/sh\nexec {start_sshd(hosts, tmp_path)} "$@"\n')
+        agent.chmod(0o755)
+        mpiexec = [HYDRA, "-launcher", "ssh", "-launcher-exec", str(agent), "-iface", "wire", "-hosts", "alpha,beta"]
+        doctor = [PYTHON, "-m", "cnnstrategies", "doctor"]
+        words = [str(word) for word in (*mpiexec, "-ppn", "1", "-n", "2", "-genv", "MASTER_ADDR", "alpha", *doctor)]
+        run = hosts.start(0, lambda: os.execvpe(words[0], words, environment()))
+        run.wait()
+        for address, name in zip(hosts.addresses, ("0 alpha", "1 beta"), strict=True):
+            assert re.search(rf"{name} +│ {re.escape(address)} │ wire", run.output()), run.output()
+        # The tests may run in a container that has little of it.
+        mends = [line for line in run.output().splitlines() if "mend: " in line and "shared memory" not in line]
+        assert not mends
 
 
 @pytest.mark.cluster

@@ -1,5 +1,6 @@
 """The rendered pods of a run, each on a host of its own: one is drained or lost, and all go on."""
 
+import json
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,11 +34,11 @@ cluster:
 class Run:
     """A run as it was rendered, and its pods."""
 
-    def __init__(self, cluster: Cluster, keys: Path, name: str, *args: str) -> None:
+    def __init__(self, cluster: Cluster, keys: Path, name: str, *args: str, task: str = "fit") -> None:
         file = cluster.folder / f"{name}.yaml"
         file.write_text(SECTION)
         words = [QUICKSTART, f"--config={file}", f"--cluster.job_name={name}", "--trainer.enable_progress_bar=false"]
-        self.target = KubernetesTarget(check([*words, *args]), [], "cnnstrategies submit fit")
+        self.target = KubernetesTarget(check([*words, *args]), [], f"cnnstrategies submit {task}", task)
         self.cluster, self.keys = cluster, keys
         made = list(yaml.safe_load_all(manifests.text(self.target.run)))
         self.configuration = made[0]["data"]["config.yaml"]
@@ -99,7 +100,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def test_pods_that_are_drained_or_lost_go_on_with_every_strategy(cluster: Cluster, tmp_path: Path) -> None:
-    """ddp: not rank 0's node is drained; pipeline: a node is lost; parameter server: rank 0's node is drained."""
+    """ddp: not rank 0's node is drained; pipeline: a node is lost; parameter server: the server's is drained."""
     keys = tmp_path / "keys"
     keys.mkdir()
     KeyPair.create().save(keys / "run.key")
@@ -107,10 +108,11 @@ def test_pods_that_are_drained_or_lost_go_on_with_every_strategy(cluster: Cluste
     ddp = Run(cluster, keys, "ddp", "--trainer.strategy=ddp")
     hybrid = Run(cluster, keys, "hybrid", "--trainer.strategy=hybrid_pipeline", "--cluster.kubernetes.kind=job")
     parameters = Run(cluster, keys, "ps", "--trainer.strategy=ParameterServerStrategy", *server)
+    (server_pod,) = next(pods for _, pods in parameters.jobs if len(pods) == 1)
     interruptions = {
         ddp: ddp.trainers[1].terminate,
         hybrid: hybrid.trainers[1].kill,
-        parameters: parameters.trainers[0].terminate,
+        parameters: server_pod.terminate,
     }
     runs = list(interruptions)
 
@@ -128,9 +130,42 @@ def test_pods_that_are_drained_or_lost_go_on_with_every_strategy(cluster: Cluste
     wait_for(lambda: list(map(Run.watch, runs)) == [True] * 3, output)
     for run, codes in ((ddp, [143, 0]), (parameters, [143, 0])):
         assert [pod.codes for pod in run.trainers] == [codes, codes], run.output()
+    assert server_pod.codes == [143, 0], parameters.output()
     assert [pod.codes[-1] for pod in hybrid.trainers] == [0, 0], hybrid.output()
     for run in runs:
         log = run.trainers[0].log.read_text()
         assert log.count("Restored all states") == 1, log
         epochs = yaml.safe_load(run.configuration)["trainer"]["max_epochs"]
         assert run.checkpoint()["global_step"] == 5 * epochs, run.output()
+
+
+def test_the_doctor_names_what_a_pod_lacks(cluster: Cluster, tmp_path: Path) -> None:
+    """A service that selects another pod, little shared memory, and a policy that lets the main port through alone."""
+    address = "10.77.8.4"  # of the second run's second pod, which is the cluster's fourth
+    lines = [
+        f'[ "$NODE_RANK" = 1 ] || echo "{address} $MASTER_ADDR" > /etc/hosts',
+        '[ "$NODE_RANK" = 1 ] || mount -o remount,size=64m /dev/shm',
+        '[ "$NODE_RANK" = 0 ] || ip rule add to 10.77.8.3 ipproto tcp dport 29501-65534 prohibit',
+    ]
+    setup = f"--cluster.setup={json.dumps(lines)}"
+    well = Run(cluster, tmp_path, "well", task="doctor")
+    ill = Run(cluster, tmp_path, "ill", setup, "--cluster.kubernetes.kind=job", task="doctor")
+    pods = [*well.trainers, *ill.trainers]
+    assert ill.trainers[1].address == address
+
+    def output() -> str:
+        return well.output() + ill.output()
+
+    wait_for(lambda: all(pod.poll() is not None for pod in pods), output)
+    assert [pod.code for pod in pods] == [0, 0, 1, 0], output()
+    assert "All 2 hosts agree, reach each other and share /mnt/well-" in well.output()
+    mends = [line for line in ill.trainers[0].log.read_text().splitlines() if line.startswith("mend: ")]
+    first, second = (pod.name for pod in ill.trainers)
+    beginnings = [
+        f"mend: the main address leads to {address}, and {first} has 10.77.8.3: see that the headless service",
+        f"mend: {first} cannot reach {second} at {address} port ",  # What answers goes to other ports, too.
+        f"mend: {second} cannot reach {first} at 10.77.8.3 port ",
+        f"mend: {first} has 64 MiB of shared memory",
+    ]
+    assert len(mends) == len(beginnings), output()
+    assert all(line.startswith(begin) for line, begin in zip(mends, beginnings, strict=True)), output()

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
-from slurm_cluster import CPUS, Slurm, missing, slurm_cluster
+from slurm_cluster import CPUS, NODES, Slurm, missing, slurm_cluster
 
 from cnnstrategies.paramserver.security import KeyPair
 
@@ -204,6 +204,67 @@ def test_each_combination_of_a_sweep_is_a_task_of_an_array(slurm, run_cli):
         assert log == [f"-m cnnstrategies fit --config {config}"] * 2, "once on each of the two nodes"
         values = yaml.safe_load(config.read_text())
         assert (values["seed_everything"], values["trainer"]["max_epochs"]) == (seed, 3)
+
+
+# A trial that waits for the word after its first validation, and says where it ran.
+TRIAL = """
+import json, os, signal, socket, sys
+folder = os.path.dirname(sys.argv[-1])
+talk = socket.socket(socket.AF_UNIX)
+talk.connect(os.environ["CNNSTRATEGIES_SWEEP"])
+talk = talk.makefile("rw")
+talk.write('{"value": 0.5}\\n')
+talk.flush()
+talk.readline()
+open(f"{folder}/node", "w").write(os.environ["SLURMD_NODENAME"])
+while not os.path.exists("go"):
+    signal.pause()
+"""
+
+
+def test_an_array_shares_the_trials_of_a_sweep_and_the_next_goes_on(slurm):
+    """The script of the docs: each task takes trials on a node of its own; what a cancelled array had begun is done
+    by the next one."""
+    pytest.importorskip("optuna")
+    script = re.search(r"```bash\n(#!/bin/bash\n.*?sweep.*?)```", (ROOT / "docs/sweep.md").read_text(), re.DOTALL)[1]
+    assert "#SBATCH --array=0-7\n" in script
+    Path("array.sh").write_text(script.replace(" --gpus=1", "").replace("--array=0-7", f"--array=0-{len(NODES) - 1}"))
+    Path("mine.yaml").write_text((ROOT / "configs/quickstart.yaml").read_text())
+    Path("sweep.yaml").write_text("{parameters: {seed_everything: {low: 1, high: 99}}, metric: val_acc, trials: 4}")
+    Path("pretended_fit.py").write_text(TRIAL)
+    Path("bin").mkdir()
+    program = "from cnnstrategies.sweeping import trial; trial.COMMAND = 'pretended_fit'; import cnnstrategies.cli"
+    Path("bin/cnnstrategies").write_text(f"#!{sys.executable}\n{program}\ncnnstrategies.cli.main()\n")
+    Path("bin/cnnstrategies").chmod(0o755)
+    paths = [os.getcwd(), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = {"PATH": f"{os.getcwd()}/bin:{slurm.environment['PATH']}", "PYTHONPATH": ":".join(paths)}
+
+    def begin():
+        words = [f"--export=ALL,{','.join(f'{key}={value}' for key, value in environment.items())}", "--time=30"]
+        return slurm.run("sbatch", "--parsable", "--output=task-%A-%a.log", *words, "array.sh").strip()
+
+    def wait(condition, what):
+        deadline = time.monotonic() + 120
+        while not condition():
+            said = "".join(path.read_text() for path in Path().glob("task-*.log"))
+            assert time.monotonic() < deadline, f"{what}: not within 120 s\n{said}\n{slurm.logs()}"
+            time.sleep(0.1)
+
+    def no_task_of(job):
+        return not slurm.run("squeue", "-h", f"--jobs={job}", check=False).strip()
+
+    job = begin()
+    wait(lambda: {path.read_text() for path in Path().rglob("node")} == set(NODES), "a trial on each node")
+    begun = [path.read_text() for path in sorted(Path("sweeps/sweep/trials").glob("*/overlay.yaml"))]
+    slurm.run("scancel", job)
+    wait(lambda: no_task_of(job), "the end of the cancelled array")
+    Path("go").touch()
+    job = begin()
+    wait(lambda: no_task_of(job), "the end of the next array")
+    done = [path.parent / "overlay.yaml" for path in sorted(Path("sweeps").rglob("node"))]
+    assert [path.parent.name for path in done] == [f"{number:04d}" for number in range(6)], "two were done again"
+    assert [path.read_text() for path in done[2:4]] == begun
+    assert "of 4: val_acc 0.5" in Path("sweeps/sweep/best.yaml").read_text()
 
 
 def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):

@@ -2,12 +2,12 @@
 
 import os
 import re
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
+from ports import free_port
 from torch.distributed import TCPStore
 
 from cnnstrategies.cluster.torchrun import AGENT_SERVES, own_store
@@ -47,8 +47,7 @@ def test_after_a_rank_is_killed_the_run_goes_on_from_its_last_checkpoint_in_the_
 ) -> None:
     (tmp_path / "dies.py").write_text(DIES)
     if launch == STATIC:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            launch = (*launch, str(probe.getsockname()[1]))
+        launch = (*launch, str(free_port()))
     arguments = fit(*strategy, f"--trainer.max_epochs={EPOCHS}", *BATCHES, "--trainer.callbacks+=dies.Dies")
     torchrun = Program([*TORCHRUN, *launch, *arguments], tmp_path / "log")
     assert torchrun.wait() == 0, torchrun.output()

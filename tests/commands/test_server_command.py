@@ -1,21 +1,15 @@
 """Dedicated servers, started from the configuration of the run."""
 
 import multiprocessing
-import socket
 import stat
 from pathlib import Path
 
 import pytest
 import yaml
+from ports import free_port
 
 from cnnstrategies.commands.server import main, server_of
 from cnnstrategies.errors import ConfigurationError
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def configuration(**arguments):

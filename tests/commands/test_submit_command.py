@@ -139,8 +139,11 @@ def test_what_kubernetes_cannot_run_is_refused(run_cli, args, message):
 def test_the_pods_read_a_configuration_that_fits_them(capsys):
     """Their servers by name, the key where the pod has it, a grace that ends before the pod's."""
     keys = ["--cluster.kubernetes.key_secret=run-key", "--cluster.server_nodes=2"]
-    main(["submit", "fit", *KUBERNETES, VOLUME, *PS, *keys, "--dry_run"])
-    configuration, runtime, job = yaml.safe_load_all(capsys.readouterr().out)
+    slurms = ["--cluster.partition=short", "--cluster.memory=64G", "--cluster.python=python3"]
+    main(["submit", "fit", *KUBERNETES, VOLUME, *PS, *keys, *slurms, "--dry_run"])
+    said = capsys.readouterr()
+    assert said.err == "Note: with --to kubernetes these keys do not count: cluster.partition, cluster.memory\n"
+    configuration, runtime, job = yaml.safe_load_all(said.out)
     name = job["metadata"]["name"]
     config = yaml.safe_load(configuration["data"]["config.yaml"])
     strategy = config["trainer"]["strategy"]["init_args"]
@@ -158,6 +161,11 @@ def test_the_pods_read_a_configuration_that_fits_them(capsys):
     (container,) = job["spec"]["template"]["spec"]["containers"]
     assert "cnnstrategies doctor --shared" in container["command"][-1]
     assert job["spec"]["backoffLimit"] == 0
+    without = ["--trainer.enable_checkpointing=false", "--dry_run"]
+    with pytest.raises(ConfigurationError, match=r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0"):
+        main(["submit", "fit", *KUBERNETES, VOLUME, *without])
+    with pytest.raises(ConfigurationError, match=r"trainer\.num_nodes=1: doctor checks what lies between nodes"):
+        main(["submit", "doctor", *KUBERNETES, VOLUME, "--trainer.num_nodes=1", *without])
 
 
 def test_a_mistake_is_explained_as_by_fit(run_cli):

@@ -116,6 +116,21 @@ def test_what_was_stopped_is_done_again_and_the_rest_is_kept(pretend, capsys):
     assert done[2].params == interrupted.params
 
 
+@pytest.mark.parametrize("code", [-signal.SIGTERM, 128 + signal.SIGTERM])
+def test_a_trial_that_is_stopped_before_the_sweep_is_has_not_failed(pretend, code):
+    """A scheduler signals all processes of a job, in any order."""
+    end = f"os.kill(os.getpid(), {int(signal.SIGTERM)})" if code < 0 else f"sys.exit({code})"
+    pretend(FIT + f"    if '0002' in sys.argv[-1]: {end}\n")
+    write()
+    run()
+    stopped = trials()[2]
+    pretend()
+    run()
+    done = trials()
+    assert [(one.number, one.state) for one in done] == [(n, TrialState.COMPLETE) for n in (0, 1, 3, 4)]
+    assert done[2].params == stopped.params
+
+
 def test_several_programs_share_the_trials(pretend):
     """Each trial is one program's, and together they do as many as were asked for."""
     write(trials=6)

@@ -161,6 +161,15 @@ def test_batch_k_is_the_same_for_any_number_of_processes_and_workers_and_every_i
             assert torch.equal(before, after[0])
 
 
+def test_storage_is_asked_for_all_images_of_a_batch_before_the_first_is_read(packed, monkeypatch):
+    source, seen, read = module().train_source, [], os.pread
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, count, advice: seen.append((file, count, start)))
+    monkeypatch.setattr(os, "pread", lambda *what: seen.append(what) or read(*what))
+    source.fetch([7, 0, 3])
+    assert len(set(seen)) == 3
+    assert seen[:3] == seen[3:], "asked for as they are read then"
+
+
 def test_with_a_block_shuffle_storage_is_asked_for_each_block_once_and_as_a_whole(packed, monkeypatch):
     loaded, asked = module(shuffle_block=3), []
     source = loaded.train_source

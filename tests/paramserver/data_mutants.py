@@ -230,7 +230,7 @@ MUTANTS = [
     ProtocolMutant(
         "a newcomer takes the answer to another question",
         "worker.worker:WorkerRole",
-        "if one in servers and told[1] > asked",
+        "if one in servers and told[1] in asked",
         "",
         seed=3790,
     ),
@@ -261,5 +261,26 @@ MUTANTS = [
         "if not given and self._is_missed(step - 1):",
         "if False:",
         seed=100215,
+    ),
+    ProtocolMutant(
+        "a new leader goes back to a step that all workers are past",
+        "server.synchronous:Synchronous",
+        " if not self.clock.all_after(step)]",
+        "]",
+        seed=1176,
+    ),
+    ProtocolMutant(
+        "a leader goes back to a step of which it has dropped the pushes",
+        "server.synchronous:Synchronous",
+        "        self._reports.forget_before(step)\n        self._voted",
+        "        self._voted",
+        seed=1070,
+    ),
+    ProtocolMutant(
+        "a server that others have not heard is not taken for dead although its workers do not hear it either",
+        "worker.connections:Connections",
+        " if self._heard.get(other, now) > since)",
+        ")",
+        seed=2405,
     ),
 ]

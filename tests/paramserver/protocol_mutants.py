@@ -198,6 +198,13 @@ MUTANTS = [
         "pass",
         seed=51,
     ),
+    ProtocolMutant(
+        "a coordinator forgets what the one before it has waited for",
+        "coordinator.restart:Restart",
+        "if not left and roster.at(peer.role, peer.id) is None:",
+        "if False:",
+        seed=1970,
+    ),
 ]
 
 

@@ -261,6 +261,7 @@ class Plan:
         workers: How many.
         servers: How many.
         restarts: How often each process that is killed is started again.
+        coordinates: How often the coordinator is.
         returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.
         options: Of the specification.
     """
@@ -269,6 +270,7 @@ class Plan:
     workers: int = 2
     servers: int = 2
     restarts: int = 0
+    coordinates: int = 0
     returns: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -364,12 +366,17 @@ def replay(plan: Plan, directory: Path) -> Outcome:
     supervision = Supervision(address)
     settings = CoordinatorSettings(
         address.coordinator, plan.workers, plan.servers, TIMEOUT, survivable=specification.replication - 1,
-        supervised=plan.restarts > 0, supervisor=supervision.process,
+        supervised=plan.restarts + plan.coordinates > 0, supervisor=supervision.process,
+        restartable=plan.coordinates > 0,
     )  # fmt: skip
     coordinator = CoordinatorProcess(settings)
+
+    def coordinate(term: int) -> int:
+        return serve(dataclasses.replace(coordinator, settings=dataclasses.replace(settings, term=term)))
+
     recoverable = specification.replication > 1 or specification.snapshot_every
     with supervision:
-        supervision.start(Watched(COORDINATOR, 0, partial(fork, COORDINATOR, lambda life: serve(coordinator))))
+        supervision.start(Watched(COORDINATOR, 0, partial(fork, COORDINATOR, coordinate), plan.coordinates))
         for number in range(plan.servers):
             main = partial(serve_one, number)
             restarts = plan.restarts if recoverable else 0

@@ -130,14 +130,14 @@ def test_servers_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
 
 def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Path) -> None:
     """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
-    with roles(tmp_path, timeout=2.0) as run:
+    with roles(tmp_path, timeout=4.0) as run:
         worker, _ = run.worker()
         worker.initialise()
         worker.join()
         connections = worker._role._connections
         handle = connections.send
         connections.send = lambda server, kind, *a, **k: 0 if kind == Kind.HELLO else handle(server, kind, *a, **k)  # type: ignore
-        ends = time.monotonic() + 3.0
+        ends = time.monotonic() + 5.0
 
         def waiting() -> bool:
             return time.monotonic() < ends

@@ -138,6 +138,9 @@ TRACES: dict[str, tuple[Plan, Check]] = {
         Plan(("worker 0's 2nd VALUE to server 0: kill",), restarts=1), without(0, back=True)),
     "rank 0 is started again": (
         Plan(("worker 0's 3rd BEGIN to server 0: kill",), restarts=1), without(0, back=True)),
+    "the coordinator dies when it has told one of two workers a result, and what the other reports is lost": (
+        Plan(("coordinator's 4th done to worker 1: kill", "worker 1's 2nd hello to coordinator: drop"), coordinates=1),
+        same),
     "a server dies whose slices nobody else has": (
         Plan(("server 1's 8th PULLED to worker 0: kill",)),
         ends(r"server 1 \(process \d+ on .*its parameters are lost")),

@@ -50,8 +50,10 @@ class Run:
         self._act(peer, self.roles[peer].on_call(self.now, Call(number, kind, fields)))
         return lambda: self.returned.get((peer, number))
 
-    def collect(self, peer: Peer, operation: str = "gather", seal: bool = False) -> Callable[[], Message | str | None]:
-        return self.call(peer, "collect", operation=operation, seal=seal)
+    def collect(
+        self, peer: Peer, operation: str = "gather", seal: bool = False, boundary: bool = False
+    ) -> Callable[[], Message | str | None]:
+        return self.call(peer, "collect", operation=operation, seal=seal, boundary=boundary)
 
     def beat(self, *peers: Peer) -> None:
         self.now += 0.5
@@ -189,6 +191,33 @@ def test_who_was_taken_for_dead_is_no_member_after_a_restart_either() -> None:
     assert refused
     assert "counts as dead" in refused[0]
     assert [one.peer for one in run.coordinator.members] == [first, second]
+
+
+def test_nobody_is_told_who_was_let_in_before_the_next_coordinator_could_be_told_too() -> None:
+    """In a run without servers; else these have seen the view, and tell it."""
+    run, (first, _) = trained(2)
+    supervision = run.join(Reporter(0), Peer("supervision", 0, 0, 5))
+    died = {"role": "worker", "id": 1, "incarnation": 0, "process": 7, "how": "was killed", "replaced": True}
+    run.call(supervision, "died", **died)
+    again = run.worker(1, life=1)
+    run.holds = lambda peer, message: message.kind == "view"
+    started, boundary = run.collect(again, "start", seal=True), run.collect(first, "boundary", boundary=True)
+    run.coordinate(1)
+    run.holds = lambda peer, message: False
+    for _ in range(3):
+        run.beat(first, again)
+    assert started() is None, "it would take part in what the others do without it"
+    assert isinstance(alone := boundary(), Message)
+    assert alone.fields["admitted"] == []
+    boundary = run.collect(first, "boundary", boundary=True)
+    for _ in range(3):
+        run.beat(first, again)
+    for result in (started(), boundary()):
+        assert isinstance(result, Message)
+        assert result.fields["admitted"] == [1]
+    for result in [run.collect(peer) for peer in (again, first)]:
+        assert isinstance(told := result(), Message), told
+        assert told.fields["ids"] == [0, 1]
 
 
 def test_without_restarts_nothing_is_kept_for_them() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import zmq
 from control_plane import Run
 from local_cluster import wait_for
+from ports import free_port
 
 from cnnstrategies.paramserver import supervision as supervising
 from cnnstrategies.paramserver.control import connect, parse, send
@@ -25,9 +25,7 @@ from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watc
 
 @pytest.fixture
 def endpoint():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    return f"tcp://127.0.0.1:{port}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def test_who_comes_after_all_have_left_is_told(tmp_path):

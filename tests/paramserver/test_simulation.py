@@ -129,6 +129,7 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((1050, 65275, 66398), id="a restart before training begins beside workers that nobody waited for"),
         pytest.param((100408,), id="a server is a new one for its first hello comes late after a restart"),
         pytest.param((100859, 101375), id="a worker has forgotten the result that it is to hand over after a restart"),
+        pytest.param((1970,), id="a coordinator waits for a server that was lost before it was started again"),
     ],
 )
 def test_the_seeds_that_found_a_fault_hold_now(seeds):

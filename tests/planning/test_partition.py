@@ -1,5 +1,6 @@
 """Partition: against exhaustive search by predicted time, and what it must respect."""
 
+import bisect
 import itertools
 import random
 import time
@@ -190,16 +191,17 @@ def test_no_layout_where_there_are_too_few_places_to_cut() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_a_large_network_is_balanced_to_2_percent(stages: int) -> None:
+def test_a_large_network_is_divided_no_worse_than_evenly(stages: int) -> None:
+    """To half a percent of the step: the search is local, and where it ends hangs on the last bit of a sum."""
     rng = random.Random(3)
     costs = chain([rng.uniform(0.5, 1.5) for _ in range(500)])
-    layout = search(costs, FAST, Request(stages, 8, stages=stages, run_ahead=False))
+    request = Request(stages, 8, stages=stages, run_ahead=False)
+    layout = search(costs, FAST, request)
     assert layout is not None
-    times = [
-        sum(node.forward + node.backward for node in costs.nodes[start:end])
-        for start, end in itertools.pairwise((0, *layout.cuts, 500))
-    ]
-    assert max(times) <= 1.02 * sum(times) / stages
+    done = list(itertools.accumulate(node.forward + node.backward for node in costs.nodes))
+    even = tuple(1 + bisect.bisect(done, done[-1] * stage / stages) for stage in range(1, stages))
+    predictor = Predictor(costs, FAST, request)
+    assert predictor.time(layout) <= 1.005 * predictor.time(Layout(even, (1,) * stages))
 
 
 def test_a_first_stage_that_runs_ahead_gets_more_of_the_work() -> None:

@@ -13,6 +13,10 @@ OWN_KEY = f"/dev/shm/{KEY}"  # In memory, and this user's alone.
 STOPPED = 128 + int(signal.SIGTERM)  # exit code: after a step with a checkpoint, or while it was starting
 HOPELESS = 78  # exit code (EX_CONFIG): a pod that is started again would end in the same way
 PATIENCE = 1800  # seconds that a server's pod waits for the next start of a run that has failed
+UNKNOWN = (
+    f"no address for $MASTER_ADDR in {PATIENCE} s: was that pod scheduled (kubectl get pods), and does the cluster's "
+    "DNS answer?"
+)
 # Names that Kubeflow's controller looks for.
 TRAINER = "node"
 SERVERS = "servers"
@@ -86,9 +90,11 @@ def trainer_script(run: Run) -> str:
         return f"{_setup(run)}exec {doctor}\n"
     # The others go on without a worker of the parameter server; it is let in when the run is started again.
     again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
-    return f"""{_setup(run)}# A container's first process gets no signal that it has not asked for.
-trap 'if [ -n "$child" ]; then kill -TERM $child; else exit {STOPPED}; fi' TERM
-while :; do
+    return f"""running=
+# A container's first process gets no signal that it has not asked for.
+trap 'if [ -n "$running" ]; then kill -TERM $!; else exit {STOPPED}; fi' TERM
+{_setup(run)}while :; do
+    running=yes
     {shlex.quote(run.python)} -m cnnstrategies fit --config {CONFIGURATION}/config.yaml &
     child=$!
     wait $child
@@ -97,7 +103,7 @@ while :; do
         wait $child
         code=$?
     done
-    child=
+    running=
     if [ $code -eq 0 ] || [ $code -eq {STOPPED} ]; then break; fi
     if ! {{ {again}; }}; then break; fi
     sleep 10 & wait $!
@@ -111,10 +117,12 @@ exit $code
 def server_script(run: Run) -> str:
     """What a pod that holds parameters runs: a server for each start of the run."""
     server = f"{shlex.quote(run.python)} -m cnnstrategies.commands.server --config {CONFIGURATION}/config.yaml"
-    return f"""{_setup(run)}ended=
-trap 'ended={STOPPED}' TERM # A server outlives the signal: the run needs it until it has stopped.
-begin=$(date +%s)
+    return f"""running= ended=
+# A server outlives the signal, and asks the run to stop, which needs it until then.
+trap 'ended={STOPPED}; if [ -n "$running" ]; then kill -TERM $! 2>/dev/null; else exit $ended; fi' TERM
+{_setup(run)}begin=$(date +%s)
 until [ -e "$finished" ]; do
+    running=yes
     {server} --index "$NODE_RANK" &
     child=$!
     while kill -0 $child 2>/dev/null && [ ! -e "$finished" ]; do sleep 1; done
@@ -123,6 +131,7 @@ until [ -e "$finished" ]; do
         exit 0
     fi
     if wait $child; then begin=$(date +%s); fi
+    running=
     if [ -n "$ended" ]; then exit $ended; fi
     if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then exit 1; fi
     sleep 1
@@ -148,7 +157,10 @@ def _setup(run: Run) -> str:
         'mkdir -p "$run" && cd "$run" || exit 1',
         "begin=$(date +%s) # A pod has no name before it has a node.",
         'until getent hosts "$MASTER_ADDR" >/dev/null; do',
-        f'    if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then echo "no $MASTER_ADDR" >&2; exit 1; fi',
+        f"    if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then",
+        f'        echo "cnnstrategies: error: {UNKNOWN}" >&2',
+        "        exit 1",
+        "    fi",
         "    sleep 1",
         "done",
     ]

@@ -136,8 +136,15 @@ class ShardSource:
         return content[tar.BLOCK :]
 
     def ask_ahead(self, indices: list[int]) -> None:
-        """Have the system read whole blocks, in order and in the background, when the first of their images comes."""
+        """Have the system read in the background what will be read.
+
+        The images of a batch, so that they wait for the storage together and not one after the other; or whole
+        blocks, in order, when the first of their images comes.
+        """
         if self.block is None:
+            for index in indices:
+                shard, offset, length = self._place(index)
+                os.posix_fadvise(self._file(shard), offset - tar.BLOCK, tar.BLOCK + length, os.POSIX_FADV_WILLNEED)
             return
         for block in sorted({index // self.block for index in indices}):
             if self._asked.pop(block, False):

@@ -36,7 +36,7 @@ NOTICES = 64  # names
 # What each role sends once it has registered.
 REQUESTS = {
     WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "notice", "end", "give"}),
-    SERVER: frozenset({"leave", "get", "give"}),
+    SERVER: frozenset({"leave", "get", "give", "notice"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 

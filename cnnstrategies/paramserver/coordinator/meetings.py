@@ -49,7 +49,8 @@ class Rounds:
 
     One that seals is the last of the set-up: from then on views name the workers. At a boundary those that have come
     since are let into the group, and an essential one that is lost is waited for: else the others could be through
-    before it is back. The results of both wait until all servers have seen the view that they lead to.
+    before it is back. The results of both wait until all servers have seen the view that they lead to, and those that
+    let somebody in until all workers have got it.
 
     Args:
         roster: The members; its group and its seal change here.
@@ -211,7 +212,7 @@ class Rounds:
             found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), others))
         for result, replies in self._held:
             who = tuple(str(one.peer) for one, _ in replies)
-            found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
+            found.append(Wait(replies[0][0].operation, who, tuple(self._without(result))))
         return found
 
     def blames(self, peer: Peer) -> list[str]:
@@ -222,7 +223,7 @@ class Rounds:
             return [f"worker {one}" for one in itertools.islice(itertools.chain(absent, awaited), MOST_NAMED)]
         if peer.id in self._joiners:
             return ["the others' next boundary"]
-        return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]
+        return [name for result, _ in self._held for name in self._without(result)][:MOST_NAMED]
 
     # After a coordinator that was killed
 
@@ -266,11 +267,18 @@ class Rounds:
         return next((trouble for trouble in troubles if trouble is not None), None)
 
     def _hold(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
-        if result.view and self._roster.not_seen(result.view):
+        if result.view and self._without(result):
             self._held.append((result, replies))
             return
         for one, joined in replies:
             self._tell(one, result, joined)
+
+    def _without(self, result: _Result) -> list[str]:
+        """Who lacks the view that a result leads to: servers, and where some are let in, workers.
+
+        If a coordinator is killed that has told it too early, nobody tells the next one whom it has let in.
+        """
+        return self._roster.not_seen(result.view) + (self._roster.not_here(result.view) if result.admitted else [])
 
     def _tell(self, one: _Contribution, result: _Result, joined: bool) -> None:
         self._answers[one.peer.id] = _Answer(one.peer, one.asked, result, joined)

@@ -131,6 +131,10 @@ class Restart:
         for peer, message in recovery.hellos.items():
             if peer in recovery.reports and not roster.is_over(peer):
                 self._admit(peer, message, recovery)
+        for peer, left in list(roster.gone.items()):
+            if not left and roster.at(peer.role, peer.id) is None:  # The last one has waited for another in its place.
+                how = "was lost before the coordinator was started again"
+                admission.lost(now, Member(Peer(*peer[:3]), 0, "another coordinator's word", now), how)
         for fate in recovery.fates.values():
             if fate.how is not None:
                 member = Member(Peer(*fate.life), fate.process, "this node", now)

@@ -194,6 +194,11 @@ class Roster:
             if (member := self.at(SERVER, one)) is None or member.acknowledged < number
         ]
 
+    def not_here(self, number: int) -> list[str]:
+        """The workers of the group that have not got a view yet."""
+        members = (self.at(WORKER, one) for one in sorted(self.group))
+        return [str(member.peer) for member in members if member is not None and member.here < number]
+
     # Messages
 
     def tell_all(self, message: Message) -> None:

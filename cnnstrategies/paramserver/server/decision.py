@@ -1,6 +1,6 @@
 """What the servers agree on about a common step."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cnnstrategies.paramserver.messages import InvalidMessageError
@@ -28,7 +28,13 @@ class Decision:
 
     def as_dict(self) -> dict[str, Any]:
         """This decision as what JSON can hold."""
-        return asdict(self)
+        return {
+            "step": self.step,
+            "members": self.members,
+            "lives": self.lives,
+            "options": self.options,
+            "scale": self.scale,
+        }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Decision":

@@ -21,6 +21,7 @@ from cnnstrategies.paramserver.server.gaps import Gaps
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.shard import Pull, Shard
+from cnnstrategies.paramserver.server.store import Options
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Specification
 
@@ -69,6 +70,8 @@ class Handlers:
         self._restored = restored
         self._deaf = deaf
         self._view = -1
+        self._text = b""
+        self._options: Options = []
         self._handlers: dict[Kind, Callable[[int, Header, memoryview], None]] = {
             Kind.HELLO: self._hello,
             Kind.LEAVE: lambda worker, header, payload: self._mode.leave(worker),
@@ -215,8 +218,16 @@ class Handlers:
                 self._outbox.ask_again(known)  # What came too early was dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
-        options = check_options(unpack_json(payload, header)["options"], self._groups)
-        self._mode.begin((worker, header.incarnation), header.step, Begin(options, header.weight))
+        begin = Begin(self._options_in(header, payload), header.weight)
+        self._mode.begin((worker, header.incarnation), header.step, begin)
+
+    def _options_in(self, header: Header, payload: memoryview) -> Options:
+        """A message's hyper-parameters: mostly those of the last one, since all workers have the same."""
+        text = bytes(payload[: header.meta])
+        if text != self._text:
+            self._options = check_options(unpack_json(payload, header)["options"], self._groups)
+            self._text = text
+        return self._options
 
     def _push(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.key not in self._shard.owned:
@@ -242,7 +253,7 @@ class Handlers:
     # Of other servers
 
     def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
-        self._shard.relay_begins(server, check_options(unpack_json(payload, header)["options"], self._groups))
+        self._shard.relay_begins(server, self._options_in(header, payload))
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
         self._shard.copied(server, header, unpack_json(payload, header), payload)

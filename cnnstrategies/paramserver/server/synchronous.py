@@ -35,6 +35,7 @@ class Synchronous:
 
     Attributes:
         clock: Counts the steps and members.
+        leader: The server that decides: the one that has been there longest.
         roll: The workers that have not said yet where they are, after this server has come back, or
             as it begins to lead.
     """
@@ -47,6 +48,8 @@ class Synchronous:
         self._shard = shard
         self._outbox = outbox
         self._view = View(-1, (), ())
+        self._servers: frozenset[int] = frozenset()
+        self.leader = server
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
         self._norm = GlobalNorm(specification.clip_norm)
@@ -70,15 +73,6 @@ class Synchronous:
         return self._backlog.steps
 
     @property
-    def leader(self) -> int:
-        """The server that decides: the one that has been there longest."""
-        return min(((self._view.age(server), server.id) for server in self._view.servers), default=(0, self._server))[1]
-
-    @property
-    def _servers(self) -> set[int]:
-        return {server.id for server in self._view.servers}
-
-    @property
     def begun(self) -> bool:
         """Whether a step is known to be decided, here or by another server."""
         return self.clock.step > 0
@@ -88,6 +82,8 @@ class Synchronous:
     def follow(self, view: View) -> None:
         """Go on with another view: without the dead workers, and with what this server now is the primary of."""
         led, self._view = self.leader == self._server and self._view.number >= 0, view
+        self._servers = frozenset(server.id for server in view.servers)
+        self.leader = min(((view.age(server), server.id) for server in view.servers), default=(0, self._server))[1]
         lives = {worker.id: worker.incarnation for worker in view.workers}
         if lives and not self._begun_with:
             self._begun_with = True
@@ -158,7 +154,7 @@ class Synchronous:
         if step > self.clock.step:
             self.clock.decide(step - 1, ())
         self._ask_the_early()
-        self._backlog.forget_before(step - 1)
+        self._forget_before(step - 1)
         self._backlog.compare()
         for reached, (worker, life) in list(self._backlog.all_complete()):
             if self._lives.get(worker) == life:
@@ -255,7 +251,9 @@ class Synchronous:
         """Decide a step once more that nobody knows the decision of any more, though it was made."""
         known = -1 if self._decision is None else self._decision.step
         if known + 1 < self.clock.step:  # It has heard of the steps between from workers, or has them in a snapshot.
-            self.clock.go_back(min(self._reports.steps_after(known), default=self.clock.step))
+            # Those that all workers are past were applied everywhere, or count as lost: nobody would make them up.
+            steps = [step for step in self._reports.steps_after(known) if not self.clock.all_after(step)]
+            self.clock.go_back(min(steps, default=self.clock.step))
 
     def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
         for server in self._view.servers:
@@ -268,13 +266,17 @@ class Synchronous:
             return
         if known is None or decision.step > known.step:
             self._norm.clear()
-            self._backlog.forget_before(decision.step)
-            self._reports.forget_before(decision.step)
-            self._voted = {entry for entry in self._voted if entry[0] >= decision.step}
+            self._forget_before(decision.step)
         self._decision = decision
         self.clock.decide(decision.step, decision.members)
         self._ask_the_early()
         self._plan()
+
+    def _forget_before(self, step: int) -> None:
+        """Drop the pushes of earlier steps and what was said about them: a step is decided with what is here."""
+        self._backlog.forget_before(step)
+        self._reports.forget_before(step)
+        self._voted = {entry for entry in self._voted if entry[0] >= step}
 
     def _ask_the_early(self) -> None:
         """Have the workers whose step was unknown here send it again."""

@@ -5,16 +5,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _MASK = (1 << 64) - 1
+_BEGIN = 0x9E3779B97F4A7C15
+_WHOLE = 1 << 53
 
 
-def draw(*numbers: int) -> float:
-    """A number in [0, 1) that depends on nothing but some integers (splitmix64)."""
-    state = 0x9E3779B97F4A7C15
+def draw(*numbers: int, state: int = _BEGIN) -> float:
+    """A number in [0, 1) that depends on nothing but some integers (splitmix64).
+
+    Args:
+        numbers: They.
+        state: What :func:`mixed` has made of those before them.
+    """
     for number in numbers:
         state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
         state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
         state ^= state >> 31
-    return (state >> 11) / (1 << 53)
+    return (state >> 11) / _WHOLE
+
+
+def mixed(*numbers: int) -> int:
+    """What :func:`draw` goes on from after some integers that many draws begin with."""
+    state = _BEGIN
+    for number in numbers:
+        state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state
 
 
 class Fault(NamedTuple):
@@ -78,6 +94,7 @@ class Faults:
         self._rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
         self.timed = [fault for fault in self._timed(places, busy) if fault not in removed]
         self._arrivals: dict[int, float] = {}
+        self._links: dict[int, tuple[int, int]] = {}
 
     def _timed(self, places: Sequence[tuple[str, int]], busy: float) -> list[Fault]:
         found = []
@@ -99,8 +116,11 @@ class Faults:
             link: A number for its sender and receiver.
             ordinal: How many this sender has sent to this receiver before.
         """
-        latency = 0.0002 + 0.002 * draw(self._seed, 11, link, ordinal)
-        chance = draw(self._seed, 12, link, ordinal) if self._rate else 1.0
+        states = self._links.get(link)
+        if states is None:
+            states = self._links[link] = mixed(self._seed, 11, link), mixed(self._seed, 12, link)
+        latency = 0.0002 + 0.002 * draw(ordinal, state=states[0])
+        chance = draw(ordinal, state=states[1]) if self._rate else 1.0
         bad = chance < self._rate and (link, ordinal) not in self._removed
         if bad:
             self.met.append((link, ordinal))

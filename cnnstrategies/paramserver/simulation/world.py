@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.core.node import (
@@ -141,8 +142,8 @@ class World:
         self.note(f"{process} starts")
         if self.now < self._asleep_until:
             self._pause(process, self._asleep_until)
-        self._run(process, lambda: self._act(process, lambda: process.role.start(self._clock(process))))
-        self.at(self.now, lambda: self._run(process, lambda: self._resume(process, 0, None)))
+        self._run(process, partial(self._act, process, role.start))
+        self.at(self.now, partial(self._run, process, partial(self._resume, process, 0, None)))
         return process
 
     def at(self, time: float, what: Callable[[], None]) -> None:
@@ -170,7 +171,7 @@ class World:
         if reached > self.now:
             self.at(reached, lambda: self.tell(process, call))
         else:
-            self._run(process, lambda: self._hear(process, call))
+            self._run(process, partial(self._hear, process, call))
 
     def _hear(self, process: Process, call: Call) -> None:
         if process.ended is None:
@@ -237,23 +238,22 @@ class World:
 
     # Roles
 
-    def _clock(self, process: Process) -> float:
-        return self.now * process.drift
-
-    def _act(self, process: Process, what: Callable[[], Effects]) -> None:
+    def _act(self, process: Process, what: Callable[..., Effects], *given: object) -> None:
+        """Have a role do something at the time of its clock."""
         try:
-            effects = what()
+            effects = what(self.now * process.drift, *given)
         except ControlError as error:
             self.note(f"{process} drops a message: {error}")
             return
         for effect in effects:
-            if isinstance(effect, Send):
-                self._send(process, effect)
-            elif isinstance(effect, Timer):
-                self._set_timer(process, effect)
+            kind = type(effect)
+            if kind is Send:
+                self._send(process, effect)  # type: ignore[arg-type]
+            elif kind is Timer:
+                self._set_timer(process, effect)  # type: ignore[arg-type]
             elif isinstance(effect, Return):
                 self._return(process, effect.call, effect.value)
-            elif process.ended is None:
+            elif process.ended is None and isinstance(effect, End):
                 self.note(f"{process} ends: {effect.reason}")
                 process.ended = effect
         self.on_step(process)
@@ -261,7 +261,9 @@ class World:
     def _send(self, sender: Process, send: Send) -> None:
         self.on_send(sender, send)
         ends = (sender.peer.role, sender.peer.id, send.to.role, send.to.id)
-        link = self._links.setdefault(ends, _link(ends))
+        link = self._links.get(ends)
+        if link is None:
+            link = self._links[ends] = _link(ends)
         ordinal = self._sent[link] = self._sent.get(link, -1) + 1
         blocked = self._blocked
         cut = blocked.get((ends[0], ends[1], True), 0.0) > self.now or blocked.get((*ends[2:], False), 0.0) > self.now
@@ -272,7 +274,7 @@ class World:
         if not arrivals:
             self.on_lost(sender.peer, send.to)
         for arrival in arrivals:
-            self.at(arrival, lambda: self._deliver(sender.peer, send, link))
+            self.at(arrival, partial(self._deliver, sender.peer, send, link))
 
     def _deliver(self, sender: Peer, send: Send, link: int) -> None:
         if self.tcp and sender in self._died_at and draw(self._seed, 15, link, sender.life) < 0.5:
@@ -282,10 +284,7 @@ class World:
         process = self.processes.get((send.to.role, send.to.id))
         if process is None or process.ended is not None or (process.peer != send.to and send.to.role != "coordinator"):
             return
-        self._run(
-            process,
-            lambda: self._act(process, lambda: process.role.on_message(self._clock(process), sender, send.message)),
-        )
+        self._run(process, partial(self._act, process, process.role.on_message, sender, send.message))
 
     def _set_timer(self, process: Process, timer: Timer) -> None:
         if timer.at is None:
@@ -293,19 +292,19 @@ class World:
             return
         process.timers[timer.name] = timer.at
         at = max(self.now, timer.at / process.drift)
-        self.at(at, lambda: self._run(process, lambda: self._fire(process, timer.name, timer.at)))
+        self.at(at, partial(self._run, process, partial(self._fire, process, timer.name, timer.at)))
 
     def _fire(self, process: Process, name: str, at: float | None) -> None:
         if process.ended is None and process.timers.get(name) == at:
             del process.timers[name]
-            self._act(process, lambda: process.role.on_timer(self._clock(process), name))
+            self._act(process, process.role.on_timer, name)
 
     # Programs
 
     def _return(self, process: Process, number: int, value: Message | str | None) -> None:
         if number and number == process.waits:
             process.waits = 0
-            self.at(self.now, lambda: self._run(process, lambda: self._resume(process, number, value)))
+            self.at(self.now, partial(self._run, process, partial(self._resume, process, number, value)))
 
     def _resume(self, process: Process, call: int, value: Message | str | None) -> None:
         if not process.alive or process.done:
@@ -322,7 +321,7 @@ class World:
             process.done = True
             return
         if isinstance(wanted, Sleep):
-            self.at(self.now + wanted.seconds, lambda: self._run(process, lambda: self._resume(process, 0, None)))
+            self.at(self.now + wanted.seconds, partial(self._run, process, partial(self._resume, process, 0, None)))
         elif isinstance(wanted, Until):
             self._look(process, wanted)
         else:
@@ -332,8 +331,9 @@ class World:
             self._call(process, Call(number, wanted.kind, wanted.fields, wanted.frames))
 
     def _call(self, process: Process, call: Call) -> None:
-        self.note(f"{process} calls {call.kind} {dict(call.fields)}")
-        self._act(process, lambda: process.role.on_call(self._clock(process), call))
+        if self.trace is not None:
+            self.note(f"{process} calls {call.kind} {dict(call.fields)}")
+        self._act(process, process.role.on_call, call)
 
     def _look(self, process: Process, until: Until) -> None:
         if not process.alive:
@@ -341,9 +341,9 @@ class World:
         if process.ended is not None:
             self._run(process, lambda: self._resume(process, 0, process.ended.reason if process.ended else ""))
         elif until.holds():
-            self._run(process, lambda: self._resume(process, 0, None))
+            self._run(process, partial(self._resume, process, 0, None))
         else:
-            self.at(self.now + LOOK, lambda: self._look(process, until))
+            self.at(self.now + LOOK, partial(self._look, process, until))
 
 
 ROLES = ("coordinator", "supervision", "server", "worker")

@@ -156,13 +156,17 @@ class Connections:
         self._probed.update(dict.fromkeys(asked, now))
         return asked
 
-    def check_deaf(self, server: int, deaf: Sequence[int]) -> None:
+    def check_deaf(self, now: float, server: int, deaf: Sequence[int]) -> None:
         """Give up if a server hears nothing from others although they are there.
+
+        One that is silent here too may be dead, and nobody has noticed it yet.
 
         Raises:
             ServersUnreachableError: It does.
         """
-        there = sorted({int(other) for other in deaf} & self._servers.keys())
+        since = now - self._specification.timeout
+        others = {int(other) for other in deaf} & self._servers.keys()
+        there = sorted(other for other in others if self._heard.get(other, now) > since)
         if there:
             raise ServersUnreachableError(
                 f"server {server} has heard nothing from server {', '.join(map(str, there))} for "

@@ -265,7 +265,7 @@ class WorkerRole:
             return
         asked = int(values["asked"])
         self._welcomes[server] = header.step, asked, values
-        self._connections.check_deaf(server, values["deaf"])
+        self._connections.check_deaf(self._now, server, values["deaf"])
         # It has answered what came before the question: what is still open then has been lost, or it holds it.
         if values["held"] and asked > self._asked:
             held = set(unpack_keys(payload[header.meta :]))
@@ -312,18 +312,19 @@ class WorkerRole:
         self, servers: set[int], joins: bool, leaves: bool = False
     ) -> Generator[Wait, None, dict[int, tuple[int, int, dict[str, Any]]]]:
         """Say hello, or goodbye, until those of some servers that live have answered; their answers."""
-        asked = self._connections.sequence
+        asked: set[int] = set()
         self._welcomes = {}
 
         def ask() -> None:
-            for server in servers:
+            for server in servers & self._everyone():
                 if leaves:
                     self._connections.send(server, Kind.LEAVE, step=self.step)
                 self._say_hello(server, NO_STEP, joins)
+                asked.add(self._connections.sequence)
 
         def answers() -> dict[int, tuple[int, int, dict[str, Any]]]:
-            # Others may be answers to what was asked before.
-            return {one: told for one, told in self._welcomes.items() if one in servers and told[1] > asked}
+            # Others answer what was asked before, or who is there: they do not say from which step on this one counts.
+            return {one: told for one, told in self._welcomes.items() if one in servers and told[1] in asked}
 
         yield Wait(lambda: bool(servers & self._everyone() - answers().keys()), ask)
         return answers()

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.membership import STOP
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
@@ -100,6 +101,10 @@ class CoordinatedStrategy(DDPStrategy):
             The signal that some rank has received.
         """
         return self.group.agree_to_stop(received)
+
+    def stop_asked(self) -> int | None:
+        """The signal that some other process of the run has received and told all, such as a dedicated server."""
+        return self.group.membership.announced(STOP) if self.group.is_open else None
 
     @override
     def on_exception(self, exception: BaseException) -> None:

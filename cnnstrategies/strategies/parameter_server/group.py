@@ -9,7 +9,7 @@ from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import Collectives
-from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import Place, worker_address
@@ -150,7 +150,7 @@ class WorkerGroup:
             The signal that some rank has received.
         """
         if received is not None:
-            self.membership.announce("stop", received)
-        signum = received if received is not None else self.membership.announced("stop")
+            self.membership.announce(STOP, received)
+        signum = received if received is not None else self.membership.announced(STOP)
         self._alone = signum is not None
         return signum

@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.messages import Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
 from cnnstrategies.paramserver.simulation.data.watch import Watch, WatchedStore
-from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, draw
+from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, draw, mixed
 from cnnstrategies.paramserver.simulation.world import Process, Program, Sleep, World
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
@@ -72,6 +72,7 @@ class Members:
         self.losses: dict[Peer, set[int]] = {}
         self.restored: set[int] = set()
         self._seed = seed
+        self._stream = mixed(seed, 69)
         self._draws = 0
         self._world = world
         self._specification = specification
@@ -100,7 +101,7 @@ class Members:
 
     def _seconds(self, least: float, most: float) -> float:
         self._draws += 1
-        return least + (most - least) * draw(self._seed, 69, self._draws)
+        return least + (most - least) * draw(self._draws, state=self._stream)
 
     # Processes
 

@@ -18,6 +18,7 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
+_NAMES = {kind: kind.name for kind in Kind}
 Draw = Callable[[float, float], float]
 """Some seconds between two bounds."""
 Steps = Generator[Wait | float, None, None]
@@ -28,30 +29,45 @@ class Wires:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[Peer, Peer], int] = {}
+        self._routes: dict[tuple[Peer, Peer], bytes] = {}
+        self._workers: dict[bytes, Peer] = {}
 
     def cut(self, one: Peer, other: Peer) -> None:
         """A message was lost between two processes: with TCP that is the end of their connection."""
         worker, server = (one, other) if one.role == "worker" else (other, one)
         self._numbers[worker, server] = self._numbers.get((worker, server), 0) + 1
+        self._routes.pop((worker, server), None)
 
     def route(self, worker: Peer, server: Peer) -> bytes:
         """What a server calls the present connection of a worker."""
-        return f"{worker.id}.{worker.life}.{self._numbers.get((worker, server), 0)}".encode()
+        route = self._routes.get((worker, server))
+        if route is None:
+            route = f"{worker.id}.{worker.life}.{self._numbers.get((worker, server), 0)}".encode()
+            self._routes[worker, server], self._workers[route] = route, worker
+        return route
 
     def worker(self, route: bytes, server: Peer) -> Peer | None:
         """Who is at the other end, if there still is one."""
-        identity, life, _ = route.decode().split(".")
-        peer = Peer("worker", int(identity), int(life))
+        peer = self._workers[route]
         return peer if self.route(peer, server) == route else None
 
 
 def _message(header: Header, payload: Any, sent: float, route: bytes = b"") -> Message:
-    return Message(header.kind.name, {"header": header, "sent": sent, "route": route}, (bytes(payload),))
+    return Message(_NAMES[header.kind], {"header": header, "sent": sent, "route": route}, (bytes(payload),))
 
 
-def _lives(view: View) -> dict[int, int]:
+class _Lives:
     """Which life of each server a view names."""
-    return {server.id: int(server.endpoint) for server in view.servers}
+
+    def __init__(self) -> None:
+        self._view: View | None = None
+        self._lives: dict[int, int] = {}
+
+    def of(self, view: View) -> dict[int, int]:
+        """Those of a view, which is mostly the last one."""
+        if view is not self._view:
+            self._view, self._lives = view, {server.id: int(server.endpoint) for server in view.servers}
+        return self._lives
 
 
 class SimulatedServer:
@@ -86,6 +102,7 @@ class SimulatedServer:
         self._clock = clock
         self._slow = seconds(0.0, 1.0) ** 6 * 0.03
         self._working = False
+        self._lives = _Lives()
 
     def start(self, now: float) -> NodeEffects:
         """Begin to look at the time."""
@@ -132,7 +149,7 @@ class SimulatedServer:
     def _receiver(self, to: int | bytes) -> Peer | None:
         if isinstance(to, bytes):
             return self._wires.worker(to, self._peer)
-        return Peer("server", to, _lives(self.server.view)[to])
+        return Peer("server", to, self._lives.of(self.server.view)[to])
 
 
 class SimulatedWorker:
@@ -180,6 +197,7 @@ class SimulatedWorker:
         self._wait: Wait | None = None
         self._inbox: list[tuple[Peer, Message]] = []
         self._view: View | None = None
+        self._lives = _Lives()
 
     # What it does
 
@@ -216,7 +234,7 @@ class SimulatedWorker:
 
     def on_message(self, now: float, sender: Peer, message: Message) -> NodeEffects:
         """A message of the data plane has come."""
-        lives = _lives(self.role.view)
+        lives = self._lives.of(self.role.view)
         if lives.get(sender.id) != sender.life or not self.role.heard(now, sender.id, message.fields["header"]):
             return []
         self._inbox.append((sender, message))
@@ -257,7 +275,7 @@ class SimulatedWorker:
     def _follow(self, now: float) -> None:
         if self._view is not None and self._view.number > self.role.view.number:
             self.role.follow(now, self._view)
-            lives = _lives(self.role.view)
+            lives = self._lives.of(self.role.view)
             self._inbox = [(sender, one) for sender, one in self._inbox if lives.get(sender.id) == sender.life]
 
     def _handle(self, server: Peer, message: Message) -> None:
@@ -303,7 +321,7 @@ class SimulatedWorker:
 
     def _send(self) -> NodeEffects:
         sends: NodeEffects = []
-        lives = _lives(self.role.view)
+        lives = self._lives.of(self.role.view)
         for parcel in self.role.take():
             assert isinstance(parcel.to, int)
             to = Peer("server", parcel.to, lives[parcel.to])

@@ -5,6 +5,7 @@ tells whose gradients it is made of.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ Content = tuple[int, bytes]
 """A slice, and its bytes: its version jumps where a server goes on from a snapshot."""
 
 
+@cache
 def gradient(worker: int, step: int, life: int) -> Tensor:
     """A worker's gradient of a step, of every parameter."""
     token = torch.zeros(MOST_WORKERS, dtype=torch.float64)

@@ -1,0 +1,66 @@
+"""A worker that joins asks from which step on it counts, and asks beside that who is there."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from training import specify
+
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.effects import Parcel
+from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json, unpack_json
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.worker.worker import PROBE_SECONDS, Wait, WorkerRole
+
+pytestmark = pytest.mark.light
+
+
+class Joining:
+    """A worker that joins a run at step 7, and its only server, which answers what it is given."""
+
+    def __init__(self) -> None:
+        specification = specify({"name": "SGD", "lr": 0.5}, 2, servers=1)
+        values = [torch.zeros(info.shape) for info in specification.parameters]
+        self.role = WorkerRole(specification, cut(specification), values, 1, 1)
+        self.now = 0.0
+        self._session, self._sequence = specification.session, 0
+        self.role.follow(0.0, View(1, (ServerInfo(0, "0"),), (WorkerInfo(0), WorkerInfo(1, 1))))
+        self._procedure: Iterator[Wait] = self.role.join(0.0)
+        self._wait: Wait | None = None
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._wait is None or not self._wait.waiting():
+            self._wait = next(self._procedure)
+            self.role.begin_waiting(self.now, self._wait)
+
+    def hears(self, seconds: float) -> list[Parcel]:
+        """What the server hears of it, some time later."""
+        self.now += seconds
+        self.role.on_time(self.now)
+        self._go_on()
+        return self.role.take()
+
+    def answer(self, parcel: Parcel) -> None:
+        """Answer a hello as the server does."""
+        joins = unpack_json(memoryview(parcel.payload), parcel.header)["joins"]
+        told = {"ready": True, "lost": False, "leader": True, "counted": joins, "deaf": [], "held": False}
+        text = pack_json({**told, "asked": parcel.header.sequence})
+        self._sequence += 1
+        step, size = 7 if joins else 0, len(text)
+        header = Header(Kind.WELCOME, SERVER, self._session, self._sequence, step=step, length=size, meta=size)
+        self.role.heard(self.now, 0, header)
+        self.role.on_message(0, header, memoryview(text))
+        self._go_on()
+
+
+def test_the_answer_to_a_probe_is_not_taken_for_that_to_a_question() -> None:
+    joining = Joining()
+    joining.answer(joining.hears(0.1)[-1])  # The servers are there.
+    joining.hears(PROBE_SECONDS / 2)
+    question, probe = joining.hears(PROBE_SECONDS / 2)
+    joining.answer(probe)  # The question is lost.
+    assert joining.role.step == 0
+    assert [one.header.kind for one in joining.hears(0.1)] == [Kind.HELLO], "it asks again, and pulls nothing yet"
+    joining.answer(question)
+    assert joining.role.step == 7
