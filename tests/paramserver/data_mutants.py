@@ -102,11 +102,11 @@ MUTANTS = [
         seed=28,
     ),
     ProtocolMutant(
-        "a copy of a slice lacks the optimizer's state",
+        "a copy of a slice is taken that lacks a part of the optimizer's state",
         "server.shard:Shard",
-        "self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, json=described)",
-        "pass",
-        seed=8,
+        'if len(state) != described["parts"]:',
+        "if False:",
+        seed=65,
     ),
     ProtocolMutant(
         "a snapshot lacks the optimizer's state",
