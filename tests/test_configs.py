@@ -81,6 +81,7 @@ ARGS = {
         "--model.init_args.network.class_path=narrow_vgg.vgg16",
     ],
     "experiments/digits_smallcnn_parameter_server_cpu.yaml": TWO,
+    "experiments/digits_smallcnn_diloco_cpu.yaml": ["--trainer.strategy.init_args.start_method=fork"],
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,
         *NO_WORKERS,

@@ -31,7 +31,9 @@ class Worker:
         worker.end_step()                                        # after backward: asks for the new parameters
         worker.wait(index)                                       # before a parameter is used again
 
-    In mode ``local`` what is pushed are the parameters themselves, every k-th step of the worker's own optimizer.
+    In mode ``local`` what is given to `push` are the parameters themselves, after some steps of the worker's own
+    optimizer; what it sends is their difference to the values that came last. The optimizer of the specification is the
+    outer one then.
 
     Args:
         specification: What all processes of the run agree on.

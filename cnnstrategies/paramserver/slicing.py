@@ -48,7 +48,7 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
 
     Tensors stay whole for optimizers that do not work element by element.
     """
-    whole = not is_elementwise(specification.optimizer) and specification.mode != "local"
+    whole = not is_elementwise(specification.optimizer)
     ranges: list[tuple[int, int, int, torch.dtype, tuple[int, ...]]] = []
     for index, parameter in enumerate(specification.parameters):
         dtype = DTYPES[parameter.dtype]

@@ -57,13 +57,15 @@ class Specification:
 
     Attributes:
         parameters: The trained parameters, in the order of their first use as far as it is known.
-        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``.
+        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``; in mode ``local`` the
+            outer one.
         groups: The optimizer's parameter groups.
         workers: Workers that the first step waits for.
         servers: Number of servers; their ids are 0 to `servers` - 1.
         mode: ``sync``: one step on the mean gradient of all workers. ``async``: each gradient is applied as it
             comes. ``ssp``: as async, but no worker runs further ahead of the slowest than `staleness` steps.
-            ``local``: workers step on their own and push weights, of which the servers form the mean.
+            ``local``: workers make their own steps, and what they push is the difference to what they began with; the
+            servers make the outer step on its mean.
         staleness: For ssp; 0 is sync.
         compression: How pushed gradients are encoded.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
@@ -225,18 +227,8 @@ def _check(spec: Specification) -> None:
             f"delay_compensation={spec.delay_compensation} is for async and ssp: gradients have no delay in "
             f"mode={spec.mode!r}, so leave it out"
         )
-    if spec.mode == "local" and spec.compression in ("topk", "onebit"):
-        raise ConfigurationError(
-            f"compression={spec.compression!r} leaves out parts of what is pushed, and mode='local' pushes weights: "
-            "use none, fp16 or bf16"
-        )
-    if spec.mode == "local" and spec.pull_compression != "none":
-        raise ConfigurationError(
-            f"pull_compression={spec.pull_compression!r}: in mode='local' the workers' own weights are the only ones, "
-            "and would be rounded: use none"
-        )
     if spec.mode == "local" and (spec.clip_norm is not None or spec.clip_value is not None):
-        raise ConfigurationError("mode='local' pushes weights: clip the gradients in the worker's own optimizer step")
+        raise ConfigurationError("mode='local' pushes no gradients: clip them in the worker's own optimizer step")
     if spec.clip_norm is not None and spec.clip_value is not None:
         raise ConfigurationError(f"clip_norm={spec.clip_norm} and clip_value={spec.clip_value}: give one of them")
     for name in ("clip_norm", "clip_value"):

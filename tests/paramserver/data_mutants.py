@@ -102,6 +102,27 @@ MUTANTS = [
         seed=28,
     ),
     ProtocolMutant(
+        "a copy of a slice is taken that lacks a part of the optimizer's state",
+        "server.shard:Shard",
+        'if len(state) != described["parts"]:',
+        "if False:",
+        seed=65,
+    ),
+    ProtocolMutant(
+        "a snapshot lacks the optimizer's state",
+        "server.store:Store",
+        'contents["states"][key].items()',
+        "{}.items()",
+        seed=10,
+    ),
+    ProtocolMutant(
+        "a worker's difference is to older values than those it was given",
+        "worker.pulls:Pulls",
+        "if self._copies:",
+        "if self._copies and self.refreshing:",
+        seed=1,
+    ),
+    ProtocolMutant(
         "pushes are kept for every step",
         "server.backlog:Backlog",
         "            del self._steps[old]",

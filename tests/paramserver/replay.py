@@ -280,7 +280,7 @@ class Plan:
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.SGD:
         """With momentum where the order of the gradients does not matter."""
-        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5 if self.mode == "sync" else 0.0)
+        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5 if self.mode in ("sync", "local") else 0.0)
 
 
 def zeros() -> list[nn.Parameter]:
@@ -463,7 +463,7 @@ def train(plan: Plan, member: Membership, specification: Specification, values: 
         worker.begin_step(hyperparameters(optimizer), 1)
         for index, value in enumerate(values):
             brought = gradient(address.id, step, len(value))
-            worker.push(index, value - rate(step) * brought if plan.mode == "local" else brought)
+            worker.push(index, value - brought if plan.mode == "local" else brought)
         worker.end_step()
         worker.wait_all()
     run.barrier("trained")

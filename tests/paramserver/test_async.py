@@ -1,4 +1,4 @@
-"""Modes in which workers run on their own: async, ssp, local; compression and delay compensation."""
+"""Modes in which workers run on their own: async, ssp; compression and delay compensation."""
 
 import time
 from collections.abc import Callable
@@ -77,31 +77,6 @@ def test_async_workers_do_not_wait_for_a_slow_one(tmp_path: Path) -> None:
         log = cluster.server_report(0)["log"]
     fast = log.index((0, 10))
     assert max((clock for worker, clock in log[:fast] if worker == 1), default=0) <= 3
-
-
-def test_local_mode_averages_the_weights_by_samples(tmp_path: Path) -> None:
-    def train(connect: Callable[..., Any], id: int) -> tuple[Tensor, Tensor]:
-        network = make_network()
-        worker = connect([p.data for p in network.parameters()])
-        worker.initialise()
-        worker.join()
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.add_(id + 1.0)
-        own = torch.cat([p.detach().flatten() for p in network.parameters()])
-        worker.begin_step([{"lr": 0.05} | OPTIONS], [1, 3][id])
-        for index, parameter in enumerate(network.parameters()):
-            worker.push(index, parameter)
-        worker.end_step()
-        worker.wait_all()
-        return own, torch.cat([p.detach().flatten() for p in network.parameters()])
-
-    OPTIONS = specify(PLAIN, 2).groups[0].options  # noqa: N806
-    with Cluster(specify(PLAIN, 2, servers=2, mode="local"), tmp_path) as cluster:
-        cluster.start_workers(train)
-        (first, got), (second, other) = cluster.results()
-    torch.testing.assert_close(got, first / 4 + second * 3 / 4)
-    assert torch.equal(got, other)
 
 
 @pytest.mark.parametrize(("compression", "smaller"), [("fp16", 2), ("bf16", 2), ("topk", 5), ("onebit", 9)])

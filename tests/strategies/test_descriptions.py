@@ -74,6 +74,8 @@ def test_a_parameter_server_says_how_old_its_gradients_may_be():
     assert of_servers(mode="ssp", staleness=0) == [RANDOM], "as sync"
     local = ["each worker makes its own steps", "weights are averaged every 8 steps", RANDOM]
     assert of_servers(mode="local", sync_every=8) == local
+    outer = of_servers(mode="local", sync_every=8, outer_lr=0.7, outer_momentum=0.9)[1]
+    assert outer == "an outer step every 8 steps, on the mean of what they changed (outer_lr 0.7, outer_momentum 0.9)"
     dynamic = of_servers(mode="async", data_dispatch="dynamic", delay_compensation=0.04)
     assert dynamic[2:4] == [
         "gradients are corrected for their delay (factor 0.04)",
@@ -86,8 +88,8 @@ def test_a_parameter_server_says_what_is_rounded():
         "gradients are sent as fp16",
         "forward and backward use weights rounded to bf16",
     ]
-    assert of_servers(mode="local", compression="bf16")[2] == "weights are sent as bf16"
-    assert of_servers(compression="topk")[0] == "0.01 of each gradient is sent, the rest later"
+    assert of_servers(mode="local", compression="bf16")[2] == "differences are sent as bf16"
+    assert of_servers(compression="topk")[0] == "0.01 of all gradients is sent, the rest later"
     assert of_servers(compression="onebit")[0] == "gradients are sent as one bit a value, the rest later"
 
 

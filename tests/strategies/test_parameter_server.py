@@ -1,6 +1,8 @@
 """The parameter server trains the same model as one process, through the command line and with what users switch on."""
 
 import pytest
+import torch
+from lightning.pytorch import Callback
 from test_hybrid_pipeline import ONE, assert_same_run, fit, logged
 
 OPTIMIZERS = {
@@ -44,3 +46,28 @@ def test_sync_equals_one_process(run_cli, quick, optimizer):
             # `train_loss_step` is that of rank 0's part of the batch.
             both = [{k: v for k, v in row.items() if k != "train_loss_step"} for row in (got, expected)]
             assert both[0] == pytest.approx(both[1], rel=1e-6), name
+
+
+class SaveWithinARound(Callback):
+    """Saves a checkpoint when own steps have been made since the last outer one."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 9:
+            trainer.save_checkpoint("middle.ckpt")
+
+
+def test_a_resumed_local_run_equals_an_uninterrupted_one(run_cli, quick):
+    """The outer optimizer's momentum is in the checkpoint; the workers' own optimizers have no state here."""
+    options = served(mode="local", sync_every=4, outer_lr=0.7, outer_momentum=0.9, servers=2)
+    options += [f"--model.init_args.optimizer.init_args.{option}" for option in ("momentum=0", "nesterov=false")]
+    save = "--trainer.callbacks+=test_parameter_server.SaveWithinARound"
+    whole = fit(run_cli, quick, "whole", *options, save)
+    resumed = fit(run_cli, quick, "resumed", *options, "--ckpt_path=middle.ckpt")
+    # Lightning loads the weights before it converts the module to float64.
+    assert_same_run(resumed, whole, rtol=1e-6)
+    middle = torch.load("middle.ckpt", weights_only=True)
+    states = [saved["outer_optimizer_state"]["state"] for saved in (middle, whole, resumed)]
+    for parts in zip(*(state.values() for state in states), strict=True):
+        before, expected, got = (part["momentum_buffer"] for part in parts)
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
+        assert (before - expected).norm() > 1e-2 * expected.norm()

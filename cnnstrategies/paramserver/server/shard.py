@@ -10,6 +10,7 @@ from cnnstrategies.paramserver.compression import as_bytes, check_length, encode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.optimizers import StateValue
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Who
 from cnnstrategies.paramserver.server.replication import Replicas
@@ -63,6 +64,7 @@ class Shard:
         self._order = {key: place for place, key in enumerate(self.store.slices)}
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
         self._relayed_options: dict[int, Options] = {}
+        self._copied_states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
         self._options_sent: tuple[object, ...] = ()
 
     @property
@@ -208,11 +210,12 @@ class Shard:
             self._copy(key, backup)
 
     def _copy(self, key: int, backup: int) -> None:
-        if self.store.versions[key] < 0:
+        version, state = self.store.versions[key], self.store.state(key)
+        if version < 0:
             return
-        for name, value in self.store.state(key).items():
+        for name, value in state.items():
             described, raw = pack_state(name, value)
-            self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, json=described)
+            self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, base=version, json=described)
         seen = [[*who, step] for who, step in self.store.seen[key].items()]
         # A copy of the values: they change here while the message waits to be sent.
         self._outbox.to_server(
@@ -220,25 +223,37 @@ class Shard:
             Kind.COPY,
             bytes(as_bytes(self.store.values[key])),
             key=key,
-            base=self.store.versions[key],
-            json={"seen": seen},
+            base=version,
+            json={"seen": seen, "parts": len(state)},
         )
 
     def copied(self, primary: int, header: Header, described: dict[str, object], payload: memoryview) -> None:
-        """Take over a primary's copy of a slice, or a part of its optimizer state.
+        """Take over a primary's copy of a slice, once all parts of its optimizer state have come.
 
         Raises:
-            InvalidMessageError: It is not the primary, or the payload does not fit.
+            InvalidMessageError: It is not the primary, the payload does not fit, or a part of the state was lost: it
+                comes again, since the primary hears of the gap.
         """
         self._from_primary(primary, header.key)
         raw = payload[header.meta :]
+        version, state = self._copied_states.get(header.key, (-1, {}))
+        if version != header.base:
+            state = {}
         if header.kind == Kind.COPY_STATE:
-            self._set_state(header.key, described, raw)
+            name, value = unpack_state(described, raw)
+            if name not in state and len(state) >= MOST_PARTS:
+                raise InvalidMessageError("too many parts of a state")
+            self._copied_states[header.key] = header.base, {**state, name: value}
             return
         slice_ = self.store.slices[header.key]
         check_length(len(raw), Encoding.DENSE, slice_.numel, slice_.dtype)
         seen = described["seen"]
         assert isinstance(seen, list)
+        if len(state) != described["parts"]:
+            raise InvalidMessageError("a copy without all of its optimizer's state")
+        self._copied_states.pop(header.key, None)
+        for name, value in state.items():
+            self.store.set_state(header.key, name, value)
         self.store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
         self.store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
         self._acknowledge(header.key)

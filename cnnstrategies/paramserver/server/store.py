@@ -37,7 +37,6 @@ class Store:
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._group = {key: group_of[slice_.parameter] for key, slice_ in self.slices.items()}
         kind = load_optimizer(specification.optimizer)
-        self._averages = specification.mode == "local"
         self._optimizers: list[SharedOptimizer] = []
         self._place: dict[int, int] = {}
         for number, group in enumerate(specification.groups):
@@ -56,14 +55,12 @@ class Store:
         """One update of some slices.
 
         Args:
-            updates: By slice the gradient, or in mode local the mean of the weights; None leaves the values alone.
+            updates: By slice the gradient, which in mode local is the mean difference; None leaves the values alone.
             options: Each parameter group's hyper-parameters.
         """
         together: dict[int, dict[int, Tensor]] = {}
         for key, update in updates.items():
-            if update is not None and self._averages:
-                self.values[key].copy_(update.view(self.values[key].shape))
-            elif update is not None:
+            if update is not None:
                 together.setdefault(self._place[key], {})[key] = update
         for place, gradients in together.items():
             self._optimizers[place].step(gradients, options[self._group[next(iter(gradients))]])

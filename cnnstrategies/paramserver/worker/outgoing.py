@@ -29,6 +29,7 @@ class Outgoing:
         connections: The connections to the servers.
         placement: The slices' primaries.
         counters: Its bytes sent are counted.
+        began_with: In mode ``local`` the parameters' values before the worker's own steps.
 
     Attributes:
         options: The hyper-parameters of each parameter group, as last begun with.
@@ -41,6 +42,7 @@ class Outgoing:
         connections: Connections,
         placement: Placement,
         counters: Counters,
+        began_with: Sequence[Tensor] = (),
     ) -> None:
         self.options = [group.options for group in specification.groups]
         self._specification = specification
@@ -50,6 +52,7 @@ class Outgoing:
         self._connections = connections
         self._placement = placement
         self._counters = counters
+        self._began_with = began_with
         self._begin: tuple[int, dict[str, Any], float] | None = None
         self._unanswered: dict[int, tuple[Any, Encoding]] = {}
         self._pushed: set[int] = set()
@@ -84,10 +87,13 @@ class Outgoing:
             self._send_begin(server.id)
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient, or keep it until the norm of all is known."""
+        """Send a parameter's gradient, or keep it until the norm of all is known; in mode ``local`` its difference."""
         assert self._begin is not None, "push before begin_step"
         self._pushed.add(index)
         flat = gradient.detach().to("cpu").contiguous().view(-1)
+        if self._began_with:
+            # Of the sign of a gradient. A tensor of its own: new values come while it may still be on its way.
+            flat = self._began_with[index].view(-1) - flat
         if not self._specification.aggregates:
             if self._specification.clip_norm is not None:
                 self._clipped[index] = flat

@@ -20,18 +20,25 @@ class Pulls:
         parameters: The parameters in the specification's order.
         connections: The connections to the servers.
         placement: The slices' primaries.
+        copies: Further tensors, one for each parameter, that the same is written to.
 
     Attributes:
         refreshing: Whether what was last asked for are the present values, not those after an own push.
     """
 
     def __init__(
-        self, slices: Sequence[Slice], parameters: Sequence[Tensor], connections: Connections, placement: Placement
+        self,
+        slices: Sequence[Slice],
+        parameters: Sequence[Tensor],
+        connections: Connections,
+        placement: Placement,
+        copies: Sequence[Tensor] = (),
     ) -> None:
         self.refreshing = False
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(parameters))
         self._targets = [Target(parameter) for parameter in parameters]
+        self._copies = [Target(copy) for copy in copies]
         self._connections = connections
         self._placement = placement
         self._step = 0
@@ -102,6 +109,8 @@ class Pulls:
         values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
         target = self._targets[slice_.parameter]
         target.write(slice_.start, values)
+        if self._copies:
+            self._copies[slice_.parameter].write(slice_.start, values)
         del self._pending[header.key]
         self._left[slice_.parameter] -= 1
         if not self._left[slice_.parameter]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.core.view import View
@@ -84,8 +85,10 @@ class WorkerRole:
         self.heard = self._connections.heard
         self.take = self._connections.take
         self._placement = Placement(slices)
-        self._outgoing = Outgoing(specification, slices, self._connections, self._placement, self.counters)
-        self._pulls = Pulls(slices, parameters, self._connections, self._placement)
+        local = specification.mode == "local"
+        began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
+        self._outgoing = Outgoing(specification, slices, self._connections, self._placement, self.counters, began_with)
+        self._pulls = Pulls(slices, parameters, self._connections, self._placement, began_with)
         self._now = 0.0
         self._repeat: Callable[[], object] | None = None
         self._next_repeat = 0.0
@@ -187,7 +190,7 @@ class WorkerRole:
         self._outgoing.begin(self.step, groups, samples)
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient."""
+        """Send a parameter's gradient, or in mode ``local`` how far its own steps have taken it."""
         self._outgoing.push(index, gradient)
 
     def end_step(self) -> None:

@@ -5,7 +5,7 @@ from torch import nn
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.differences import differences_of_replicas
-from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.options import AVERAGING, Options
 
 MEGABYTE = 1e6
 
@@ -54,7 +54,11 @@ def differences_of_servers(
     together = options.mode == "sync" or (options.mode == "ssp" and not options.staleness)
     if options.mode == "local" and workers > 1:
         lines.append("each worker makes its own steps")
-        lines.append(f"weights are averaged every {options.sync_every} steps")
+        if (options.outer_lr, options.outer_momentum) == AVERAGING:
+            lines.append(f"weights are averaged every {options.sync_every} steps")
+        else:
+            outer = f"outer_lr {options.outer_lr:g}, outer_momentum {options.outer_momentum:g}"
+            lines.append(f"an outer step every {options.sync_every} steps, on the mean of what they changed ({outer})")
     elif not together and workers > 1:
         images = "" if batch_size is None else f" on {batch_size * accumulated} images"
         lines.append(f"each update is one worker's gradient{images}")
@@ -66,11 +70,11 @@ def differences_of_servers(
         lines.append(f"gradients are corrected for their delay (factor {options.delay_compensation:g})")
     if options.data_dispatch == "dynamic":
         lines.append("faster workers take more of the batches")
-    pushed = "weights" if options.mode == "local" else "gradients"
+    pushed = "differences" if options.mode == "local" else "gradients"
     if options.compression == "topk":
-        lines.append(f"{options.compression_ratio:.3g} of each gradient is sent, the rest later")
+        lines.append(f"{options.compression_ratio:.3g} of all {pushed} is sent, the rest later")
     elif options.compression == "onebit":
-        lines.append("gradients are sent as one bit a value, the rest later")
+        lines.append(f"{pushed} are sent as one bit a value, the rest later")
     elif options.compression != "none":
         lines.append(f"{pushed} are sent as {options.compression}")
     if options.pull_compression != "none":

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from cnnstrategies._lightning_private import ends_after_search
 from cnnstrategies.errors import ConfigurationError
@@ -17,6 +17,7 @@ from cnnstrategies.paramserver.specification import Compression, Mode, PullCompr
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
+AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
 
 
@@ -31,6 +32,8 @@ class Options:
     mode: Mode
     staleness: int
     sync_every: int
+    outer_lr: float
+    outer_momentum: float
     servers: int
     endpoints: Sequence[str]
     coordinator: str | None
@@ -59,6 +62,15 @@ class Options:
         if self.sync_every > 1 and self.mode != "local":
             raise ConfigurationError(
                 f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
+            )
+        if self.outer_lr <= 0:
+            raise ConfigurationError(f"outer_lr={self.outer_lr}: use more than 0; 1 with outer_momentum 0 averages")
+        if not 0 <= self.outer_momentum < 1:
+            raise ConfigurationError(f"outer_momentum={self.outer_momentum}: use 0 or more and less than 1")
+        if (self.outer_lr, self.outer_momentum) != AVERAGING and self.mode != "local":
+            raise ConfigurationError(
+                f"outer_lr={self.outer_lr} and outer_momentum={self.outer_momentum} are for mode: local, not mode: "
+                f"{self.mode}; leave them out"
             )
         if self.max_restarts < 0:
             raise ConfigurationError(f"max_restarts={self.max_restarts} is negative; 0 restarts no process")
@@ -119,9 +131,16 @@ class Options:
     def specification(
         self, module: LightningModule, optimizer: Optimizer, nodes: int, workers: int, **changes: Any
     ) -> Specification:
-        """The engine's specification for a module and its optimizer."""
+        """The engine's specification for a module and its optimizer; mode ``local`` has the outer one in its place."""
         options = {"servers": self.server_count(nodes), **self._engine(), **changes}
+        if self.mode == "local":
+            optimizer = self._outer(module, optimizer)
         return Specification.of(module.named_parameters(), optimizer, workers, **options)
+
+    def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = [parameter for parameter in module.parameters() if id(parameter) in held]
+        return SGD(trained, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
 
     def _engine(self) -> dict[str, Any]:
         return {

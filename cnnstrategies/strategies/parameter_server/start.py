@@ -1,7 +1,9 @@
 """How a worker meets the servers and begins to train."""
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
@@ -22,11 +24,13 @@ class Start:
         worker: Its connection to the servers.
         specification: What all processes of the run agree on.
         joined: Whether the others were training already, and have let it in.
+        own_steps: In mode ``local``, the others' own steps since the last outer one.
     """
 
     worker: Worker
     specification: Specification
     joined: bool
+    own_steps: int
 
 
 def meet_servers(
@@ -36,6 +40,7 @@ def meet_servers(
     trainer: Trainer,
     optimizer: Optimizer,
     nodes: int,
+    outer_state: Mapping[str, Any] | None,
 ) -> Start:
     """Agree on the run's specification, and join; a worker that was started again waits until the others let it in.
 
@@ -46,6 +51,7 @@ def meet_servers(
         trainer: The trainer; one that was started again is put where the others stand.
         optimizer: The user's. In all modes but ``local`` its state moves to the servers.
         nodes: Nodes of the run.
+        outer_state: In mode ``local``, what the outer optimizer goes on with.
     """
     run, membership = group.collectives, group.membership
     if group.rank == 0:
@@ -67,13 +73,16 @@ def meet_servers(
         membership.keys,
         group.insecure,
     )
+    own_steps = 0
     if started.joined:
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
+        own_steps = int(state["own_steps"])
         notice = f"Rank {group.rank} was started again and goes on in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
     else:
-        served = optimizer.state_dict() if optimizer.state and options.mode != "local" else None
+        own = optimizer.state_dict() if optimizer.state else None
+        served = outer_state if options.mode == "local" else own
         if group.rank == 0:
             worker.initialise(served)
         else:
@@ -83,7 +92,7 @@ def meet_servers(
         run.barrier("admitted")
     if options.mode != "local":
         optimizer.state.clear()  # It is the servers' now.
-    return Start(worker, specification, started.joined)
+    return Start(worker, specification, started.joined, own_steps)
 
 
 def _clipping(trainer: Trainer, mode: Mode) -> dict[str, float]:

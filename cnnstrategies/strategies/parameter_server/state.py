@@ -10,10 +10,15 @@ from cnnstrategies.paramserver.codec import CodecError, encode
 from cnnstrategies.paramserver.specification import hyperparameters
 
 
-def trainer_state(trainer: Trainer, optimizer: Optimizer) -> dict[str, Any]:
+def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
     """Where training stands, at the first batch of an epoch: counters, schedulers, callbacks, learning rates.
 
     The parameters and the optimizer's state are the servers'.
+
+    Args:
+        trainer: The trainer.
+        optimizer: The user's.
+        own_steps: In mode ``local``, steps since the last outer one: they count those of the newcomer along.
     """
     callbacks = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
@@ -27,6 +32,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer) -> dict[str, Any]:
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": callbacks,
         "options": hyperparameters(optimizer),
+        "own_steps": own_steps,
     }
 
 

@@ -22,7 +22,11 @@ class Stepper:
         specification: Names the parameters.
         optimizer: The user's; its parameter groups hold the hyper-parameters of each step.
         eager: Wait for all parameters at the end of each step, since something else reads them.
-        local_every: In mode ``local``, steps between two averages; 0 in the other modes.
+        local_every: In mode ``local``, own steps between two outer steps; 0 in the other modes.
+        own_steps: In mode ``local``, those that were made since the last outer step when this worker came.
+
+    Attributes:
+        own_steps: In mode ``local``, own steps since the last outer step.
     """
 
     def __init__(
@@ -33,11 +37,13 @@ class Stepper:
         optimizer: Optimizer,
         eager: bool,
         local_every: int,
+        own_steps: int,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
         self.eager = eager
         self.local_every = local_every
+        self.own_steps = own_steps
         self.accumulating = False
         self.samples = 0
         named = dict(module.named_parameters())
@@ -45,7 +51,7 @@ class Stepper:
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._in_step = False
         self._pushed: set[int] = set()
-        self._steps = 0
+        self._outer = [group.options for group in specification.groups]
         self._handles: list[Any] = []
         if not local_every:
             for index, parameter in enumerate(self.parameters):
@@ -72,14 +78,20 @@ class Stepper:
     def after_step(self) -> None:
         """The optimizer's step was made: in mode ``local`` by the optimizer itself."""
         if self.local_every:
-            self._steps += 1
-            if self._steps % self.local_every == 0:
-                self.average()
+            self.own_steps += 1
+            if self.own_steps >= self.local_every:
+                self.outer_step()
         if self.eager:
             self.worker.wait_all()
 
-    def average(self) -> None:
-        """In mode ``local``, replace the weights by their average over the workers."""
+    def outer_step(self) -> None:
+        """In mode ``local``, have the servers make an outer step, and go on from there.
+
+        Without own steps since the last one nothing happens: its momentum alone must not move the weights.
+        """
+        if not self.own_steps:
+            return
+        self.own_steps = 0
         self._begin()
         for index, parameter in enumerate(self.parameters):
             self.worker.push(index, parameter.detach())
@@ -88,7 +100,8 @@ class Stepper:
 
     def _begin(self) -> None:
         if not self._in_step:
-            self.worker.begin_step(hyperparameters(self.optimizer), max(self.samples, 1))
+            options = self._outer if self.local_every else hyperparameters(self.optimizer)
+            self.worker.begin_step(options, max(self.samples, 1))
             self._in_step = True
             self._pushed.clear()
 

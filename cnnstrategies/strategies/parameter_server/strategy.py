@@ -32,6 +32,7 @@ from cnnstrategies.strategies.parameter_server.start import meet_servers
 from cnnstrategies.strategies.parameter_server.state import trainer_state
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
+OUTER_STATE = "outer_optimizer_state"  # in a checkpoint
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
 
 
@@ -48,9 +49,13 @@ class ParameterServerStrategy(CoordinatedStrategy):
     Args:
         mode: ``sync`` makes one step on the mean gradient of all workers, as DDP does. ``async`` applies each gradient
             as it comes. ``ssp`` does too, but no worker runs more than ``staleness`` steps ahead of the slowest (Ho et
-            al., NeurIPS 2013). ``local`` averages the weights of independent workers every ``sync_every`` steps.
+            al., NeurIPS 2013). In ``local`` workers are independent for ``sync_every`` steps of their own optimizer;
+            then the servers make an outer step on the mean of the differences (DiLoCo, Douillard et al. 2023).
         staleness: For ssp; 0 is sync.
-        sync_every: For local: optimizer steps between two averages.
+        sync_every: For local: optimizer steps between two outer steps.
+        outer_lr: For local: learning rate of the outer step, which is SGD's. 1 without momentum averages the weights
+            (local SGD); DiLoCo's are 0.7 and 0.9.
+        outer_momentum: For local: Nesterov momentum of the outer step.
         servers: Server processes that each node starts.
         endpoints: Addresses of dedicated servers, started with ``cnnstrategies-server``, instead.
         coordinator: ``tcp://address:port`` on the machine of rank 0; by default a socket in a private directory on one
@@ -85,6 +90,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         mode: Mode = "sync",
         staleness: int = 0,
         sync_every: int = 1,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
         servers: int = 1,
         endpoints: list[str] | None = None,
         coordinator: str | None = None,
@@ -115,6 +122,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._has_left = False
         self._has_trained = False
         self._buffers_are_equal = True
+        self._outer_state: dict[str, Any] | None = None
 
     @property
     @override
@@ -150,6 +158,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         take_state_of_rank_zero(self.lightning_module, self.group)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            self._outer_state = None
             check_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -180,7 +189,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         trainer, optimizer = self._trainer, self.optimizers[0]
         assert trainer is not None
         assert isinstance(self.lightning_module, LightningModule)
-        start = meet_servers(self.group, self.options, self.lightning_module, trainer, optimizer, self.num_nodes)
+        start = meet_servers(
+            self.group, self.options, self.lightning_module, trainer, optimizer, self.num_nodes, self._outer_state
+        )
         self._admitted = start.joined
         self._stepper = Stepper(
             self.lightning_module,
@@ -189,6 +200,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             optimizer,
             eager=self._averages_weights,
             local_every=self.options.sync_every if self.options.mode == "local" else 0,
+            own_steps=start.own_steps,
         )
 
     @override
@@ -201,7 +213,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._admitted = False  # It came in at this very boundary.
             return
         self._stepper.worker.wait_all()
-        if self.group.collectives.boundary(trainer_state(self._trainer, self.optimizers[0])).admitted:
+        state = trainer_state(self._trainer, self.optimizers[0], self._stepper.own_steps)
+        if self.group.collectives.boundary(state).admitted:
             self.group.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
         if self._has_left:
             self._stepper.worker.join()
@@ -270,7 +283,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         assert self.lightning_module is not None
         worker = self._stepper.worker
         if self.options.mode == "local":
-            self._stepper.average()
+            self._stepper.outer_step()
         worker.wait_all()
         if not self._buffers_are_equal:
             average_buffers(self.lightning_module, self.group)
@@ -296,7 +309,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._settle(refresh=not self._averages_weights)
         if self._averages_weights:
             take_state_of_rank_zero(self.lightning_module, self.group)  # Each rank averaged what it has seen.
-        if self.options.mode != "local":
+        if self.options.mode == "local":
+            self._outer_state = self._servers_state()
+        else:
             state = self.optimizer_state(self.optimizers[0])
             if self.global_rank == 0:
                 self.optimizers[0].load_state_dict(state)
@@ -316,12 +331,31 @@ class ParameterServerStrategy(CoordinatedStrategy):
             optimizer = optimizer.optimizer
         if self._stepper is None or self.options.mode == "local":
             return optimizer.state_dict()
-        self.barrier("optimizer state")
         state = optimizer.state_dict()
-        if self.global_rank == 0:
-            state["state"] = self._stepper.worker.optimizer_state()["state"]
+        served = self._servers_state()
+        if served is not None:
+            state["state"] = served["state"]
+        return state
+
+    def _servers_state(self) -> dict[str, Any] | None:
+        """On rank 0 the state of the servers' optimizer; called on every rank."""
+        assert self._stepper is not None
+        self.barrier("optimizer state")
+        state = self._stepper.worker.optimizer_state() if self.global_rank == 0 else None
         self.barrier("optimizer state")
         return state
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """In mode ``local`` with the outer optimizer's state; called on every rank."""
+        if self.options.mode == "local" and "optimizer_states" in checkpoint:
+            checkpoint[OUTER_STATE] = self._outer_state if self._stepper is None else self._servers_state()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        self._outer_state = checkpoint.get(OUTER_STATE)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -184,6 +184,7 @@ class SimulatedWorker:
         self.joined = False
         self.finished = False
         self._specification = specification
+        self._local = specification.mode == "local"
         self._peer = peer
         self._steps = steps
         self._wires = wires
@@ -213,7 +214,9 @@ class SimulatedWorker:
             step = role.step
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
             for index in reversed(range(len(self.values))):
-                role.push(index, gradient(self._peer.id, step, self._peer.life))
+                brought = gradient(self._peer.id, step, self._peer.life)
+                # In mode local it makes a step of its own, and pushes where that has taken it.
+                role.push(index, self.values[index].sub_(brought) if self._local else brought)
                 yield self._seconds(0.0, 0.01)
             yield self._seconds(0.0, 0.06)
             role.end_step()

@@ -49,6 +49,7 @@ class Watch:
         self.aggregates = specification.aggregates
         self.clipped = specification.clip_norm is not None
         self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
+        self._states: dict[Content, set[Content]] = {}
         self._visible: dict[tuple[int, int, int], bytes] = {}
         self._epochs: dict[int, int] = {}
         self._forgiven: dict[int, int] = {}
@@ -98,9 +99,17 @@ class Watch:
         numbers = {worker: round(LIVES * (values[worker] * share - 1)) for worker in members}
         return frozenset((worker, number // LIVES, number % LIVES) for worker, number in numbers.items())
 
-    def became(self, key: int, value: Tensor, made_of: Any) -> None:
-        """A server has a new content."""
-        self._made_of[_content(key, value)] = made_of
+    def based_on(self, key: int, version: int, value: Tensor, state: Tensor | None) -> None:
+        """A server applies an update to a content that it has, with the optimizer's state beside it."""
+        states = self._states.get(_content(key, value))
+        if states is not None and _content(key, state) not in states:
+            raise ViolationError(f"18: version {version} of slice {key} has the optimizer's state of another")
+
+    def became(self, key: int, value: Tensor, made_of: Any, state: Tensor | None) -> None:
+        """A server has a new content, and the optimizer's state beside it."""
+        content = _content(key, value)
+        self._made_of[content] = made_of
+        self._states.setdefault(content, set()).add(_content(key, state))
 
     # What workers see
 
@@ -188,8 +197,8 @@ class Watch:
         return len({step for _, step, _ in tokens}) if self.aggregates else len(tokens)
 
 
-def _content(key: int, value: Tensor) -> Content:
-    return key, value.view(-1).numpy().tobytes()
+def _content(key: int, value: Tensor | None) -> Content:
+    return key, b"" if value is None else value.view(-1).numpy().tobytes()
 
 
 class WatchedStore(Store):
@@ -231,8 +240,13 @@ class WatchedStore(Store):
         for key, update in updates.items():
             version = self.versions[key]
             before = self._watch.made_of(key, self.values[key])
+            self._watch.based_on(key, version, self.values[key], self._momentum(key))
             made[key] = self._watch.applied(key, version, before, update, options)
         super().apply(updates, options)
         for key, made_of in made.items():
-            self._watch.became(key, self.values[key], made_of)
+            self._watch.became(key, self.values[key], made_of, self._momentum(key))
         self.look(updates)
+
+    def _momentum(self, key: int) -> Tensor | None:
+        momentum = self.state(key).get("momentum_buffer")
+        return momentum if isinstance(momentum, Tensor) else None

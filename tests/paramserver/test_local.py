@@ -1,0 +1,113 @@
+"""Mode local: workers make their own steps, and the servers an outer one on the mean of what these have changed."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from local_cluster import Cluster
+from ranks import run_apart
+from torch import Tensor, nn
+from training import SGD, batches, make_network, make_optimizer, specify
+
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+
+OWN_STEPS, ROUNDS = 3, 4
+SAMPLES = (12, 6)  # of each worker's batch
+DILOCO = {"name": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True}
+AVERAGING = {"name": "SGD", "lr": 1.0, "momentum": 0.0}
+
+
+def own_steps(network: nn.Module, optimizer: torch.optim.Optimizer, id: int, number: int) -> None:
+    """A worker's part of a round, on its own batches."""
+    for images, targets in batches(ROUNDS * OWN_STEPS, 18)[number * OWN_STEPS : (number + 1) * OWN_STEPS]:
+        own = slice(SAMPLES[0]) if id == 0 else slice(SAMPLES[0], None)
+        optimizer.zero_grad()
+        F.cross_entropy(network(images[own]), targets[own]).backward()
+        optimizer.step()
+
+
+def diloco(outer: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
+    """The algorithm of the paper in one process: the values after the last round, and the outer optimizer's state."""
+    whole = make_network()
+    optimizer = make_optimizer(whole, outer)
+    networks = [make_network() for _ in SAMPLES]
+    inner = [make_optimizer(network, SGD) for network in networks]
+    for number in range(ROUNDS):
+        for id, network in enumerate(networks):
+            network.load_state_dict(whole.state_dict())
+            own_steps(network, inner[id], id, number)
+        for value, *theirs in zip(whole.parameters(), *(n.parameters() for n in networks), strict=True):
+            parts = zip(SAMPLES, theirs, strict=True)
+            value.grad = sum(size * (value.detach() - own.detach()) for size, own in parts) / sum(SAMPLES)
+        optimizer.step()
+    return [p.detach() for p in whole.parameters()], optimizer.state_dict()["state"]
+
+
+def train(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> tuple[list[Tensor], dict[str, Any]]:
+    network = make_network()
+    inner, parameters = make_optimizer(network, SGD), list(network.parameters())
+    worker = connect([p.data for p in parameters])
+    worker.initialise()
+    worker.join()
+    for number in range(ROUNDS):
+        own_steps(network, inner, id, number)
+        worker.begin_step(outer, SAMPLES[id] * OWN_STEPS)
+        for index, parameter in enumerate(parameters):
+            worker.push(index, parameter)
+        worker.end_step()
+        worker.wait_all()
+    state = worker.optimizer_state()["state"] if id == 0 else {}
+    worker.leave()
+    worker.close()
+    return [p.detach() for p in parameters], state
+
+
+@pytest.mark.parametrize("outer", [DILOCO, AVERAGING], ids=["diloco", "averaging"])
+def test_local_mode_equals_diloco_in_one_process(outer: dict[str, Any], tmp_path: Path) -> None:
+    expected, momentum = run_apart(diloco, outer)
+    specification = specify(outer, 2, servers=2, mode="local", slice_bytes=512)
+    with Cluster(specification, tmp_path) as cluster:
+        cluster.start_workers(train, [group.options for group in specification.groups])
+        (first, state), (second, _) = cluster.results()
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    for got, value in zip(first, expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
+    for index, parts in momentum.items():
+        if parts.get("momentum_buffer") is not None:
+            torch.testing.assert_close(
+                state[index]["momentum_buffer"], parts["momentum_buffer"], rtol=1e-10, atol=1e-14
+            )
+    assert bool(state) == (outer is DILOCO)
+
+
+@pytest.mark.parametrize("options", [{"compression": "topk", "compression_ratio": 0.25}, {"pull_compression": "fp16"}])
+def test_what_a_worker_sends_is_the_difference_to_what_it_was_given(options: dict[str, Any], tmp_path: Path) -> None:
+    """What is left out of a push comes with a later one, and what a pull rounds is not taken for a worker's doing."""
+
+    def follow(connect: Callable[..., Any], id: int) -> list[Tensor]:
+        parameters = [torch.full((64,), 1 / 3, dtype=torch.float64)]
+        worker = connect(parameters)
+        worker.initialise()
+        worker.join()
+        for number in range(8):
+            if number < 4:
+                parameters[0].sub_(torch.arange(64) / 64)
+            worker.begin_step(outer, 1)
+            worker.push(0, parameters[0])
+            worker.end_step()
+            worker.wait_all()
+        worker.refresh()
+        worker.close()
+        return parameters
+
+    named = [("w", nn.Parameter(torch.zeros(64, dtype=torch.float64)))]
+    optimizer = torch.optim.SGD([named[0][1]], lr=1.0)
+    outer = hyperparameters(optimizer)
+    specification = Specification.of(named, optimizer, 1, mode="local", **options)
+    with Cluster(specification, tmp_path) as cluster:
+        cluster.start_workers(follow)
+        ((got,),) = cluster.results()
+    torch.testing.assert_close(got, 1 / 3 - 4 * torch.arange(64).double() / 64, rtol=1e-6, atol=1e-6)
