@@ -225,7 +225,7 @@ class World:
         if self.now >= process.paused_until:
             missed, process.missed = process.missed, []
             for what in missed:
-                what()
+                self._run(process, what)  # It may have been killed meanwhile, or be so by what it does here.
 
     def _run(self, process: Process, what: Callable[[], None]) -> None:
         """Do something in a process, later if it is paused."""
