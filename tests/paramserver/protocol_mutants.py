@@ -192,6 +192,20 @@ MUTANTS = [
         seed=101375,
     ),
     ProtocolMutant(
+        "a collective counts that its sender knows the result of",
+        "coordinator.meetings:Rounds",
+        "if sequence < member.told:",
+        "if False:",
+        seed=6559,
+    ),
+    ProtocolMutant(
+        "a worker is told after a restart what the one before it took part in",
+        "coordinator.meetings:Rounds",
+        "behind = self._behind & self._roster.group",
+        "behind = self._behind",
+        seed=7281,
+    ),
+    ProtocolMutant(
         "values go down with the coordinator",
         "coordinator.restart:Restart",
         "self._parts.values.give(item.removeprefix(VALUE), message.frames)",

@@ -130,6 +130,8 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((100408,), id="a server is a new one for its first hello comes late after a restart"),
         pytest.param((100859, 101375), id="a worker has forgotten the result that it is to hand over after a restart"),
         pytest.param((1970,), id="a coordinator waits for a server that was lost before it was started again"),
+        pytest.param((6559,), id="a collective comes late to a coordinator that follows another"),
+        pytest.param((7281,), id="a worker begins again between the start of training and a restart"),
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
     ],
 )

@@ -289,7 +289,7 @@ class Coordinator:
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
         member.acknowledged = max(member.acknowledged, message.integer("seen"))
-        member.here, member.told = message.integer("here"), message.integer("told")
+        member.here, member.told = message.integer("here"), max(member.told, message.integer("told"))
         self._restart.ask(member.peer)
         self._send(member.peer, Message("pong", {"number": self._roster.number}))
         if self._ended is not None:

@@ -93,6 +93,8 @@ class Rounds:
         seal, boundary = message.flag("seal"), message.flag("boundary")
         peer, identity = member.peer, member.peer.id
         contribution = _Contribution(peer, message.request, sequence, operation, message.frames)
+        if sequence < member.told:
+            return None  # It came late: its sender knows that result, perhaps from a coordinator before this one.
         told = self._answers.get(identity)
         if told is not None and told.peer == peer and told.asked == sequence:
             self._hold(told.result, [(contribution, told.joined)])
@@ -250,7 +252,9 @@ class Rounds:
             self._log[sequence] = result
         if sequence == self.sequence - 1:
             self._last = result
-            self._owed = {one: one in admitted for one in self._behind if one in ids or one in admitted}
+            # One that has taken a worker's place since is not in the group: that result was not for it.
+            behind = self._behind & self._roster.group
+            self._owed = {one: one in admitted for one in behind if one in ids or one in admitted}
         return self._found(now, sequence)
 
     def lose(self, now: float, sequence: int) -> str | None:
