@@ -206,6 +206,13 @@ MUTANTS = [
         seed=7281,
     ),
     ProtocolMutant(
+        "a coordinator that has given up a restart gives views",
+        "coordinator.admission:Admission",
+        "if not over:",
+        "if True:",
+        seed=11337,
+    ),
+    ProtocolMutant(
         "values go down with the coordinator",
         "coordinator.restart:Restart",
         "self._parts.values.give(item.removeprefix(VALUE), message.frames)",

@@ -128,7 +128,7 @@ class Admission:
             after = " after the coordinator was started again" if self._settings.term else ""
             self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s{after}")
 
-    def died(self, now: float, member: Member, how: str, replaced: bool) -> None:
+    def died(self, now: float, member: Member, how: str, replaced: bool, over: bool = False) -> None:
         """A supervision has said that a process has died.
 
         Args:
@@ -136,6 +136,7 @@ class Admission:
             member: Which one; it may not have registered yet, or have been missed already.
             how: In which way.
             replaced: Whether another takes its place.
+            over: Whether the run is over, and its loss matters no more.
         """
         role, identity, life, _ = member.peer
         if member.peer in self._told or self._roster.has_begun_again(member.peer):
@@ -151,7 +152,8 @@ class Admission:
             self._roster.remove(known)
             self._forget(now, known)
             member = known
-        self._lose(now, member, how, replaced)
+        if not over:  # Else nobody needs a view of who is left, and who has given up a restart knows of none before.
+            self._lose(now, member, how, replaced)
 
     def lost(self, now: float, member: Member, how: str) -> None:
         """A member has not reported to this coordinator, which follows one that was killed.

@@ -335,7 +335,8 @@ class Coordinator:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
         process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
         if not self._restart.ended((role, identity, life), process, how, replaced):
-            self._admission.died(now, Member(Peer(role, identity, life), process, "this node", now), how, replaced)
+            member = Member(Peer(role, identity, life), process, "this node", now)
+            self._admission.died(now, member, how, replaced, over=self._ended is not None)
         self._send(sender, Message(DONE, request=message.request))
 
     def _left(self, now: float, sender: Peer, message: Message) -> None:
