@@ -178,8 +178,9 @@ class Pod:
 
     def __init__(self, folder: Path, script: str, node: int) -> None:
         self.log = folder / f"log{node}"
-        (folder / "python").write_text(FAKE)
-        (folder / "python").chmod(0o755)
+        if not (folder / "python").exists():  # Another pod may be about to start it.
+            (folder / "python").write_text(FAKE)
+            (folder / "python").chmod(0o755)
         path = f"{folder}:{os.environ['PATH']}"
         variables = {"PATH": path, "LOG": str(self.log), "NODE_RANK": str(node), "MASTER_ADDR": "localhost"}
         self.process = subprocess.Popen(["/bin/sh", "-c", script], env=variables)

@@ -103,7 +103,7 @@ MUTANTS = [
     ProtocolMutant(
         "workers begin before all servers know them",
         "coordinator.meetings:Rounds",
-        "if result.view and self._roster.not_seen(result.view):",
+        "if result.view and self._without(result):",
         "if False:",
         seed=1,
     ),
