@@ -141,7 +141,7 @@ MUTANTS = [
         "worker.worker:WorkerRole",
         "if now - self._now > self._stopped_seconds:",
         "if False:",
-        seed=0,
+        seed=3,
     ),
     ProtocolMutant(
         "others count as silent while a server was stopped",
@@ -282,5 +282,19 @@ MUTANTS = [
         " if self._heard.get(other, now) > since)",
         ")",
         seed=2405,
+    ),
+    ProtocolMutant(
+        "a server that comes later lets workers go on before it has met all",
+        "server.asynchronous:Asynchronous",
+        "self.roll.call(self._lives.keys() - self.clock.known - {worker})",
+        "pass",
+        seed=12757,
+    ),
+    ProtocolMutant(
+        "a newcomer is told where to begin by a server that has not met all",
+        "server.asynchronous:Asynchronous",
+        "if step is None and not (self._free or self.roll.complete):",
+        "if False:",
+        seed=4376,
     ),
 ]

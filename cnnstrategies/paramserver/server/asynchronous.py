@@ -24,7 +24,8 @@ class Asynchronous:
 
     Attributes:
         clock: The workers' clocks.
-        roll: The workers that have not said yet where they are, after this server has come back.
+        roll: The workers that have not said yet where they are, after this server has come back, or has come later
+            than they.
         updates: Updates of single slices so far.
     """
 
@@ -71,8 +72,17 @@ class Asynchronous:
         self.roll.follow(lives)
         self._release()
 
-    def join(self, worker: int, step: int | None) -> int:
-        """Count a worker from now on; :meth:`here` comes next."""
+    def join(self, worker: int, step: int | None) -> int | None:
+        """Count a worker from now on; :meth:`here` comes next.
+
+        Returns:
+            Its clock; None for a newcomer, which is not counted, while it is not known where the others are.
+        """
+        if step is None and not (self._free or self.roll.complete):
+            return None
+        if step and self.clock.expects and self.roll.complete:
+            # The run has begun, and this server, which may replace another, has met some of the members only.
+            self.roll.call(self._lives.keys() - self.clock.known - {worker})
         return self.clock.join(worker, step)
 
     def here(self, worker: int) -> None:

@@ -115,9 +115,14 @@ class StaleClock:
         return worker in self._clocks
 
     @property
+    def expects(self) -> bool:
+        """Whether some of the run's start have not come."""
+        return len(self._seen) < self._expected
+
+    @property
     def slowest(self) -> int:
         """The smallest clock; without workers that of the last one to leave."""
-        if len(self._seen) < self._expected:
+        if self.expects:
             return 0
         if self._least is None:
             self._least = min(self._clocks.values(), default=self._last)

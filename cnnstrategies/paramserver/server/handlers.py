@@ -137,6 +137,8 @@ class Handlers:
         joins, request = said.get("joins") is True, said.get("request")
         begins = self._mode.join(worker, step) if joins else 0
         self._mode.here(worker)
+        if begins is None:
+            return  # It asks again until this server knows where the others are.
         answer = {
             "ready": self._shard.ready and not behind,
             "lost": self._values_lost,

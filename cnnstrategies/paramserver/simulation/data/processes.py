@@ -204,6 +204,9 @@ class SimulatedWorker:
     def _train(self) -> Steps:
         role, groups = self.role, self._specification.groups
         yield self._seconds(0.0, 0.2)
+        # What trains has met the others in a collective, whose answer names the view to begin with, before it looks for
+        # servers: before that it is the coordinator that it waits for.
+        yield Wait(lambda: role.view.number < 0)
         if self._peer.life == 0 or self._watch.highest < 0:  # One that takes another's place takes what is there.
             yield from role.initialise(self._now, None)
         yield from role.join(self._now)
