@@ -20,6 +20,7 @@ ROUNDS = 12
 # In a run, whose network may be slow.
 MEDIUM = 2**20
 FEW_ROUNDS = 4
+LEAST = 0.01  # of a large message's time: less than this is not told apart from noise
 
 
 def measure_local_link(device: torch.device, backend: str) -> Link:
@@ -53,9 +54,7 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
                 f"measuring the link with backend {backend!r} failed: exit codes {codes}; give it instead"
             )
         small, large = (float(line) for line in (Path(folder) / "times").read_text().split())
-    # One way is half a round trip.
-    bandwidth = (LARGE - SMALL) / max((large - small) / 2, 1e-9)
-    return Link(bandwidth=bandwidth, latency=small / 2)
+    return _link(small, large, LARGE)
 
 
 def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> None:
@@ -95,16 +94,23 @@ def _between(rank: int, peer: int, device: torch.device) -> Link:
     if rank not in (0, peer):
         return Link(1.0, 0.0)
     small, large = _round_trips(rank == 0, peer if rank == 0 else 0, (SMALL, MEDIUM), device, FEW_ROUNDS)
-    return Link(bandwidth=(MEDIUM - SMALL) / max((large - small) / 2, 1e-9), latency=small / 2)
+    return _link(small, large, MEDIUM)
+
+
+def _link(small: float, large: float, size: int) -> Link:
+    """A link, from the seconds of a round trip of ``SMALL`` and of `size` bytes; one way is half of it."""
+    return Link(bandwidth=(size - SMALL) / (max(large - small, LEAST * large) / 2), latency=small / 2)
 
 
 def _round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:
-    """Seconds of the fastest round trip of each size; the others were held up by what else the machine does."""
-    fastest = []
-    for size in sizes:
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        times = []
-        for _ in range(WARM_UP + rounds):
+    """Seconds of the fastest round trip of each size; the others were held up by what else the machine does.
+
+    The sizes take turns, so that a while in which it does much else slows all of them.
+    """
+    buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
+    times: list[list[float]] = [[] for _ in sizes]
+    for _ in range(WARM_UP + rounds):
+        for buffer, taken in zip(buffers, times, strict=True):
             start = time.perf_counter()
             if first:
                 dist.send(buffer, peer)
@@ -114,6 +120,5 @@ def _round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.d
                 dist.send(buffer, peer)
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-            times.append(time.perf_counter() - start)
-        fastest.append(min(times[WARM_UP:]))
-    return fastest
+            taken.append(time.perf_counter() - start)
+    return [min(taken[WARM_UP:]) for taken in times]
