@@ -71,6 +71,7 @@ def test_there_is_no_outer_step_without_own_ones():
     [
         ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
         ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),
+        ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use more than 0"),
         ({"mode": "local", "outer_momentum": 1.0}, "outer_momentum=1.0: use 0 or more and less than 1"),
     ],
 )

@@ -1,5 +1,6 @@
 """What a user asks of the parameter server, checked before any process starts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,8 +64,10 @@ class Options:
             raise ConfigurationError(
                 f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
             )
-        if self.outer_lr <= 0:
-            raise ConfigurationError(f"outer_lr={self.outer_lr}: use more than 0; 1 with outer_momentum 0 averages")
+        if not 0 < self.outer_lr < math.inf:
+            raise ConfigurationError(
+                f"outer_lr={self.outer_lr}: use more than 0, and a finite one; 1 with outer_momentum 0 averages"
+            )
         if not 0 <= self.outer_momentum < 1:
             raise ConfigurationError(f"outer_momentum={self.outer_momentum}: use 0 or more and less than 1")
         if (self.outer_lr, self.outer_momentum) != AVERAGING and self.mode != "local":
