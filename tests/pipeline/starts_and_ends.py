@@ -14,7 +14,6 @@ import gc
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from cnnstrategies.cluster.addresses import free_port
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.stage import divide_by_names
 
@@ -105,8 +105,7 @@ def run_strategy(replicas: tuple[int, ...]) -> None:
 
 def fork_ranks(function: Callable[[tuple[int, ...]], None], replicas: tuple[int, ...], log: Path) -> list[int]:
     """Exit codes of the ranks, each forked from this process and ended as the interpreter ends a program."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     pids = []
     for rank in range(RANKS):
         pid = os.fork()

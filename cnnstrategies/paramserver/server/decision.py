@@ -28,13 +28,7 @@ class Decision:
 
     def as_dict(self) -> dict[str, Any]:
         """This decision as what JSON can hold."""
-        return {
-            "step": self.step,
-            "members": self.members,
-            "lives": self.lives,
-            "options": self.options,
-            "scale": self.scale,
-        }
+        return dict(vars(self))  # Not `asdict`, which would copy the hyper-parameters at each step.
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Decision":
