@@ -44,6 +44,11 @@ class RollCall:
         self._absent.clear()
         return True
 
+    def stopped(self, seconds: float) -> None:
+        """This process was stopped for so long, and maybe all others: that was no time to say it."""
+        if self._until is not None:
+            self._until += seconds
+
     @property
     def complete(self) -> bool:
         """Whether nobody is waited for."""

@@ -213,6 +213,7 @@ class Server:
         self._now = now
         if passed > self._stopped_seconds:  # Then the others were not silent.
             self._heard = {server: min(heard + passed, now) for server, heard in self._heard.items()}
+            self.mode.roll.stopped(passed)
 
     def _deaf(self) -> list[int]:
         """The servers of the view of which nothing has come for too long: a dead one is out of the view by then."""
