@@ -1,6 +1,7 @@
 """Mode local: workers make their own steps, and the servers an outer one on the mean of what these have changed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from local_cluster import Cluster
 from ranks import run_apart
+from roles import roles
 from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, specify
 
+from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 OWN_STEPS, ROUNDS = 3, 4
@@ -111,3 +114,22 @@ def test_what_a_worker_sends_is_the_difference_to_what_it_was_given(options: dic
         cluster.start_workers(follow)
         ((got,),) = cluster.results()
     torch.testing.assert_close(got, 1 / 3 - 4 * torch.arange(64).double() / 64, rtol=1e-6, atol=1e-6)
+
+
+def test_a_server_that_comes_again_in_the_first_round_is_given_the_values_that_it_began_with(tmp_path: Path) -> None:
+    """What a worker's own steps have made of them comes with its push: it would count twice."""
+    with roles(tmp_path, (40,), mode="local") as run:
+        worker, (value,) = run.worker()
+        worker.initialise()
+        worker.join()
+        value.sub_(1.0)
+        run.kill(0)
+        after = replace(run.view, number=2, servers=(ServerInfo(0, run.view.servers[0].endpoint, since=2),))
+        run.show("server-0", after)
+        run.show("worker-0", after)
+        run.serve(0)
+        worker.begin_step(hyperparameters(run.optimizer), 1)
+        worker.push(0, value)
+        worker.end_step()
+        worker.wait_all()
+    torch.testing.assert_close(value, torch.full_like(value, -0.5))

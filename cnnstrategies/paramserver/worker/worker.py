@@ -87,6 +87,7 @@ class WorkerRole:
         self._placement = Placement(slices)
         local = specification.mode == "local"
         began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
+        self._began_with = began_with
         self._outgoing = Outgoing(specification, slices, self._connections, self._placement, self.counters, began_with)
         self._pulls = Pulls(slices, parameters, self._connections, self._placement, began_with)
         self._now = 0.0
@@ -125,9 +126,12 @@ class WorkerRole:
     def stand_in(self, optimizer_state: Mapping[str, Any] | None) -> None:
         """Have the first values ready, for the case that those die that were to give them."""
         self._stands_in = True
-        self._initial = InitialValues(
-            self._connections, self._specification, self._slices, self._parameters, optimizer_state
-        )
+        values = self._parameters
+        if self._began_with:  # Its own steps move the parameters before others know of them.
+            values = self._began_with
+            for value, parameter in zip(values, self._parameters, strict=True):
+                value.copy_(parameter.detach())
+        self._initial = InitialValues(self._connections, self._specification, self._slices, values, optimizer_state)
 
     def join(self, now: float) -> Generator[Wait, None, int]:
         """Become a member at a step boundary, and take the parameters; the step to begin with."""
