@@ -90,8 +90,8 @@ MUTANTS = [
     ProtocolMutant(
         "first values replace those that are there",
         "server.shard:Shard",
-        "        if self.store.versions[header.key] < 0:\n            self.store.put",
-        "        if True:\n            self.store.put",
+        "        if self.store.versions[header.key] < 0:\n            if len",
+        "        if True:\n            if len",
         seed=5,
     ),
     ProtocolMutant(

@@ -73,12 +73,13 @@ def test_training_is_the_same_when_messages_are_lost(
         wire = Wire(run, loses)
         worker, values = run.worker()
         wire.to(worker)
-        worker.initialise()
+        begun = {index: {"momentum_buffer": torch.full_like(value, 2.0)} for index, value in enumerate(values)}
+        worker.initialise({**run.optimizer.state_dict(), "state": begun})
         train(run, worker, 6)
         state = worker.optimizer_state()
         worker.leave()
         (clock,) = {server.role.mode.clock.counts(0) for server in run.servers.values()}
-    expected, momentum = 0.0, 0.0
+    expected, momentum = 0.0, 2.0
     for _ in range(6):
         momentum = 0.5 * momentum + 1
         expected -= 0.5 * momentum

@@ -11,13 +11,14 @@ from training import specify
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.effects import Say
-from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.pushes import Begin, Pushes
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.state_messages import pack_state
 
 pytestmark = pytest.mark.light
 
@@ -114,6 +115,24 @@ def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
         shard.relayed(0, *push_of(key, ones_for(shard, key), Kind.RELAY, weight=1.0))
     assert shard.store.versions[key] == 1
     assert torch.equal(shard.store.values[key], -0.5 * ones_for(shard, key))
+
+
+def test_a_first_value_is_taken_with_all_of_its_optimizers_state() -> None:
+    """A part that was lost comes again with the value: without it training would begin with another momentum."""
+    specification = specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 1, servers=2)
+    store = Store(specification, [slice_ for slice_ in cut(specification) if 0 in slice_.servers])
+    shard = Shard(specification, 0, Post(), store)  # type: ignore[arg-type]
+    shard.place(VIEW)
+    key, *_ = shard.own
+    first = push_of(key, ones_for(shard, key), Kind.VALUE, base=1)
+    with pytest.raises(InvalidMessageError, match="without all of its optimizer's state"):
+        shard.initialise(first[0], {}, first[1])
+    described, raw = pack_state("momentum_buffer", ones_for(shard, key))
+    state = Header(Kind.STATE, 0, 0, 2, key=key, meta=0, length=len(raw))
+    shard.initialise(state, described, memoryview(bytearray(raw)))
+    shard.initialise(first[0], {}, first[1])
+    assert shard.store.versions[key] == 0
+    assert torch.equal(shard.store.values[key], ones_for(shard, key))
 
 
 @pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "ssp", "staleness": 1}], ids=["async", "ssp"])

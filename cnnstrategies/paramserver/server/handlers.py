@@ -255,10 +255,16 @@ class Handlers:
     # Of other servers
 
     def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
-        self._shard.relay_begins(server, self._options_in(header, payload))
+        values = unpack_json(payload, header)
+        self._shard.relay_begins(server, check_options(values["options"], self._groups))
+        if isinstance(self._mode, Synchronous):
+            self._mode.told(values)
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
-        self._shard.copied(server, header, unpack_json(payload, header), payload)
+        described = unpack_json(payload, header)
+        self._shard.copied(server, header, described, payload)
+        if header.kind == Kind.COPY and isinstance(self._mode, Synchronous) and described["decided"] is not None:
+            self._mode.told(described["decided"])
 
     def _asked(self, server: int, header: Header, payload: memoryview) -> None:
         if self._gaps.asked(server, header.base):

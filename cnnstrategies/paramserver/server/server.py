@@ -67,7 +67,7 @@ class Server:
         if restored:
             self.mode.roll.begin()
             if isinstance(self.mode, Synchronous):
-                self.mode.caught_up(min(store.versions.values(), default=0))
+                self.mode.restored()
         self._gaps = Gaps()
         self._senders = Senders(encrypted, self._gaps)
         self.handlers = Handlers(

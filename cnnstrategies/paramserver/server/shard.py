@@ -152,7 +152,7 @@ class Shard:
         for backup in self._replicas.backups(key):
             if self._options_sent[:2] != (who, step):
                 for server in {backup for key in self.own for backup in self._replicas.backups(key)}:
-                    self._outbox.to_server(server, Kind.RELAY_BEGIN, json={"options": options})
+                    self._outbox.to_server(server, Kind.RELAY_BEGIN, json=self.store.decided or {"options": options})
                 self._options_sent = who, step
             self._outbox.to_server(
                 backup,
@@ -224,7 +224,7 @@ class Shard:
             bytes(as_bytes(self.store.values[key])),
             key=key,
             base=version,
-            json={"seen": seen, "parts": len(state)},
+            json={"seen": seen, "parts": len(state), "decided": self.store.decided},
         )
 
     def copied(self, primary: int, header: Header, described: dict[str, object], payload: memoryview) -> None:
@@ -275,7 +275,8 @@ class Shard:
         """Take a slice's first value, or a part of its optimizer state before that; later ones change nothing.
 
         Raises:
-            InvalidMessageError: The slice is not held here, or the payload does not fit.
+            InvalidMessageError: The slice is not held here, the payload does not fit, or a part of the state was lost:
+                all comes again, since the worker hears that the slice has no value.
         """
         if header.key not in self.store.slices:
             raise InvalidMessageError("a slice of another server")
@@ -286,6 +287,8 @@ class Shard:
         slice_ = self.store.slices[header.key]
         check_length(len(payload), Encoding.DENSE, slice_.numel, slice_.dtype)
         if self.store.versions[header.key] < 0:
+            if len(self.store.state(header.key)) < header.base:
+                raise InvalidMessageError("a first value without all of its optimizer's state")
             self.store.put(header.key, from_bytes(payload, slice_.dtype), 0)
             if header.key in self.owned:
                 # One that came while there was nothing to copy may not be among those whom the worker gives them.

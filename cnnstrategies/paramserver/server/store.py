@@ -27,6 +27,8 @@ class Store:
         versions: How many updates each slice has had; -1 before its first value. In sync and local the number of
             steps.
         seen: For each slice the last step of each worker (id, incarnation) that was applied to it.
+        decided: In common steps, who makes up the last one that is decided, as a message says it. It goes wherever the
+            values go: nobody who has what came of a decision may lack it.
     """
 
     def __init__(self, specification: Specification, slices: Iterable[Slice]) -> None:
@@ -34,6 +36,7 @@ class Store:
         self.values = {key: torch.zeros(slice_.shape, dtype=slice_.dtype) for key, slice_ in self.slices.items()}
         self.versions = dict.fromkeys(self.slices, -1)
         self.seen: dict[int, dict[tuple[int, int], int]] = {key: {} for key in self.slices}
+        self.decided: dict[str, Any] | None = None
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._group = {key: group_of[slice_.parameter] for key, slice_ in self.slices.items()}
         kind = load_optimizer(specification.optimizer)
@@ -82,6 +85,7 @@ class Store:
             "versions": self.versions,
             "seen": {key: [[*who, step] for who, step in seen.items()] for key, seen in self.seen.items()},
             "states": {key: self.state(key) for key in self.slices},
+            "decided": self.decided,
         }
 
     def restore(self, contents: Mapping[str, Any]) -> None:
@@ -91,3 +95,4 @@ class Store:
             self.seen[key] = {(worker, incarnation): step for worker, incarnation, step in contents["seen"][key]}
             for name, part in contents["states"][key].items():
                 self.set_state(key, name, part)
+        self.decided = contents["decided"]

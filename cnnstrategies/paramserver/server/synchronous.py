@@ -21,6 +21,7 @@ from cnnstrategies.paramserver.server.reports import Reports
 from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.updater import Updater
+from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
 
@@ -49,6 +50,7 @@ class Synchronous:
         self._outbox = outbox
         self._view = View(-1, (), ())
         self._servers: frozenset[int] = frozenset()
+        self._homes = {frozenset(slice_.servers) for slice_ in cut(specification)}
         self.leader = server
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
@@ -149,8 +151,14 @@ class Synchronous:
         self.clock.leave(worker)
         self._consider()
 
+    def restored(self) -> None:
+        """The slices come from a snapshot, and with them what was decided by then."""
+        if self._shard.store.decided is not None:
+            self._decide(Decision.from_dict(self._shard.store.decided))
+        self.caught_up(min(self._shard.store.versions.values(), default=0))
+
     def caught_up(self, step: int) -> None:
-        """The own slices come from a snapshot, and now count as those of a step."""
+        """The slices come from a snapshot, and now count as those of a step."""
         if step > self.clock.step:
             self.clock.decide(step - 1, ())
         self._ask_the_early()
@@ -175,7 +183,8 @@ class Synchronous:
     def begin(self, who: Who, step: int, begin: Begin) -> None:
         """A worker's pushes of a step follow."""
         known = -1 if self._decision is None else self._decision.step
-        lowest = self._backlog.lowest(self.clock.step if known < 0 else known)
+        # Workers may have told of later steps than the decision that a snapshot brought.
+        lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
             self._early.add(who[0])  # This server is new and does not know yet how far the others are.
         elif known < step < lowest:
@@ -233,6 +242,8 @@ class Synchronous:
         """As leader: decide the present step if all servers have what it needs."""
         if self.leader != self._server or not self.roll.complete:
             return
+        if not all(home & self._servers for home in self._homes):
+            return  # One that comes back with its snapshot may know a decision that nobody else has heard of.
         self._go_back()
         step = self.clock.step
         complete = self._reports.complete(step)
@@ -267,7 +278,7 @@ class Synchronous:
         if known is None or decision.step > known.step:
             self._norm.clear()
             self._forget_before(decision.step)
-        self._decision = decision
+        self._decision, self._shard.store.decided = decision, decision.as_dict()
         self.clock.decide(decision.step, decision.members)
         self._ask_the_early()
         self._plan()
@@ -310,8 +321,12 @@ class Synchronous:
         elif header.kind == Kind.SCALE:
             self._scale(header.step, float(values["factor"]))
 
+    def told(self, decided: dict[str, Any]) -> None:
+        """What has come from another server was made by a decision: maybe nobody lives any more who has told of it."""
+        self._adopt(Decision.from_dict(decided))
+
     def _adopt(self, decision: Decision) -> None:
-        """As new leader: take over what the last one decided, and tell the others."""
+        """Take over what was decided; as a new leader tell the others, too."""
         before = self._decision
         self._decide(decision)
         if self._decision is not before and self.leader == self._server:

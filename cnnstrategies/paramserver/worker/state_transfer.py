@@ -45,12 +45,15 @@ class InitialValues:
             if server not in slice_.servers:
                 continue
             value = self._parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
-            for name, part in self._states.get(slice_.key, {}).items():
+            state = self._states.get(slice_.key, {})
+            for name, part in state.items():
                 described, raw = pack_state(name, part)
                 self._connections.send(server, Kind.STATE, raw, key=slice_.key, json=described)
             # A copy: the values are pulled into the same memory, maybe before they have left.
             payload = bytes(as_bytes(value.contiguous()))
-            self._connections.send(server, Kind.VALUE, payload, key=slice_.key, encoding=Encoding.DENSE)
+            self._connections.send(
+                server, Kind.VALUE, payload, key=slice_.key, base=len(state), encoding=Encoding.DENSE
+            )
 
 
 class StateReceipt:
