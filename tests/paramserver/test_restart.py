@@ -220,6 +220,47 @@ def test_nobody_is_told_who_was_let_in_before_the_next_coordinator_could_be_told
         assert told.fields["ids"] == [0, 1]
 
 
+def test_one_that_comes_again_is_let_in_when_the_others_have_made_the_end_of_the_set_up_once_more() -> None:
+    """The coordinator was killed when all had contributed, and before it had told them."""
+    run = Run(3)
+    first, lost, slow = (run.worker(one) for one in range(3))
+    run.holds = lambda peer, message: "sequence" in message.fields
+    started = [run.collect(peer, "start", seal=True) for peer in (first, lost, slow)]
+    supervision = run.join(Reporter(0), Peer("supervision", 0, 0, 5))
+    died = {"role": "worker", "id": 1, "incarnation": 0, "process": 7, "how": "was killed", "replaced": True}
+    run.coordinate(1)
+    run.holds = lambda peer, message: peer == slow and message.kind in ("done", "unknown")
+    run.call(supervision, "died", **died)
+    run.beat(first, slow, supervision)
+    again = run.worker(1, life=1)
+    run.beat(again)
+    joined = run.collect(again, "start", seal=True)
+    run.holds = lambda peer, message: False
+    for _ in range(3):
+        run.beat(first, slow, again, supervision)
+    for made in (started[0](), started[2]()):
+        assert isinstance(made, Message), made
+        assert made.fields["ids"] == [0, 2]
+    for peer in (first, slow):
+        run.collect(peer, "boundary", boundary=True)
+    for _ in range(3):
+        run.beat(first, slow, again, supervision)
+    assert isinstance(let_in := joined(), Message), let_in
+    assert let_in.fields["admitted"] == [1]
+
+
+def test_what_a_member_gives_before_it_is_registered_is_kept_until_that_says_whether_it_must_be() -> None:
+    for restarts, kept in ((True, {"specification": False}), (False, {})):
+        worker = Participant(Address("here", "worker", 0, timeout=10.0), 7, {})
+        worker.start(0.0)
+        worker.on_call(0.0, Call(1, "put", {"name": "specification"}))
+        worker.on_message(0.0, Peer("coordinator", 0), Message("done", {}, request=2))
+        assert worker._memory.report(0, 0, {})[0]["values"] == {"specification": False}
+        registered = {"view": View(1, (), ()).as_dict(), "keep": restarts}
+        worker.on_message(0.0, Peer("coordinator", 0), Message("done", registered, request=1))
+        assert worker._memory.report(0, 0, {})[0]["values"] == kept
+
+
 def test_without_restarts_nothing_is_kept_for_them() -> None:
     run = Run(1)
     run.coordinator = Coordinator(CoordinatorSettings("here", 1, 0))

@@ -106,7 +106,9 @@ class Rounds:
         if self._last is not None and joined is not None and (seal if joined else sequence == self._last.sequence):
             self._hold(self._last, [(contribution, joined)])
             return None
-        if self._roster.sealed and seal and self.sequence > self._roster.sealed_at:
+        # Members make the last of the set-up once more where a coordinator was killed before it could tell them.
+        makes_it = self.sequence <= self._roster.sealed_at and identity in self._roster.group
+        if self._roster.sealed and seal and not makes_it:
             self._joiners[identity] = contribution
             return self.over
         if sequence in self._log:

@@ -95,14 +95,10 @@ class Report(NamedTuple):
 
 
 class Memory:
-    """What a member was told.
-
-    Attributes:
-        keeps: Whether the coordinator may be started again; if not, only the newest view is kept.
-    """
+    """What a member was told."""
 
     def __init__(self) -> None:
-        self.keeps = False
+        self._keeps = True
         self._number = -1
         self._newest: Mapping[str, Any] = {}
         self._setup: dict[int, Message] = {}
@@ -111,6 +107,15 @@ class Memory:
         self._values: dict[str, tuple[bool, Sequence[Buffer]]] = {}
         self._epochs: dict[int, Taken] = {}
 
+    def keep(self, keeps: bool) -> None:
+        """Whether the coordinator may be started again: if not, only the newest view is kept.
+
+        Until that is known all is: a member may take part before its registration is answered.
+        """
+        self._keeps = keeps
+        if not keeps:
+            self._setup, self._last, self._values, self._epochs = {}, None, {}, {}
+
     def viewed(self, number: int, fields: Mapping[str, Any]) -> None:
         """A newer view has come."""
         self._number = number
@@ -118,7 +123,7 @@ class Memory:
 
     def answered(self, asked: Message, reply: Message) -> None:
         """A request was answered."""
-        if not self.keeps:
+        if not self._keeps:
             return
         kind = asked.kind
         if kind == "collect":

@@ -165,7 +165,7 @@ class Participant:
         if message.kind == REFUSED and kind == "hello":
             return self._told_end(message)
         if kind == "hello":
-            self._memory.keeps = message.flag("keep")
+            self._memory.keep(message.flag("keep"))
             return [*self._take_view(message), *self._beat(), *self.asking.again()]
         if kind == "leave":
             return [Return(request.call, message), *self._end("this process has left", clean=True)]
