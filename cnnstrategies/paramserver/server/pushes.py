@@ -72,7 +72,7 @@ class Pushes:
             buffer: Flat; the mean is written to it, unless it is one worker's gradient, which stays where it is.
         """
         pieces = self._pieces.get(slice_.key, {})
-        members = frozenset(workers) & pieces.keys()
+        members = frozenset(workers).intersection(pieces)
         known = self._means.get(slice_.key)
         if known is not None and known[0] == members:
             return known[1]

@@ -10,6 +10,7 @@ from cnnstrategies.paramserver.specification import Specification
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
 HARD = 0.55  # times the time-out: a fault that a run may have to go on without its victim
+OFTEN = 6  # breaks of a connection within the time-out: as if it was cut
 ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something
 
 
@@ -95,13 +96,21 @@ class Checks:
         for server in self._members.restored:
             if f"server {server} was started again" in reason:
                 raise ViolationError(f"1: {name} ends although server {server} has a snapshot: {reason}")
-        if name.partition(" (")[0] in victims:
+        if name.partition(" (")[0] in victims or self._was_cut_off(name.partition(" (")[0], reason):
             return
         if not any(victim in reason for victim in victims):
             raise ViolationError(f"17: {name} ends naming no cause: {reason}; victims: {sorted(victims)}")
         servers = [victim for victim in victims if victim.startswith("server")]
         if len(servers) < self._specification.replication and not self._was_silent(reason):
             raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
+
+    def _was_cut_off(self, worker: str, reason: str) -> bool:
+        """Whether a worker's connection to the server that it names broke again and again."""
+        since = self._world.now - self._specification.patience
+        return any(
+            one == worker and f"had no answer from {server}" in reason and sum(at > since for at in times) >= OFTEN
+            for (one, server), times in self._members.broken.items()
+        )
 
     def _was_silent(self, reason: str) -> bool:
         """Whether a server was not heard for long because what it had sent was lost before it was hit."""

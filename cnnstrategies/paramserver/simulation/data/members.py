@@ -55,6 +55,7 @@ class Members:
         over: Why the run cannot go on.
         losses: The slices that a server with a snapshot lacks updates of which workers have seen.
         restored: The servers that did.
+        broken: When the connection between a worker and a server broke, by their names.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Members:
         self.over: str | None = None
         self.losses: dict[Peer, set[int]] = {}
         self.restored: set[int] = set()
+        self.broken: dict[tuple[str, str], list[float]] = {}
         self._seed = seed
         self._stream = mixed(seed, 69)
         self._draws = 0
@@ -87,7 +89,7 @@ class Members:
         self._answers_left = int(60 * draw(seed, 70)) if draw(seed, 71) < 0.3 else -1
         world.on_send = self._sent
         world.on_death = self.dead
-        world.on_lost = lambda one, other: self._wires.cut(one, other) if "worker" in (one.role, other.role) else None
+        world.on_lost = self._break
         timeout = specification.timeout
         for fault in world.faults.timed:
             if fault.seconds > timeout and fault.kind not in (*DEADLY, "sleep"):
@@ -191,6 +193,14 @@ class Members:
         self._world.tell(process, Call(0, "saved", {"error": "the disk is full" if disk.full else None}))
 
     # Membership
+
+    def _break(self, one: Peer, other: Peer) -> None:
+        """A message was lost."""
+        if "worker" in (one.role, other.role):
+            self._wires.cut(one, other)
+            worker, server = (one, other) if one.role == "worker" else (other, one)
+            names = f"worker {worker.id}", f"server {server.id}"
+            self.broken.setdefault(names, []).append(self._world.now)
 
     def _sent(self, sender: Process, send: Send) -> None:
         """In some runs a server is killed just when it gives an answer."""
