@@ -274,13 +274,8 @@ def page(folder: Path, path: Path) -> None:
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     files = list((folder / "images/train").rglob("*.jpg"))
     size = statistics.mean(file.stat().st_size for file in files[:200]) / 1000
-    assert __doc__ is not None
-    lines = [
-        "# Loading images", "", __doc__.split("\n\n")[-1].strip(), "",
-        f"- {date.today()}; {len(os.sched_getaffinity(0))} cores {processor()}, Linux",
-        f"- Python {platform.python_version()}, {', '.join(versions())}",
-        f"- {len(files)} images of {size:.0f} kB on average, JPEG of quality {QUALITY}", "",
-    ]  # fmt: skip
+    what = f"{len(files)} images of {size:.0f} kB on average, JPEG of quality {QUALITY}"
+    lines = beginning("Loading images", __doc__, what)
     for cores in (1, 2):
         lines += [f"## {'One core' if cores == 1 else 'Two cores'}", ""]
         half = "lowest to highest | of ImageFolder"
@@ -309,6 +304,18 @@ ImageFolder shuffles all images and cannot resume within an epoch; WebDataset sh
 and each worker has shards of its own; LitData and Streaming resume, as this package does. FFCV does not install
 without the headers of OpenCV and libjpeg-turbo. SPDL's own decoder needs FFmpeg's libraries; here its threads call
 Pillow and torchvision, which hold Python's lock in part."""
+
+
+def beginning(title: str, doc: str | None, what: str) -> list[str]:
+    """The first lines of a page: how a script measures, as the end of its docstring says it, and what with."""
+    assert doc is not None
+    system = f"{len(os.sched_getaffinity(0))} cores {processor()}, Linux {platform.release().partition('-')[0]}"
+    return [
+        f"# {title}", "", doc.split("\n\n")[-1].strip(), "",
+        f"- {date.today()}; {system}",
+        f"- Python {platform.python_version()}, {', '.join(versions())}",
+        f"- {what}", "",
+    ]  # fmt: skip
 
 
 def versions() -> list[str]:

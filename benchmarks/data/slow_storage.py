@@ -15,11 +15,11 @@ Loaders have one core and four worker processes, and give bytes; storage, relay 
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import multiprocessing
 import os
-import platform
 import queue
 import shutil
 import signal
@@ -31,7 +31,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +81,9 @@ def hold_back(connection: socket.socket, server: "subprocess.Popen[bytes]", dela
         server.terminate()
 
     threading.Thread(target=hand_on, daemon=True).start()
-    while piece := connection.recv(1 << 16):
-        held.put((time.monotonic() + delay, piece))
+    with contextlib.suppress(ConnectionResetError):  # A reader that has measured enough is killed.
+        while piece := connection.recv(1 << 16):
+            held.put((time.monotonic() + delay, piece))
     held.put((0.0, b""))
 
 
@@ -183,14 +183,8 @@ def page(folder: Path, path: Path) -> None:
     """Write the page."""
     rows = [json.loads(line) for line in (folder / "slow.jsonl").read_text().splitlines()]
     images = len(list((folder / "images/train").rglob("*.jpg")))
-    assert __doc__ is not None
     version = subprocess.run(["sshfs", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    lines = [
-        "# Loading images from slow storage", "", __doc__.split("\n\n")[-1].strip(), "",
-        f"- {date.today()}; 2 cores {loaders.processor()}, Linux {platform.release().split('-')[0]}, {version}",
-        f"- Python {platform.python_version()}, {', '.join(loaders.versions())}",
-        f"- {images} images", "",
-    ]  # fmt: skip
+    lines = loaders.beginning("Loading images from slow storage", __doc__, f"{images} images; {version}")
     for delay, mbit in sorted({(row["delay"], row["mbit"]) for row in rows}):
         lines += [f"## {delay * 1000:g} ms, {mbit} Mbit/s", ""]
         lines += ["| Images per second | in memory | slow | lowest to highest | of that in memory |", f"|{'---|' * 5}"]
