@@ -250,8 +250,10 @@ class Invariants:
         died = {one.peer.role for one in self._deaths}
         if not self._victims() - {"coordinator"} and not died - {"coordinator"} and len(done) != len(set(done)):
             raise ViolationError(f"13: processed twice: {sorted(one for one in done if done.count(one) > 1)}")
-        # What a worker that dies has taken of an epoch is given out in that or in the next.
-        complete = range(self._epochs - 1 if WORKER in died else self._epochs) if log.left else range(0)
+        # What a worker that dies has taken of an epoch is given out in that or the next, maybe to one that dies then.
+        killed = {f"{WORKER} {one.peer.id}" for one in self._deaths if one.peer.role == WORKER}
+        lost = len(killed | {victim for victim in self._victims() if victim.startswith(WORKER)}) if killed else 0
+        complete = range(self._epochs - lost) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
         if missing:
             raise ViolationError(f"13: never processed: {sorted(missing)}")
