@@ -18,7 +18,7 @@ MAX_HEADER = 1 << 20
 LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
 MOST_PARTS = 1 << 14  # of a message: a buffer for each tensor of a module
 RECONNECT_MS = 20
-ROLES = ("worker", "server", "supervision", "coordinator")
+ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
 
 
 def connect(

@@ -17,7 +17,7 @@ KINDS = [
     word
     for line in (
         "hello beat leave collect put get epoch take notice end died left status give",
-        "stop probe over done view nonsense",
+        "stop probe over done view nonsense watch",
     )
     for word in line.split()
 ]
@@ -27,7 +27,7 @@ FIELDS = [
     for line in (
         "role id incarnation process host endpoint public_key how replaced here seen notices",
         "sequence operation seal boundary name value epoch samples chunk processed ordinal message",
-        "clean members ids floor told item report sizes view admitted",
+        "clean members ids floor told item report sizes view admitted figures events",
     )
     for word in line.split()
 ]
@@ -36,7 +36,10 @@ VALUES = [*NUMBERS, None, True, "", "worker", "server", [], [0], [[]], {}, {"a":
 
 
 def frames(chance: random.Random) -> list[bytes]:
-    sender = [chance.choice(["worker", "server", "coordinator", "x"]), *chance.choices([0, 1, 7, -1, 1 << 40], k=3)]
+    sender = [
+        chance.choice(["worker", "server", "coordinator", "watcher", "x"]),
+        *chance.choices([0, 1, 7, -1, 1 << 40], k=3),
+    ]
     fields = {name: chance.choice(VALUES) for name in chance.sample(FIELDS, chance.randrange(9))}
     fields |= {"from": chance.choice([sender, sender, sender, *VALUES]), "request": chance.choice([0, 1, 5, *VALUES])}
     fields |= {"session": chance.choice([0, 0, 0, *VALUES])}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from cnnstrategies.paramserver.coordinator.history import History
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
@@ -23,6 +24,7 @@ class Admission:
 
     Attributes:
         silent: The members that were silent: role, id and life of each, for the supervisions to end them.
+        history: What has happened to members.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Admission:
         finish: Callable[[str], None],
     ) -> None:
         self.silent: list[list[str | int]] = []
+        self.history = History()
         self._settings = settings
         self._roster = roster
         self._watchdog = watchdog
@@ -89,6 +92,7 @@ class Admission:
         )
         is_first = not self._roster.has_appeared(peer.role, peer.id)
         self._roster.add(member)
+        self.history.came(now, member)
         self._watchdog.kept(peer.role, peer.id)
         if peer.role == SERVER:
             # A server that another replaces without having been missed has lost its state all the same.
@@ -202,6 +206,7 @@ class Admission:
             replaced: Whether another takes its place.
             seconds: In which that one must have come, or been announced.
         """
+        self.history.lost(now, member, how)
         role, identity = member.peer.role, member.peer.id
         trouble = self._of_server(now, member, how) if role == SERVER else self._of_worker(member, how)
         if trouble is not None and replaced:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.figures import figures_of
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.recovery import was_member
 from cnnstrategies.paramserver.coordinator.restart import Parts, Restart
@@ -28,6 +29,7 @@ from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member,
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog
+from cnnstrategies.paramserver.coordinator.window import WATCHER, Window
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
@@ -73,6 +75,8 @@ class Coordinator:
         self._values = Values(self._answer)
         self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
+        self._history = self._admission.history
+        self._window = Window(settings, self._roster, self._history)
         parts = Parts(self._roster, self._rounds, self._values, self._dispatcher, self._admission)
         self._restart = Restart(settings, parts, self._send, self._hello, self._forget, self._finish)
         self._leaving: dict[Peer, _Leaving] = {}
@@ -126,6 +130,9 @@ class Coordinator:
         self._looked = now
         self._admission.begin(now)
         self._restart.begin(now)
+        self._window.begin(now)
+        if self._settings.term:
+            self._history.begun_again(now)
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -134,6 +141,8 @@ class Coordinator:
         Raises:
             ControlError: It is of an unknown kind or has other fields.
         """
+        if sender.role == WATCHER:
+            return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self._ended))]
         session = message.integer("session")
         if session == self._settings.session:
             self._handle(self._awake(now), sender, message)
@@ -288,10 +297,13 @@ class Coordinator:
             self._send(sender, Message("again"))
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
+        figures = figures_of(message)
         member.acknowledged = max(member.acknowledged, message.integer("seen"))
         member.here, member.told = message.integer("here"), max(member.told, message.integer("told"))
+        if figures is not None:
+            member.figures, member.measured = figures, now
         self._restart.ask(member.peer)
-        self._send(member.peer, Message("pong", {"number": self._roster.number}))
+        self._send(member.peer, Message("pong", {"number": self._roster.number, "losses": self._history.losses}))
         if self._ended is not None:
             self._send(member.peer, self._ended)
             return
@@ -353,6 +365,7 @@ class Coordinator:
 
     def _go(self, now: float, member: Member) -> None:
         self._roster.remove(member, left=True)
+        self._history.left(now, member.peer)
         self._forget(now, member)
         if member.peer.role == WORKER:
             self._leave_group(now, member.peer.id)

@@ -1,6 +1,6 @@
 """A process's side of the coordinator: it registers, sends heartbeats, keeps the newest view and asks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cnnstrategies.paramserver.coordinator.memory import Memory
@@ -37,6 +37,8 @@ class Participant:
         notices: The numbers that processes have told all others, by name.
         asking: The open requests.
         seen: Number of the newest view that this process has taken up.
+        figures: Gives what this process says of itself; see :mod:`.figures`.
+        losses: How many processes the run has lost, as far as is known here.
     """
 
     def __init__(self, address: Address, process: int, hello: Mapping[str, Any]) -> None:
@@ -48,6 +50,9 @@ class Participant:
         self._address = address
         self._hello = hello
         self.seen = 0
+        self.figures: Callable[[], Mapping[str, float]] = dict
+        self.losses = 0
+        self._lost_before = 0  # the present coordinator began
         self._heard = self._beat_at = 0.0
         self._sequence = 0
         self._taken: dict[int, int] = {}
@@ -78,6 +83,7 @@ class Participant:
     def _meet(self, now: float, term: int) -> Effects:
         """Tell a coordinator that was started again what this process knows."""
         self._term = term
+        self._lost_before = self.losses
         self.asking.drop("hello")
         hello, frames = {**self._hello, "term": term}, list[bytes]()
         if self.view is not None:
@@ -88,6 +94,8 @@ class Participant:
         if message.kind in REPLIES:
             request, effects = self.asking.on_reply(now, message)
             return effects + (self._answered(now, request, message) if request is not None else [])
+        if message.kind == "pong" and "losses" in message.fields:
+            self.losses = max(self.losses, self._lost_before + message.integer("losses"))
         if message.kind == "view":
             return self._take_view(message)
         if message.kind == "lacks":
@@ -203,7 +211,14 @@ class Participant:
     def _beat(self) -> Effects:
         if self.view is None:
             return []
-        fields = {"here": self.view.number, "seen": self.seen, "notices": len(self.notices), "told": self._sequence}
+        fields: dict[str, object] = {
+            "here": self.view.number,
+            "seen": self.seen,
+            "notices": len(self.notices),
+            "told": self._sequence,
+        }
+        if figures := self.figures():
+            fields["figures"] = figures
         return [Send(COORDINATOR, Message("beat", {"session": self._address.session, **fields}))]
 
     def _beat_later(self, now: float) -> Effects:

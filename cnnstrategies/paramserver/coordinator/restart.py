@@ -199,6 +199,7 @@ class Restart:
             told=report.sequence,
         )
         roster.add(member)
+        self._parts.admission.history.was_here(seen, peer)
         if peer.role == SERVER:
             roster.lost_servers.discard(peer.id)
 

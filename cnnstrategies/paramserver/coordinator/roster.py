@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import Message, Peer
@@ -29,6 +29,8 @@ class Member:
             for it.
         here: Number of the newest view that it has got.
         told: How many collectives a worker knows the results of.
+        figures: What it has last said of itself; see :mod:`.figures`.
+        measured: When it has.
     """
 
     peer: Peer
@@ -42,6 +44,8 @@ class Member:
     since: int = 0
     here: int = -1
     told: int = 0
+    figures: Mapping[str, float] = field(default_factory=dict)
+    measured: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.peer} (process {self.process} on {self.host})"

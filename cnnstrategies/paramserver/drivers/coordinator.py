@@ -11,6 +11,7 @@ import zmq
 from cnnstrategies.paramserver.control import LARGEST_MESSAGE, encode, parse, receive
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.drivers.registration import DESK, REGISTER, REGISTERED, Bindings
@@ -117,7 +118,11 @@ class CoordinatorService:
             self._routes.move_to_end(sender)
             if len(self._routes) > ROUTES:
                 self._routes.popitem(last=False)
-            self._loop.message(sender, message)
+            try:
+                self._loop.message(sender, message)
+            finally:
+                if sender.role == WATCHER:
+                    del self._routes[sender]  # Nothing is kept of who only looks.
         except ControlError:
             self.dropped += 1
 

@@ -8,13 +8,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from cnnstrategies.paramserver.control import ROLES
+from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.security import fingerprint
 
 REGISTER, REGISTERED = "register", "registered"
 DESK = Peer("coordinator", 0)  # Who answers: before a member is registered the coordinator's life does not matter.
 MOST_KEYS = 1 << 16  # that are known at a time
-MEMBERS = frozenset(ROLES) - {"coordinator"}
+MEMBERS = frozenset(ROLES) - {"coordinator", WATCHER}
 
 
 class Bindings:
@@ -49,6 +50,9 @@ class Bindings:
         """
         if message.kind == REGISTER:
             self._register(key, sender, message.string("public_key"))
+        elif sender.role == WATCHER:
+            if key != self._run:
+                raise ControlError("who only watches has the run's key")
         elif self._bound.get(key) != sender:
             raise ControlError(f"{message.kind}: a key that is not its sender's")
         elif message.fields.get("public_key", key) != key:
