@@ -1,19 +1,23 @@
-"""What the workers of a parameter server send, receive and wait for."""
+"""What the workers of a parameter server send, receive and wait for, and who is there."""
 
-from dataclasses import astuple
+from dataclasses import replace
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.membership import Membership
 
 
 class ServerTraffic(Callback):
     """Logs a worker's traffic with the servers at the end of each training epoch; under other strategies nothing.
 
     ``servers/sent_mb`` and ``servers/received_mb`` are megabytes per step, ``servers/waited_ms`` is the time per step
-    in which the worker had nothing to do but wait for parameters: means over the workers.
+    in which the worker had nothing to do but wait for parameters, ``servers/staleness`` the updates that others made
+    between the values that a step was computed with and its own update: means over the workers.
+    ``servers/workers`` and ``servers/alive`` are the workers and servers that take part, ``servers/losses`` the
+    processes that were lost so far.
     """
 
     def __init__(self) -> None:
@@ -25,12 +29,21 @@ class ServerTraffic(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        now = getattr(trainer.strategy, "counters", None)
+        now, last = getattr(trainer.strategy, "counters", None), self._last
         if not isinstance(now, Counters):
             return
-        sent, received, waited, steps = (a - b for a, b in zip(astuple(now), astuple(self._last), strict=True))
-        self._last = Counters(*astuple(now))
-        figures = torch.tensor([sent / 1e6, received / 1e6, waited * 1e3], dtype=torch.float64) / max(steps, 1)
+        sums = {
+            "sent_mb": (now.bytes_sent - last.bytes_sent) / 1e6,
+            "received_mb": (now.bytes_received - last.bytes_received) / 1e6,
+            "waited_ms": (now.seconds_waited - last.seconds_waited) * 1e3,
+            "staleness": now.staleness - last.staleness,
+        }
+        figures = torch.tensor([*sums.values()], dtype=torch.float64) / max(now.steps - last.steps, 1)
+        self._last = replace(now)
         means = trainer.strategy.reduce(figures, reduce_op="mean")
-        names = ("sent_mb", "received_mb", "waited_ms")
-        pl_module.log_dict({f"servers/{name}": float(mean) for name, mean in zip(names, means, strict=True)})
+        pl_module.log_dict({f"servers/{name}": float(mean) for name, mean in zip(sums, means, strict=True)})
+        membership = getattr(trainer.strategy, "membership", None)
+        if isinstance(membership, Membership):
+            workers, servers = membership.members
+            members = {"workers": workers, "alive": servers, "losses": membership.losses}
+            pl_module.log_dict({f"servers/{name}": float(count) for name, count in members.items()})

@@ -215,6 +215,25 @@ class Membership:
         """The number that some process has told under a name, if any has."""
         return self._participant.notices.get(name)
 
+    def tell(self, figures: Callable[[], Mapping[str, float]]) -> None:
+        """Say with each heartbeat how this process does.
+
+        Args:
+            figures: Gives them, by the names of :mod:`.coordinator.figures`; called in another thread.
+        """
+        self._participant.figures = figures
+
+    @property
+    def members(self) -> tuple[int, int]:
+        """How many workers and servers the newest view has."""
+        view, _ = self._newest()
+        return len(view.workers), len(view.servers)
+
+    @property
+    def losses(self) -> int:
+        """How many processes the run has lost, as far as is known here."""
+        return self._participant.losses
+
     def close(self, leave: bool = True) -> None:
         """Stop the thread; with ``leave`` the coordinator is told that this process goes on purpose."""
         if self._closing:

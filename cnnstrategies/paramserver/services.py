@@ -108,6 +108,7 @@ class ServerProcess:
             (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
             specification = Specification.from_json(bytes(text).decode())
             server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
+            membership.tell(server.figures)
             allow_memory(server.declared_memory)
             server.run()
         except RunEnded as ended:

@@ -21,3 +21,5 @@ def test_every_parameter_is_sent_and_received_once_in_a_step(run_cli, quick):
         assert float(row["servers/sent_mb"]) == pytest.approx(megabytes, rel=0.1)
         assert float(row["servers/received_mb"]) == pytest.approx(megabytes, rel=0.1)
         assert float(row["servers/waited_ms"]) >= 0
+        assert [float(row[f"servers/{name}"]) for name in ("workers", "alive", "losses")] == [2, 1, 0]
+        assert float(row["servers/staleness"]) == 0, "in sync no update comes between"

@@ -102,6 +102,7 @@ class ServerService:
         store = Store(specification, [slice_ for slice_ in slices if id in slice_.servers])
         self._snapshots = SnapshotWriter(specification, id)
         self.role = Server(specification, id, store, self._snapshots.load(store), keys is not None)
+        self._sent = self._received = 0  # bytes
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
@@ -159,6 +160,10 @@ class ServerService:
         self._stopping.set()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wake, 1)
+
+    def figures(self) -> dict[str, float]:
+        """Updates made, bytes sent and received; may be called from another thread."""
+        return {"step": self.role.mode.finished, "sent": self._sent, "received": self._received}
 
     @property
     def dropped(self) -> Counter[str]:
@@ -232,6 +237,7 @@ class ServerService:
 
     def _handle(self, received: Received) -> None:
         try:
+            self._received += HEADER_BYTES + len(received.payload)
             header = unpack(received.header, len(received.payload), self._specification.session, self._bounds)
         except InvalidMessageError as error:
             self.role.drop(str(error))
@@ -248,6 +254,7 @@ class ServerService:
                 to, header, payload, wait = effect
                 bundle = self._bundles.get(to) or self._bundle_for(to)
                 bundle.send(header, payload, wait)
+                self._sent += HEADER_BYTES + len(payload)
             elif isinstance(effect, Save):
                 _LOG.info("server %d writes a snapshot after %d updates", self.role.id, self.role.mode.finished)
                 self._snapshots.begin(effect.contents)

@@ -105,6 +105,7 @@ class WorkerRole:
         self._stands_in = False  # for workers with lower numbers
         self._id = id
         self._moved = False  # The parameters are no longer those of the run's start.
+        self._version: int | None = None  # of the first slice's values
         self._asked = 0  # Number of the last message that asks for what is under way.
         self._state: StateReceipt | None = None
 
@@ -193,6 +194,7 @@ class WorkerRole:
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; all parameters are up to date."""
         self._outgoing.begin(self.step, groups, samples)
+        self.counters.samples += samples
 
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, or in mode ``local`` how far its own steps have taken it."""
@@ -258,10 +260,18 @@ class WorkerRole:
         if not self._pulls.refreshing or header.base > 0:  # Others may have made steps before this one came.
             self._moved, self._initial = True, None
         self.counters.bytes_received += len(payload)
+        if header.key == 0:
+            self._count_others(header.base)
         self._outgoing.answered(header.key)
         index = self._slices[header.key].parameter
         if not self._pulls.waits_for(index):
             self._arrived(index)
+
+    def _count_others(self, version: int) -> None:
+        """Count the updates that others have made since the values that this worker has computed with."""
+        if self._version is not None and not self._pulls.refreshing:
+            self.counters.staleness += max(0, version - self._version - 1)
+        self._version = version
 
     def _welcomed(self, server: int, header: Header, payload: memoryview) -> None:
         values = unpack_json(payload, header)

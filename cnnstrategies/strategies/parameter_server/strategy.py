@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
@@ -193,6 +194,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.group, self.options, self.lightning_module, trainer, optimizer, self.num_nodes, self._outer_state
         )
         self._admitted = start.joined
+        self.group.membership.tell(start.worker.counters.figures)
         self._stepper = Stepper(
             self.lightning_module,
             start.worker,
@@ -380,6 +382,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def counters(self) -> Counters | None:
         """What this worker has sent, received and waited; None when it does not train."""
         return None if self._stepper is None else self._stepper.worker.counters
+
+    @property
+    def membership(self) -> Membership | None:
+        """This worker's; None when it does not train."""
+        return None if self._stepper is None else self.group.membership
 
     @property
     def steps_together(self) -> bool:
