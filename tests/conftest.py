@@ -21,7 +21,7 @@ from torch import nn
 
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
 from cnnstrategies import cli
-from cnnstrategies.callbacks import mistake_report, summary
+from cnnstrategies.callbacks import mistake_report, run_members, summary
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
@@ -225,6 +225,7 @@ def run_cli(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str]]:
     for name in ("draw_confusion", "draw_mistakes"):
         monkeypatch.setattr(mistake_report, name, lambda *_: None)
     monkeypatch.setattr(summary, "draw_curves", lambda history, path: None)
+    monkeypatch.setattr(run_members, "draw_membership", lambda events, path: None)
 
     def run(*args: object) -> tuple[int, str]:
         def command() -> None:

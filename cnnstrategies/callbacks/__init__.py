@@ -8,6 +8,7 @@ from cnnstrategies.callbacks.mistake_report import MistakeReport
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
 from cnnstrategies.callbacks.pruning import Pruning
+from cnnstrategies.callbacks.run_members import RunMembers
 from cnnstrategies.callbacks.start_panel import StartPanel
 from cnnstrategies.callbacks.step_profile import StepProfile
 from cnnstrategies.callbacks.summary import TrainingSummary
@@ -23,6 +24,7 @@ __all__ = [
     "PipelineTimeline",
     "PredictionWriter",
     "Pruning",
+    "RunMembers",
     "SamplesPerSecond",
     "ServerTraffic",
     "StartPanel",

@@ -10,6 +10,7 @@ from torchmetrics import Metric
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.membership import STOP, Membership
+from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import Place, worker_address
@@ -26,12 +27,14 @@ class WorkerGroup:
         rank: This worker's.
         world_size: Workers of the run.
         insecure: No encryption although other machines are reached.
+        run_address: Where the run can be watched; None before :meth:`open`.
     """
 
     def __init__(self) -> None:
         self.rank = 0
         self.world_size = 1
         self.insecure = False
+        self.run_address: RunAddress | None = None
         self._membership: Membership | None = None
         self._collectives: Collectives | None = None
         self._alone = False
@@ -52,6 +55,7 @@ class WorkerGroup:
         """
         self.rank, self.world_size, self.insecure = rank, world_size, place.insecure
         self._alone = False
+        self.run_address = RunAddress(place.coordinator, place.key_file)
         self._membership = Membership(worker_address(options, place, rank), keys=load_keys(place.key_file))
         self._collectives = Collectives(self._membership)
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
@@ -387,6 +388,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def membership(self) -> Membership | None:
         """This worker's; None when it does not train."""
         return None if self._stepper is None else self.group.membership
+
+    @property
+    def run_address(self) -> RunAddress | None:
+        """Where the run can be watched, once this worker has registered."""
+        return self.group.run_address
 
     @property
     def steps_together(self) -> bool:
