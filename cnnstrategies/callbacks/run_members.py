@@ -10,7 +10,7 @@ from cnnstrategies.paramserver.drivers.watcher import Watcher
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 30.0
 
 
 class RunMembers(Callback):

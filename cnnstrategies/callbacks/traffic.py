@@ -40,10 +40,15 @@ class ServerTraffic(Callback):
         }
         figures = torch.tensor([*sums.values()], dtype=torch.float64) / max(now.steps - last.steps, 1)
         self._last = replace(now)
+        counts = self._members(trainer)  # Before the others know that this worker is here, and may leave.
         means = trainer.strategy.reduce(figures, reduce_op="mean")
         pl_module.log_dict({f"servers/{name}": float(mean) for name, mean in zip(sums, means, strict=True)})
+        pl_module.log_dict({f"servers/{name}": float(count) for name, count in counts.items()})
+
+    @staticmethod
+    def _members(trainer: Trainer) -> dict[str, int]:
         membership = getattr(trainer.strategy, "membership", None)
-        if isinstance(membership, Membership):
-            workers, servers = membership.members
-            members = {"workers": workers, "alive": servers, "losses": membership.losses}
-            pl_module.log_dict({f"servers/{name}": float(count) for name, count in members.items()})
+        if not isinstance(membership, Membership):
+            return {}
+        workers, servers = membership.members
+        return {"workers": workers, "alive": servers, "losses": membership.losses}

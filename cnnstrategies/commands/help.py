@@ -21,6 +21,7 @@ from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.sweep_options import parser as sweep_parser
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.commands.tune_options import TuneOptions
+from cnnstrategies.commands.watch_options import parser as watch_parser
 
 Options = Sequence[tuple[str, str]]
 LONGEST_LINE = 120
@@ -74,6 +75,7 @@ PARSERS = {
     "pack": pack_parser,
     "compare": compare_parser,
     "sweep": sweep_parser,
+    "watch": watch_parser,
 }  # Of the commands that take no configuration.
 EVERYTHING = (
     ("--help_full [SECTION]", f"all options, or those of {', '.join(name for name in ROOTS)}"),

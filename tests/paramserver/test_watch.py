@@ -190,6 +190,15 @@ def test_who_watches_can_ask_nothing_else():
     assert watch(coordinator, 100.0) == before
 
 
+def test_a_member_knows_of_the_losses_that_a_killed_coordinator_knew_of():
+    participant = Participant(Address("here", "worker", 0), 0, HELLO)
+    participant.start(0.0)
+    for term, losses in ((0, 1), (0, 2), (1, 1), (1, 3)):
+        participant.on_message(1.0, Peer("coordinator", 0, term), Message("pong", {"number": 0, "losses": losses}))
+    participant.on_message(1.0, Peer("coordinator", 0, 1), Message("pong", {"number": 0}))
+    assert participant.losses == 5
+
+
 def test_a_coordinator_that_was_started_again_answers_at_once_and_says_so():
     coordinator = coordinator_of(term=1)
     assert coordinator.recovers
