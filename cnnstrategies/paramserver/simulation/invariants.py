@@ -3,7 +3,8 @@
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Peer, Send
+from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
+from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.simulation.faults import DEADLY
 from cnnstrategies.paramserver.simulation.toys import SAMPLES, Toys, contents
@@ -115,6 +116,15 @@ class Invariants:
         if self._world.now - since > WITHIN * self._settings.timeout and self._unfinished():
             names = ", ".join(map(str, self._unfinished()))
             raise ViolationError(f"17: nothing has happened for {self._world.now - since:.2f} s: {names}")
+        self._watch()
+
+    def _watch(self) -> None:
+        """Whoever watches is answered at any time, also by a coordinator that was just started again."""
+        (answer,) = self._toys.coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(WATCH))
+        assert isinstance(answer, Send)
+        for member in answer.message.fields["members"]:
+            if member["figures"].get("step", member["life"]) != member["life"]:
+                raise ViolationError(f"18: {member['role']} {member['id']} is shown with the figures of another life")
 
     @property
     def over(self) -> bool:

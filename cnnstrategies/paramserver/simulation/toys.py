@@ -96,6 +96,7 @@ class Toys:
         address = Address("sim", role, identity, life, timeout / 10, timeout, self._settings.appear)
         hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}
         participant = Participant(address, 1, {**hello, "public_key": ""})
+        participant.figures = lambda: {"step": life}
         program = self._work(participant) if role == WORKER else self._serve(participant)
         return self._world.spawn(participant.peer, participant, program)
 
