@@ -41,10 +41,10 @@ class Joining:
         self._go_on()
         return self.role.take()
 
-    def answer(self, parcel: Parcel) -> None:
+    def answer(self, parcel: Parcel, leads: bool = True) -> None:
         """Answer a hello as the server does."""
         joins = unpack_json(memoryview(parcel.payload), parcel.header)["joins"]
-        told = {"ready": True, "lost": False, "leader": True, "counted": joins, "deaf": [], "held": False}
+        told = {"ready": True, "lost": False, "leader": leads, "counted": joins, "deaf": [], "held": False}
         text = pack_json({**told, "asked": parcel.header.sequence})
         self._sequence += 1
         step, size = 7 if joins else 0, len(text)
@@ -63,4 +63,15 @@ def test_the_answer_to_a_probe_is_not_taken_for_that_to_a_question() -> None:
     assert joining.role.step == 0
     assert [one.header.kind for one in joining.hears(0.1)] == [Kind.HELLO], "it asks again, and pulls nothing yet"
     joining.answer(question)
+    assert joining.role.step == 7
+
+
+def test_a_server_that_leads_no_more_does_not_say_from_which_step_on_a_worker_counts() -> None:
+    """It has said that it leads; then the view has changed, or it was replaced."""
+    joining = Joining()
+    joining.answer(joining.hears(0.1)[-1])
+    joining.answer(joining.hears(0.1)[-1], leads=False)
+    assert joining.role.step == 0
+    for _ in range(2):  # Who is there, and again from which step on.
+        joining.answer(joining.hears(0.1)[-1])
     assert joining.role.step == 7

@@ -1,5 +1,7 @@
 """What must hold in every simulated run of the coordinator, with the numbers of the design's list."""
 
+from itertools import pairwise
+
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
@@ -175,7 +177,7 @@ class Invariants:
         return process.peer == peer and process.alive and process.ended is not None and process.ended.clean
 
     def _check_ends(self) -> None:
-        victims = self._victims()
+        victims = self._victims() | self._unheard()
         for process in self._world.processes.values():
             ended = process.ended
             if not process.alive or ended is None or ended.clean or process.peer.role == "coordinator":
@@ -187,6 +189,14 @@ class Invariants:
                 raise ViolationError(f"17: {process} ends naming no cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
                 raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
+
+    def _unheard(self) -> set[str]:
+        """Who has ended since a coordinator was killed again before it could tell all that it is there."""
+        kills = sorted(fault.at for fault in self._world.faults.timed if fault[:2] == ("kill", "coordinator"))
+        if all(after - before > self._settings.timeout for before, after in pairwise(kills)):
+            return set()
+        ends = ((process.peer, process.ended) for process in self._world.processes.values())
+        return {str(peer) for peer, ended in ends if ended is not None and "was silent" in ended.reason}
 
     def _is_needed(self, process: Process, victims: set[str]) -> bool:
         """Whether the victims make a run end, or this process."""
@@ -250,8 +260,10 @@ class Invariants:
         died = {one.peer.role for one in self._deaths}
         if not self._victims() - {"coordinator"} and not died - {"coordinator"} and len(done) != len(set(done)):
             raise ViolationError(f"13: processed twice: {sorted(one for one in done if done.count(one) > 1)}")
-        # What a worker that dies has taken of an epoch is given out in that or in the next.
-        complete = range(self._epochs - 1 if WORKER in died else self._epochs) if log.left else range(0)
+        # What a worker that dies has taken of an epoch is given out in that or the next, maybe to one that dies then.
+        killed = {f"{WORKER} {one.peer.id}" for one in self._deaths if one.peer.role == WORKER}
+        lost = len(killed | {victim for victim in self._victims() if victim.startswith(WORKER)}) if killed else 0
+        complete = range(self._epochs - lost) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
         if missing:
             raise ViolationError(f"13: never processed: {sorted(missing)}")

@@ -138,9 +138,10 @@ class WorkerRole:
         yield from self._meet(now)
         aggregates = self._specification.aggregates
         while True:
-            # In common steps one server counts. One that dies before it has answered is no longer there to be asked.
+            # In common steps one server counts. One that dies before it has answered is no longer there to be asked,
+            # and one that has said before that it leads may be another by now, or an older one be back.
             answers = yield from self._ask(self._leaders() if aggregates else self._everyone(), joins=True)
-            if answers:
+            if answers and (not aggregates or all(told["leader"] is True for _, _, told in answers.values())):
                 break
             yield from self._meet(self._now)
         steps = [step for step, _, _ in answers.values()]

@@ -127,6 +127,8 @@ class Watch:
         now: float,
     ) -> None:
         """A worker takes a content that it waits for."""
+        if any(one[1:3] == (worker, life) for _, one in self._deaths["worker"]):
+            return  # It counts as dead, and ends when it hears of that: what it takes until then does no harm.
         content = value.view(-1).numpy().tobytes()
         epoch = self._epochs.get(key, 0)
         seen = self._visible.setdefault((epoch, key, version), content)
