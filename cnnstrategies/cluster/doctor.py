@@ -42,6 +42,7 @@ class Facts:
         shared_memory: Bytes that fit into the memory through which its processes hand each other batches; None where
             that is not a file system.
         astray: In the first pod, where the main address leads, if not to itself.
+        serves: Whether its probe answers where a server of parameters will listen; it then needs nothing else.
     """
 
     node: int
@@ -52,6 +53,7 @@ class Facts:
     versions: dict[str, str]
     shared_memory: int | None = None
     astray: str | None = None
+    serves: bool = False
 
 
 @dataclass
@@ -119,7 +121,9 @@ def _astray(main_address: str) -> str | None:
     return address
 
 
-def examine(place: Place, directory: Path, interface: str | None, wait: float) -> Report | None:
+def examine(
+    place: Place, directory: Path, interface: str | None, wait: float, listen: int | None = None
+) -> Report | None:
     """Examine the cluster, together with the other hosts' processes.
 
     Args:
@@ -127,21 +131,22 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
         directory: Should be the same on all hosts.
         interface: Name or subnet of the network interface to use; by default the one on the route.
         wait: Seconds to wait for the other hosts.
+        listen: Port of this host that the others try, where a server will listen; by default a free one.
 
     Returns:
         On the first host, what all of them found out; None on the others.
 
     Raises:
-        ConfigurationError: This host does not reach the first one, or has no such interface.
+        ConfigurationError: This host does not reach the first one, has no such interface, or its port is taken.
     """
     astray = _astray(place.main_address) if POD in os.environ and place.node == 0 else None
     # By a name that leads elsewhere it would wait there for itself.
     address = place.main_address if astray is None else "127.0.0.1"
     store = open_store(address, place.main_port, place.node == 0, wait)
     mine = _choose(store, place, interface, wait)
-    probe = Probe(mine.address)
+    probe = _probe(mine.address, listen)
     own = (socket.gethostname(), mine.name, mine.address, probe.port)
-    me = Facts(place.node, *own, versions(), shared_memory(), astray)
+    me = Facts(place.node, *own, versions(), shared_memory(), astray, listen is not None)
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
     present = _present(store, place, wait)
     hosts = {node: Facts(**json.loads(store.get(f"facts/{node}"))) for node in present}
@@ -158,6 +163,16 @@ def examine(place: Place, directory: Path, interface: str | None, wait: float) -
     meetings.wait_for([f"end/{node}" for node in present if node != 0])
     probe.close()
     return Report(place.nodes, hosts, everything, str(directory))
+
+
+def _probe(address: str, port: int | None) -> Probe:
+    try:
+        return Probe(address, port or 0)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{socket.gethostname()} cannot listen at {address} port {port}, where its server will: {error.strerror}: "
+            "end what uses the port (`ss -ltnp`), or choose another one"
+        ) from error
 
 
 class Meetings:
@@ -246,7 +261,10 @@ def rounds(nodes: list[int]) -> list[list[tuple[int, int]]]:
 
 
 def _try_links(hosts: dict[int, Facts], me: Facts, findings: Findings, meetings: Meetings) -> None:
-    """Measure the connections to the others, one at a time, and while no other measurement uses this host."""
+    """Measure the connections to the others, one at a time, and while no other measurement uses this host.
+
+    Between servers, and to them, training uses the one port; a server connects to the trainer at the main port alone.
+    """
     for number, pairs in enumerate(rounds(list(hosts))):
         for turn in (0, 1):
             meetings.all_here(f"round/{number}/{turn}")
@@ -254,6 +272,8 @@ def _try_links(hosts: dict[int, Facts], me: Facts, findings: Findings, meetings:
                 if pair[turn] != me.node:
                     continue
                 other = hosts[pair[1 - turn]]
+                if me.serves and not other.serves:
+                    continue
                 try:
                     found = measure(other.address, other.port, LINK_SECONDS)
                     findings.links[other.node] = (found.round_trip, found.bandwidth, found.clock)

@@ -30,15 +30,19 @@ class Measured:
 
 
 class Probe:
-    """Answers measurements of other hosts on a free port until it is closed.
+    """Answers measurements of other hosts until it is closed.
 
     Args:
         address: The IP address to listen on.
+        port: The port; 0 for a free one.
+
+    Raises:
+        OSError: The port is taken.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, port: int = 0) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
+        self._socket = socket.create_server((address, port), family=family, backlog=1024)
         self.port = int(self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="probe", daemon=True).start()
 

@@ -74,10 +74,10 @@ def _links(report: Report) -> list[str]:
         here = report.hosts[node]
         for other, reason in findings.failures.items():
             there = report.hosts[other]
+            ports = f"to port {there.port} of the servers" if there.serves else "on all ports between the machines"
             lines.append(
                 f"{here.host} cannot reach {there.host} at {there.address} port {there.port} ({reason}): allow TCP "
-                "connections on all ports between the machines, or choose another network with --interface (and "
-                "--network.interface in training)"
+                f"connections {ports}, or choose another network with --interface (and --network.interface in training)"
             )
     return lines
 

@@ -37,7 +37,7 @@ def main(args: Sequence[str]) -> None:
     try:
         with own_store():
             place = find_place()  # Under torchrun the port is another one now.
-            report = examine(place, options.shared.absolute(), options.interface, options.wait)
+            report = examine(place, options.shared.absolute(), options.interface, options.wait, options.listen)
     except ConfigurationError as error:
         print(f"mend: {error}", file=sys.stderr)
         sys.exit(1)

@@ -21,5 +21,10 @@ def parser() -> argparse.ArgumentParser:
         "--shared", type=Path, default=Path(), help="directory for checkpoints on shared storage (default: this one)"
     )
     result.add_argument("--interface", help="network interface, by name or subnet (default: by route)")
+    result.add_argument(
+        "--listen",
+        type=int,
+        help="port that the others try here, where a server of parameters will listen (default: a free one)",
+    )
     result.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other hosts (default: 60)")
     return result

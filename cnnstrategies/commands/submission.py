@@ -151,7 +151,7 @@ class Target(ABC):
         self.command = command
         self.task = task
         self.check()
-        if task == "doctor" and base.size.nodes == 1:
+        if task == "doctor" and base.size.nodes + base.options.server_nodes == 1:
             raise ConfigurationError(
                 "trainer.num_nodes=1: doctor checks what lies between nodes: give it as many as will train, two or more"
             )

@@ -49,9 +49,9 @@ class KubernetesTarget(Target):
         self._check_gpus()
         self._check_keys()
         folder = self._folder()
-        kubernetes, servers = options.kubernetes, options.server_nodes
+        kubernetes = options.kubernetes
         if self.task == "doctor":
-            kubernetes, servers = replace(kubernetes, max_restarts=0), 0
+            kubernetes = replace(kubernetes, max_restarts=0)
         name = f"{options.job_name}-{time.strftime('%m%d-%H%M%S')}"
         run_folder = folder / (self.base.cli.config.run_name or name)
         checkpoints = PurePosixPath(self.base.checkpoints or run_folder / "checkpoints")
@@ -65,7 +65,7 @@ class KubernetesTarget(Target):
             task=self.task,
             options=kubernetes,
             size=self.base.size,
-            servers=servers,
+            servers=options.server_nodes,
             goes_on=self.base.parameter_server is not None,
             folder=str(run_folder),
             checkpoints=str(checkpoints),

@@ -5,9 +5,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from cnnstrategies.data.sampling import BatchRequest, ShuffledBatches
+from cnnstrategies.data.shared_batches import Lent, SharedBatches, shared_batches
 from cnnstrategies.errors import ConfigurationError
 
 Batch = tuple[Tensor, Tensor]
@@ -49,17 +50,22 @@ class TensorSource:
         return self.images[chosen], self.targets[chosen]
 
 
-class BatchDataset(Dataset[Batch | ConfigurationError]):
+class BatchDataset(Dataset[Batch | Lent | ConfigurationError]):
     """Maps a :class:`BatchRequest` to a finished batch, in the worker process.
 
     Random transforms are seeded by the request, so augmentation depends neither on the number of workers nor on
     where a resumed run began.
+
+    Attributes:
+        shared: Where workers that are forked now put their batches.
 
     Args:
         source: Where the samples come from.
         transform: Applied to the images of the whole batch.
         give_indices: Give the samples' indices in place of their targets, for predict.
     """
+
+    shared: SharedBatches | None = None
 
     def __init__(self, source: Source, transform: Transform, give_indices: bool = False) -> None:
         self.source = source
@@ -69,7 +75,7 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, request: BatchRequest) -> Batch | ConfigurationError:
+    def __getitem__(self, request: BatchRequest) -> Batch | Lent | ConfigurationError:
         """The batch, or the error that kept it from being read; raised here, a worker would add its traceback to it."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(request.seed)  # `torch.manual_seed` would look for accelerators, too.
@@ -78,10 +84,14 @@ class BatchDataset(Dataset[Batch | ConfigurationError]):
             except ConfigurationError as error:
                 return error
             images = self.transform(images)
-        return images, torch.tensor(request.indices) if self.give_indices else targets
+        batch = images, torch.tensor(request.indices) if self.give_indices else targets
+        worker = get_worker_info()
+        if worker is None or self.shared is None:
+            return batch
+        return self.shared.lend(batch, worker.id) or batch
 
 
-class BatchLoader(DataLoader[Batch | ConfigurationError]):
+class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
     """A DataLoader over batch requests that can go on in the middle of an epoch.
 
     Lightning stores :meth:`state_dict` in its checkpoints and hands it back on resume. The batches already served
@@ -89,6 +99,8 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
     builds it anew for predict; ``sampler`` gives whole batches and ``batch_size`` is None, so there is no collation.
     """
 
+    dataset: BatchDataset
+    _shared: SharedBatches | None = None
     _served = 0
     _epoch = 0
     _resume: dict[str, int] | None = None
@@ -106,8 +118,9 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
         if isinstance(sampler, ShuffledBatches):
             sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
+        shared = self._memory_of_workers()  # Until the last batch is taken.
         # Counted here, not in the sampler, which is ahead of the training loop by what the workers prefetch.
-        for batch in super().__iter__():
+        for batch in self._begun(shared):
             if isinstance(batch, ConfigurationError):
                 # Another exception: this one's traceback would hold the frame that holds it, and an iterator that the
                 # garbage collector finds in such a cycle waits 5 s for each of its workers.
@@ -125,6 +138,24 @@ class BatchLoader(DataLoader[Batch | ConfigurationError]):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on after the batches that ``state_dict`` counts, if the next epoch iterated is the same."""
         self._resume = dict(state_dict)
+
+    def _memory_of_workers(self) -> SharedBatches | None:
+        """As long as the workers: theirs alone, since two iterators have workers of the same numbers."""
+        shared = self._shared
+        if shared is None:
+            # A batch that is made and one that is used, beside those that are ready.
+            each = (self.prefetch_factor or 0) + 2
+            shared = shared_batches(self.num_workers, each, self.multiprocessing_context)
+        if self.persistent_workers:
+            self._shared = shared
+        return shared
+
+    def _begun(self, shared: SharedBatches | None) -> Iterator[Batch | ConfigurationError]:
+        self.dataset.shared = shared
+        try:
+            return super().__iter__()
+        finally:
+            self.dataset.shared = None
 
     def _already_served(self, sampler: ShuffledBatches) -> int:
         resume, self._resume = self._resume, None

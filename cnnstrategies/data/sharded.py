@@ -52,7 +52,7 @@ class ShardedImageDataModule(ImageDataModule):
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        prefetch: Batches that each worker has ready; all workers of a process hold ``num_workers * prefetch`` batches.
+        prefetch: Batches that each worker has ready; a process holds up to ``num_workers * (prefetch + 2)`` batches.
         seed: Seed of the split, the shuffling and the augmentation.
         drop_last: Leave out a last, partial training batch.
         persistent_workers: Keep the workers from epoch to epoch.

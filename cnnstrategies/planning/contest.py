@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.race import Look, Race, Verdict
+from cnnstrategies.planning.race import Look, Race, Verdict, combined
 from cnnstrategies.planning.settings import Setting
 from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.planning.trial import COMPARED_STEPS, Trial, TrialError
@@ -20,9 +20,10 @@ WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
 LARGEST_DIFFERENCE = 1e-3  # of a loss, relative, of what is said to change the rounding alone
 FRESH = Look(11, 0.05)
-# Of two processes that do the same, one can be a tenth quicker in all of its rounds, so a smaller gain must show again
-# between two that were started for it; see benchmarks/planning/tune_equal.md.
+# Of two processes that do the same, one can be a tenth quicker in all of its rounds (Mytkowicz et al., 2009, say why),
+# so a smaller gain must show again in each of some pairs that are started for it: benchmarks/planning/tune_equal.md.
 LUCK = 1.25
+PAIRS = 3
 DEFAULT = "default"
 PLAIN = Setting(DEFAULT, {}, Effect.NONE)
 
@@ -111,7 +112,7 @@ class Contest:
                         default = self._default(started.pop(0))
                     runners = self._race(default, list(zip(group, started, strict=True)))
                     if group is groups[-1] or time.monotonic() > self.ends:
-                        return self._confirmed(default, runners, stack)
+                        return self._confirmed(default, runners)
         return None
 
     def _start_all(self, settings: Sequence[Setting], own: ExitStack, stack: ExitStack) -> list[_Runner | TrialError]:
@@ -177,7 +178,7 @@ class Contest:
         self.default_times.append(base)
         race.add(base, seconds)
 
-    def _confirmed(self, default: _Runner, alive: Mapping[str, _Runner], stack: ExitStack) -> Setting | None:
+    def _confirmed(self, default: _Runner, alive: Mapping[str, _Runner]) -> Setting | None:
         faster = [row for row in self.rows.values() if row.verdict is not None and row.verdict.outcome == "faster"]
         if not faster:
             return None
@@ -185,25 +186,44 @@ class Contest:
         name = best.setting.name
         assert best.verdict is not None
         try:
-            again = alive.get(name)
-            if again is None or best.verdict.low < LUCK:
+            if name in alive and best.verdict.low >= LUCK:
+                verdicts = [self._fresh(name, default, alive[name])]
+            else:
                 for one in (default, *alive.values()):
                     one.trial.close()
-                # In the other order than before: who is started last has been seen to be quicker.
-                first, second = self._start_all([best.setting, PLAIN], stack, stack)
-                default = self._default(second)
-                if isinstance(first, TrialError):
-                    raise first
-                again = first
-            runners = {name: again}
-            race = Race([name], looks=(FRESH,))
-            for _ in range(FRESH.rounds):
-                self._round(race, default, runners)
+                verdicts = self._fresh_pairs(best.setting)
         except TrialError as failure:
             self.rows[name] = Row(best.setting, trouble=str(failure))
             return None
-        self.rows[name] = Row(best.setting, race.verdicts.get(name), start=best.start)
-        return best.setting if race.verdicts[name].outcome == "faster" else None
+        self.rows[name] = Row(best.setting, combined(verdicts), start=best.start)
+        return best.setting if verdicts[-1].outcome == "faster" else None
+
+    def _fresh_pairs(self, setting: Setting) -> list[Verdict]:
+        """The verdicts of pairs of new processes, up to the first that does not say faster.
+
+        Who is started last has been seen to be quicker: that is the default first, as it was the candidate before.
+        """
+        verdicts: list[Verdict] = []
+        for turn in range(PAIRS):
+            if verdicts and time.monotonic() > self.ends:
+                return [*verdicts, replace(verdicts[-1], outcome="undecided")]
+            with ExitStack() as own:
+                order = [setting, PLAIN] if turn % 2 == 0 else [PLAIN, setting]
+                started = dict(zip((one.name for one in order), self._start_all(order, own, own), strict=True))
+                default, runner = self._default(started[DEFAULT]), started[setting.name]
+                if isinstance(runner, TrialError):
+                    raise runner
+                verdicts.append(self._fresh(setting.name, default, runner))
+            if verdicts[-1].outcome != "faster":
+                break
+        return verdicts
+
+    def _fresh(self, name: str, default: _Runner, runner: _Runner) -> Verdict:
+        """The verdict of rounds that nothing was chosen by."""
+        race = Race([name], looks=(FRESH,))
+        for _ in range(FRESH.rounds):
+            self._round(race, default, {name: runner})
+        return race.verdicts[name]
 
     def _launch(self, setting: Setting, stack: ExitStack) -> Trial:
         number = len(list(self.folder.glob("*.log")))

@@ -167,6 +167,13 @@ def verdict(gains: Sequence[float], error: float) -> Verdict:
     return Verdict(outcome, math.exp(middle), math.exp(low), math.exp(high), len(gains))
 
 
+def combined(verdicts: Sequence[Verdict]) -> Verdict:
+    """What several pairs of processes say together: the last one's outcome, their middle, and all that they allow."""
+    middle = math.exp(statistics.mean(math.log(one.speed) for one in verdicts))
+    low, high = min(one.low for one in verdicts), max(one.high for one in verdicts)
+    return Verdict(verdicts[-1].outcome, middle, low, high, sum(one.rounds for one in verdicts))
+
+
 def interval(values: Sequence[float], error: float) -> tuple[float, float, float]:
     """Hodges and Lehmann's estimate of the middle of symmetric values, between the ends of its exact interval.
 

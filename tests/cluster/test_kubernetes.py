@@ -66,7 +66,8 @@ def test_jobs_fit_the_schemas_of_kubernetes():
     import kubernetes_validate
 
     # The TrainingRuntime's jobs are the same, but for their subdomain.
-    for one in manifests.objects(run(kind="job")):
+    fit = run(kind="job")
+    for one in [*manifests.objects(fit), *manifests.objects(replace(fit, task="doctor"))]:
         for version in ("1.31", "1.35"):
             kubernetes_validate.validate(one, version, strict=True)
 
@@ -157,6 +158,10 @@ def test_what_cannot_be_is_refused(options, message):
 FAKE = """#!/bin/sh
 case "$*" in
 *import*) exit 0 ;;
+*doctor*)
+    echo "$NODE_RANK/$NNODES" "$@" > "$LOG"
+    exit 0
+    ;;
 *server*)
     trap 'echo asked >> "$LOG"' TERM
     echo server >> "$LOG"
@@ -224,6 +229,15 @@ def test_a_pods_script_passes_signals_on_and_ends_as_the_run_does(tmp_path: Path
     assert server.process.wait(30) == 0
     lost.end_program(1)
     assert lost.process.wait(30) == 0  # The others have gone on without it.
+
+
+def test_the_doctor_examines_the_servers_pods_after_the_trainers_at_their_own_port(tmp_path: Path):
+    this = replace(run(servers=3, key_secret=None), folder=str(tmp_path / "run"), task="doctor")
+    pods = [Pod(tmp_path, trainer_script(this), 1), Pod(tmp_path, server_script(this), 2)]
+    assert [pod.process.wait(30) for pod in pods] == [0, 0]
+    words = f"-m cnnstrategies doctor --shared {this.folder} --wait 1800"
+    assert pods[0].log.read_text() == f"1/5 {words}\n"
+    assert pods[1].log.read_text() == f"4/5 {words} --listen 29600\n"
 
 
 class Api(BaseHTTPRequestHandler):

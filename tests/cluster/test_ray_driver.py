@@ -1,9 +1,11 @@
 """The driver of a run on Ray, with programs of the shell on nodes that are threads of nobody: no Ray is needed."""
 
+import re
 import signal
 import socket
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from cnnstrategies.cluster.ray.driver import Driver
 from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.options import RayOptions
 from cnnstrategies.cluster.ray.order import Order
+from cnnstrategies.cluster.ray.patience import LOSS, PATIENCE
 from cnnstrategies.errors import ConfigurationError
 
 CONFIG = "config.yaml"
@@ -26,18 +29,39 @@ class ActorError(Exception):
     """What Ray raises when an actor has died."""
 
 
+class Clock:
+    """Time that passes only where somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@dataclass(eq=False)
+class Reference:
+    """A question to an actor."""
+
+    answer: Callable[[], Any]
+    ready: Callable[[], bool] = lambda: True
+
+
 class Actor:
     """A node in this process; `method.remote` runs it when its result is asked for."""
 
     def __init__(self, cluster: "FakeRay") -> None:
-        self.node, self.cluster = node.Node(), cluster
+        self.node, self.cluster, self.asked = node.Node(), cluster, 0
 
     def __getattr__(self, name: str) -> Any:
-        def remote(*arguments: Any) -> Callable[[], Any]:
-            if name != "follow":
-                value = getattr(self.node, name)(*arguments)
-                return lambda: value
-            return lambda: self.cluster.follow(self, *arguments)
+        def remote(*arguments: Any) -> Reference:
+            if name == "follow":
+                return self.cluster.question(self, *arguments)
+            value = getattr(self.node, name)(*arguments)
+            return Reference(lambda: value)
 
         return types.SimpleNamespace(remote=remote)
 
@@ -47,12 +71,24 @@ class FakeRay:
 
     Attributes:
         loses: Numbers of actors, over all starts, whose node dies as soon as it has printed something.
+        silent: Numbers of actors whose node dies with an answer under way, which comes when another program has failed;
+            and the time at which Ray knows.
+        unavailable: Whether Ray says until then that it cannot reach them.
+        pace: Seconds that an answer takes by the clock.
         killed: Number of actors that the driver has ended.
         groups: Placement groups that are there.
     """
 
-    def __init__(self, loses: tuple[int, ...] = (), free: bool = True) -> None:
+    def __init__(
+        self,
+        loses: tuple[int, ...] = (),
+        free: bool = True,
+        silent: Mapping[int, float] = types.MappingProxyType({}),
+        unavailable: bool = False,
+        pace: float = 0.0,
+    ) -> None:
         self.loses, self.free, self.killed, self.groups, self.actors = loses, free, 0, 0, []
+        self.silent, self.unavailable, self.pace, self.clock, self.failed = silent, unavailable, pace, Clock(), False
         self.exceptions = types.SimpleNamespace(RayActorError=ActorError, ActorUnavailableError=ConnectionError)
         strategies = types.SimpleNamespace(PlacementGroupSchedulingStrategy=lambda **arguments: None)
         self.util = types.SimpleNamespace(
@@ -63,7 +99,12 @@ class FakeRay:
     def group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         assert strategy == "STRICT_SPREAD"
         self.groups += 1
-        return types.SimpleNamespace(wait=lambda seconds: self.free)
+
+        def wait(seconds: float) -> bool:
+            self.clock.now += 0.0 if self.free else seconds
+            return self.free
+
+        return types.SimpleNamespace(wait=wait)
 
     def remove(self, group: Any) -> None:
         self.groups -= 1
@@ -75,17 +116,34 @@ class FakeRay:
 
         return types.SimpleNamespace(options=lambda **arguments: types.SimpleNamespace(remote=make))
 
-    def follow(self, actor: Actor, seconds: float) -> tuple[str, int | None]:
+    def question(self, actor: Actor, seconds: float) -> Reference:
+        number = self.actors.index(actor)
+        if number not in self.silent:
+            return Reference(lambda: self.follow(actor, number, 0.02 if self.pace else seconds))
+        actor.asked += 1
+        if actor.asked == 1:
+            return Reference(lambda: ("", None), lambda: self.failed)
+        return Reference(lambda: self.lost(number), lambda: self.unavailable or self.clock.now >= self.silent[number])
+
+    def follow(self, actor: Actor, number: int, seconds: float) -> tuple[str, int | None]:
         text, code = actor.node.follow(seconds)
-        if text and self.actors.index(actor) in self.loses:
+        self.clock.now += self.pace
+        self.failed = self.failed or bool(code)
+        if text and number in self.loses:
             raise ActorError
         return text, code
 
-    def wait(self, references: list[Any], **arguments: Any) -> tuple[list[Any], list[Any]]:
-        return references[:1], references[1:]
+    def lost(self, number: int) -> Any:
+        raise ActorError if self.clock.now >= self.silent[number] else ConnectionError
 
-    def get(self, reference: Callable[[], Any]) -> Any:
-        return reference()
+    def wait(self, references: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        ready = [reference for reference in references if reference.ready()][:1]
+        if not ready:
+            self.clock.now += timeout
+        return ready, [reference for reference in references if reference not in ready]
+
+    def get(self, reference: Reference) -> Any:
+        return reference.answer()
 
     def kill(self, actor: Actor) -> None:
         self.killed += 1
@@ -108,7 +166,7 @@ def run(ray: FakeRay, script: str, probe: str = "true", restarts: int = 1, wait:
     )
     lines = Lines(Path("run.log"))
     try:
-        code = Driver(ray, order, lines).run()
+        code = Driver(ray, order, lines, ray.clock).run()
     finally:
         lines.close()
     assert ray.killed == len(ray.actors)
@@ -151,6 +209,31 @@ def test_when_a_node_is_lost_the_others_programs_are_ended_at_once_and_all_start
     assert code == 0
     assert "(1 of at most 1): node 1 (" in log
     assert [actor.node._program.returncode for actor in ray.actors] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+
+
+NODE = r"node 1 \(.+, 127\.0\.0\.1\)"
+# At the first start node 0 fails, and node 1 goes on.
+FIRST_FAILS = '[ "$CNNSTRATEGIES_RUN_STARTS" = 0 ] || exit 0; [ "$NODE_RANK" = 1 ] || exit {}; exec sleep 1000'
+
+
+@pytest.mark.parametrize("unavailable", [False, True])
+@pytest.mark.parametrize("code", [1, 2])
+def test_the_lost_node_is_named_though_another_has_failed_for_it_before_ray_knows(code: int, unavailable: bool):
+    """Also where the other says that it was started wrongly, since nobody came."""
+    ray = FakeRay(silent={1: LOSS - 10}, unavailable=unavailable)
+    ended, log = run(ray, FIRST_FAILS.format(code))
+    assert ended == 0
+    assert re.search(rf"\(1 of at most 1\): {NODE} was lost; node 0 then ended with code {code}\n", log), log
+    assert "for Ray to say whether it has lost node 1 (" in log
+
+
+def test_ray_is_asked_about_a_node_for_a_bounded_time_and_not_about_one_that_answers():
+    ray = FakeRay(silent={1: 10 * LOSS})
+    _, log = run(ray, FIRST_FAILS.format(1))
+    assert re.search(rf"\(1 of at most 1\): {NODE} does not answer; node 0 then ended with code 1\n", log), log
+    _, log = run(FakeRay(pace=PATIENCE / 4), FIRST_FAILS.format(7))
+    assert "(1 of at most 1): node 0 ended with code 7\n" in log, log
+    assert log.count("for Ray to say") == 1, log  # Of the first run.
 
 
 def test_a_node_without_the_package_and_a_cluster_that_is_not_free_are_told():

@@ -156,11 +156,13 @@ def test_the_pods_read_a_configuration_that_fits_them(capsys):
     assert pod["terminationGracePeriodSeconds"] == 120
     variables = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == (f"{name}-node-0-0.{name}", "29500")
-    main(["submit", "doctor", *KUBERNETES, VOLUME, "--cluster.kubernetes.kind=job", "--dry_run"])
-    *_, job = yaml.safe_load_all(capsys.readouterr().out)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    assert "cnnstrategies doctor --shared" in container["command"][-1]
-    assert job["spec"]["backoffLimit"] == 0
+    main(["submit", "doctor", *KUBERNETES, VOLUME, *PS, *keys, "--cluster.kubernetes.kind=job", "--dry_run"])
+    jobs = list(yaml.safe_load_all(capsys.readouterr().out))[-2:]
+    assert [job["spec"]["completions"] for job in jobs] == [2, 2]  # Of the servers, and of the trainer.
+    for job in jobs:
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        assert "cnnstrategies doctor --shared" in container["command"][-1]
+        assert job["spec"]["backoffLimit"] == 0
     without = ["--trainer.enable_checkpointing=false", "--dry_run"]
     with pytest.raises(ConfigurationError, match=r"a pod would start .*; set cluster\.kubernetes\.max_restarts to 0"):
         main(["submit", "fit", *KUBERNETES, VOLUME, *without])

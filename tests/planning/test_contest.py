@@ -17,6 +17,7 @@ from cnnstrategies.planning.trial import TrialError
 
 pytestmark = pytest.mark.light
 SPEEDS = {None: 1.0, "fast": 1.5, "faster": 2.0, "slow": 0.6, "even": 1.0, "wrong": 3.0, "new": 1.2, "lucky": 1.15}
+SPEEDS["lucky twice"] = SPEEDS["lucky"]
 
 
 class Pretended:
@@ -32,7 +33,8 @@ class Pretended:
         self.kind = values.get("kind")
         starts = [one for one in Pretended.started if one == self.kind]
         Pretended.started.append(self.kind)
-        self.speed = 1.0 if self.kind == "lucky" and starts else SPEEDS.get(self.kind, 1.0)
+        luck = {"lucky": 1, "lucky twice": 2}.get(str(self.kind), len(starts) + 1)
+        self.speed = SPEEDS.get(self.kind, 1.0) if len(starts) < luck else 1.0
         self.draw = random.Random(str(self.kind))  # Not its hash, which differs from process to process.
         Pretended.open.add(self)
         Pretended.most = max(Pretended.most, len(Pretended.open))
@@ -103,6 +105,33 @@ def test_a_small_gain_must_show_again_in_processes_of_its_own(pretended):
     assert Pretended.started == [None, "lucky", "lucky", None], "the other way round"
     assert pretended(setting("faster"))[0] is not None
     assert Pretended.started[4:] == [None, "faster"]
+
+
+def test_a_small_gain_that_is_there_in_each_pair_of_processes_wins(pretended):
+    """And one that is lucky twice does not."""
+    winner, rows = pretended(setting("new", Effect.LEARNING))
+    assert winner is not None
+    assert rows["new"].verdict.rounds == 33
+    assert rows["new"].verdict.speed == pytest.approx(1.2, rel=0.02)
+    assert Pretended.started == [None, "new", "new", None, None, "new", "new", None]
+    Pretended.started.clear()
+    winner, rows = pretended(setting("lucky twice"))
+    assert winner is None
+    assert rows["lucky twice"].verdict.low < 1.02
+    assert Pretended.started == [None, "lucky twice", "lucky twice", None, None, "lucky twice"]
+
+
+def test_a_gain_that_time_does_not_suffice_to_confirm_is_undecided(pretended, monkeypatch):
+    confirm = Contest._fresh_pairs
+
+    def hurried(self, setting):
+        monkeypatch.setattr(contest.time, "monotonic", lambda: 1e9)
+        return confirm(self, setting)
+
+    monkeypatch.setattr(Contest, "_fresh_pairs", hurried)
+    winner, rows = pretended(setting("new", Effect.LEARNING))
+    assert winner is None
+    assert rows["new"].verdict.outcome == "undecided"
 
 
 def test_no_more_run_beside_the_default_than_are_allowed(pretended):

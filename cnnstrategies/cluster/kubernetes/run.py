@@ -86,8 +86,7 @@ def job_name(name: str, role: str) -> str:
 def trainer_script(run: Run) -> str:
     """What a pod of the trainer runs."""
     if run.task == "doctor":
-        doctor = f'{shlex.quote(run.python)} -m cnnstrategies doctor --shared "$run" --wait {PATIENCE}'
-        return f"{_setup(run)}exec {doctor}\n"
+        return _doctor_script(run, TRAINER)
     # The others go on without a worker of the parameter server; it is let in when the run is started again.
     again = '[ "$NODE_RANK" -ne 0 ] && [ ! -e "$finished" ]' if run.goes_on else "false"
     return f"""running=
@@ -116,6 +115,8 @@ exit $code
 
 def server_script(run: Run) -> str:
     """What a pod that holds parameters runs: a server for each start of the run."""
+    if run.task == "doctor":
+        return _doctor_script(run, SERVERS)
     server = f"{shlex.quote(run.python)} -m cnnstrategies.commands.server --config {CONFIGURATION}/config.yaml"
     return f"""running= ended=
 # A server outlives the signal, and asks the run to stop, which needs it until then.
@@ -136,6 +137,14 @@ until [ -e "$finished" ]; do
     if [ $(($(date +%s) - begin)) -gt {PATIENCE} ]; then exit 1; fi
     sleep 1
 done
+"""
+
+
+def _doctor_script(run: Run, role: str) -> str:
+    """What a pod that is examined runs: the servers' come after the trainer's."""
+    first, listen = (0, "") if role == TRAINER else (run.size.nodes, f" --listen {SERVER_PORT}")
+    return f"""{_setup(run)}export NNODES={run.size.nodes + run.servers} NODE_RANK=$((NODE_RANK + {first}))
+exec {shlex.quote(run.python)} -m cnnstrategies doctor --shared "$run" --wait {PATIENCE}{listen}
 """
 
 

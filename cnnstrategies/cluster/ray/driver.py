@@ -10,15 +10,14 @@ from types import FrameType
 from typing import Any
 
 from cnnstrategies.cluster import run_name
-from cnnstrategies.cluster.job import UNLIMITED, WAIT_SECONDS
 from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
 from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.node import Node, Place
 from cnnstrategies.cluster.ray.order import LOST, REFUSED, Ends, Order
+from cnnstrategies.cluster.ray.patience import Clock, Patience
 from cnnstrategies.errors import ConfigurationError
 
-PATIENCE = 10.0  # Seconds in which the other nodes may say why they end too, after the first that failed.
 FOLLOW = 0.5  # Seconds; also how long a signal waits for an actor.
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
@@ -30,15 +29,16 @@ class Driver:
         ray: The module, connected.
         order: What is to run.
         lines: Where its words go.
+        clock: By which it waits.
     """
 
-    def __init__(self, ray: Any, order: Order, lines: Lines) -> None:
+    def __init__(self, ray: Any, order: Order, lines: Lines, clock: Clock = time) -> None:
         self._ray = ray
         self._order = order
         self._lines = lines
+        self._clock = clock
         self._signal: int | None = None
         self._told: int | None = None
-        self._until: float | None = None
 
     def run(self) -> int:
         """Start the run, and start it again when it is lost.
@@ -74,7 +74,7 @@ class Driver:
             places, ends = self._look(actors)
             if not ends.failed:
                 self._launch(actors, places, number)
-                ends = self._follow(actors)
+                ends = self._follow(actors, places)
             return ends, ends.why(places)
         finally:
             self._lines.flush()
@@ -90,13 +90,13 @@ class Driver:
         """
         order = self._order
         group = self._ray.util.placement_group([order.needed] * order.nodes, "STRICT_SPREAD")
-        until = time.monotonic() + order.wait
+        until = self._clock.monotonic() + order.wait
         told = False
         while not group.wait(1.0):
             if not told:
                 self._lines.say(f"Waiting up to {order.wait:g} s for {order.nodes} nodes with {in_words(order.needed)}")
             told = True
-            if self._signal is not None or time.monotonic() > until:
+            if self._signal is not None or self._clock.monotonic() > until:
                 self._ray.util.remove_placement_group(group)
                 if self._signal is not None:
                     return None
@@ -153,45 +153,36 @@ class Driver:
         for number, actor in enumerate(actors):
             actor.start.remote(order.script, order.directory, {**variables, "NODE_RANK": str(number)})
 
-    def _follow(self, actors: list[Any]) -> Ends:
+    def _follow(self, actors: list[Any], places: list[Place]) -> Ends:
         """Pass on what the programs print until all have ended, or some have and the others do not."""
         ray, ends = self._ray, Ends()
-        asked = {actor.follow.remote(FOLLOW): number for number, actor in enumerate(actors)}
-        until: float | None = None
-        while asked and (until is None or time.monotonic() < until):
+        patience = Patience(self._order, places, self._lines, self._clock)
+        # What was asked before a failure may be answered by a node that is lost since.
+        asked = {actor.follow.remote(FOLLOW): (number, False) for number, actor in enumerate(actors)}
+        while asked and not patience.over(ends, [number for number, _ in asked.values()], self._signal is not None):
             self._pass_on(actors, ends)
             done, _ = ray.wait(list(asked), num_returns=1, timeout=1.0)
             for reference in done:
-                number = asked.pop(reference)
+                number, after = asked.pop(reference)
                 try:
                     text, code = ray.get(reference)
+                    if after:
+                        patience.answers(number)
                 except ray.exceptions.ActorUnavailableError:
                     # Ray does not know yet whether it has died.
-                    time.sleep(0.2)
+                    self._clock.sleep(0.2)
                     text, code = "", None
                 except ray.exceptions.RayActorError:
                     ends.lost.append(number)
                     text, code = "", LOST
                 self._lines.add(number, text)
                 if code is None:
-                    asked[actors[number].follow.remote(FOLLOW)] = number
+                    asked[actors[number].follow.remote(FOLLOW)] = (number, ends.failed)
                 elif number not in ends.lost:
                     ends.codes[number] = code
-            until = self._deadline(ends, until)
+        if ends.failed and not ends.lost:
+            ends.silent = patience.unheard([number for number, _ in asked.values()])
         return ends
-
-    def _deadline(self, ends: Ends, before: float | None) -> float | None:
-        """Until when the programs that are left may run."""
-        now = time.monotonic()
-        if self._signal is not None:
-            self._until = self._until or now + self._order.grace + PATIENCE
-            return self._until
-        if ends.lost:
-            return now
-        if ends.failed:
-            return min(before or now + PATIENCE, now + PATIENCE)
-        seconds = UNLIMITED if self._order.goes_on else WAIT_SECONDS
-        return before or (now + seconds if ends.codes and seconds else None)
 
     def _pass_on(self, actors: list[Any], ends: Ends) -> None:
         """Send the programs the signal that the driver has got."""

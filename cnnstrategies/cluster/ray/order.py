@@ -48,10 +48,12 @@ class Ends:
     Attributes:
         codes: Exit codes by node.
         lost: Nodes whose actor has died.
+        silent: Nodes that have not answered since another's program has failed, and of which Ray says nothing.
     """
 
     codes: dict[int, int] = field(default_factory=dict)
     lost: list[int] = field(default_factory=list)
+    silent: list[int] = field(default_factory=list)
 
     @property
     def failed(self) -> bool:
@@ -61,11 +63,19 @@ class Ends:
     @property
     def code(self) -> int:
         """The run's exit code."""
+        if self.lost or self.silent:
+            return LOST  # A program that waits for such a node in vain says that it was started wrongly.
         codes = [abs(code) if code >= 0 else 128 - code for code in self.codes.values() if code]
-        return REFUSED if REFUSED in codes else (codes[0] if codes and not self.lost else LOST * self.failed)
+        return REFUSED if REFUSED in codes else (codes[0] if codes else 0)
 
     def why(self, places: list[Place]) -> str:
-        """What has failed, in words."""
-        lost = [f"node {node} ({places[node].host}, {places[node].address}) was lost" for node in self.lost]
-        ended = [f"node {node} ended with code {code}" for node, code in self.codes.items() if code]
-        return "; ".join(lost or ended)
+        """What has failed, in words: first the cause, if it is known."""
+        gone = [f"{_named(node, places)} was lost" for node in self.lost]
+        gone += [f"{_named(node, places)} does not answer" for node in self.silent]
+        then = " then" if gone else ""
+        failed = [f"node {node}{then} ended with code {code}" for node, code in self.codes.items() if code]
+        return "; ".join(gone + failed)
+
+
+def _named(node: int, places: list[Place]) -> str:
+    return f"node {node} ({places[node].host}, {places[node].address})"

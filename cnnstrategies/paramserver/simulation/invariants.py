@@ -1,5 +1,7 @@
 """What must hold in every simulated run of the coordinator, with the numbers of the design's list."""
 
+from itertools import pairwise
+
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
@@ -185,7 +187,7 @@ class Invariants:
         return process.peer == peer and process.alive and process.ended is not None and process.ended.clean
 
     def _check_ends(self) -> None:
-        victims = self._victims()
+        victims = self._victims() | self._unheard()
         for process in self._world.processes.values():
             ended = process.ended
             if not process.alive or ended is None or ended.clean or process.peer.role == "coordinator":
@@ -197,6 +199,14 @@ class Invariants:
                 raise ViolationError(f"17: {process} ends naming no cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
                 raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
+
+    def _unheard(self) -> set[str]:
+        """Who has ended since a coordinator was killed again before it could tell all that it is there."""
+        kills = sorted(fault.at for fault in self._world.faults.timed if fault[:2] == ("kill", "coordinator"))
+        if all(after - before > self._settings.timeout for before, after in pairwise(kills)):
+            return set()
+        ends = ((process.peer, process.ended) for process in self._world.processes.values())
+        return {str(peer) for peer, ended in ends if ended is not None and "was silent" in ended.reason}
 
     def _is_needed(self, process: Process, victims: set[str]) -> bool:
         """Whether the victims make a run end, or this process."""

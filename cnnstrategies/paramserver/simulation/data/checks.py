@@ -10,7 +10,7 @@ from cnnstrategies.paramserver.specification import Specification
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
 HARD = 0.55  # times the time-out: a fault that a run may have to go on without its victim
-OFTEN = 6  # breaks of a connection within the time-out: as if it was cut
+OFTEN = 5  # messages that are lost within a time-out: as if the connection was cut
 ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something
 
 
@@ -105,12 +105,15 @@ class Checks:
             raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
 
     def _was_cut_off(self, worker: str, reason: str) -> bool:
-        """Whether a worker's connection to the server that it names broke again and again."""
-        since = self._world.now - self._specification.patience
-        return any(
-            one == worker and f"had no answer from {server}" in reason and sum(at > since for at in times) >= OFTEN
-            for (one, server), times in self._members.broken.items()
-        )
+        """Whether the connection that a worker names, of its own or of two servers, broke again and again."""
+        now = self._world.now
+        for (one, other), times in self._members.broken.items():
+            silent = other == worker and f"had no answer from {one}" in reason
+            deaf = any(f"{a} has heard nothing from {b}" in reason for a, b in ((one, other), (other, one)))
+            since = now - (self._specification.deaf_after if deaf else self._specification.patience)
+            if (silent or deaf) and sum(at > since for at in times) >= OFTEN:
+                return True
+        return False
 
     def _was_silent(self, reason: str) -> bool:
         """Whether a server was not heard for long because what it had sent was lost before it was hit."""

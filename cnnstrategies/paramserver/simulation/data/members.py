@@ -55,7 +55,7 @@ class Members:
         over: Why the run cannot go on.
         losses: The slices that a server with a snapshot lacks updates of which workers have seen.
         restored: The servers that did.
-        broken: When the connection between a worker and a server broke, by their names.
+        broken: When a message between two processes was lost, by their names in the alphabet's order.
     """
 
     def __init__(
@@ -198,9 +198,8 @@ class Members:
         """A message was lost."""
         if "worker" in (one.role, other.role):
             self._wires.cut(one, other)
-            worker, server = (one, other) if one.role == "worker" else (other, one)
-            names = f"worker {worker.id}", f"server {server.id}"
-            self.broken.setdefault(names, []).append(self._world.now)
+        first, second = sorted(f"{peer.role} {peer.id}" for peer in (one, other))
+        self.broken.setdefault((first, second), []).append(self._world.now)
 
     def _sent(self, sender: Process, send: Send) -> None:
         """In some runs a server is killed just when it gives an answer."""
