@@ -1,5 +1,6 @@
 """What the workers of a run tell each other: through the coordinator, not through a torch process group."""
 
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -55,7 +56,7 @@ class WorkerGroup:
         """
         self.rank, self.world_size, self.insecure = rank, world_size, place.insecure
         self._alone = False
-        self.run_address = RunAddress(place.coordinator, place.key_file)
+        self.run_address = RunAddress(place.coordinator, place.key_file and str(Path(place.key_file).resolve()))
         self._membership = Membership(worker_address(options, place, rank), keys=load_keys(place.key_file))
         self._collectives = Collectives(self._membership)
 
