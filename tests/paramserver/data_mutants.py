@@ -249,13 +249,6 @@ MUTANTS = [
         seed=2968,
     ),
     ProtocolMutant(
-        "first values are taken although steps were made",
-        "server.handlers:Handlers",
-        "return self._mode.begun and not self._restored and not self._shard.ready",
-        "return False",
-        seed=60244,
-    ),
-    ProtocolMutant(
         "newcomers wait for a step that was lost with all who had pushed it, and with two servers",
         "server.handlers:Handlers",
         "if not given and self._is_missed(step - 1):",

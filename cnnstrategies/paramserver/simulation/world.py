@@ -101,7 +101,7 @@ class World:
         progress: When a program last had a result.
         trace: Filled with a line for each event if it is a list.
         on_send: Called with each message that is sent.
-        on_lost: Called with each message that is lost.
+        on_lost: Called with sender and receiver of each message that is lost, and whether one of them is cut off.
         on_death: Called with each process that was killed.
         tcp: Whether what a process has sent is partly lost with it when it is killed.
         on_node: Says which processes run on a node, but for its supervision.
@@ -115,7 +115,7 @@ class World:
         self.progress = 0.0
         self.trace: list[str] | None = None
         self.on_send: Callable[[Process, Send], None] = lambda sender, send: None
-        self.on_lost: Callable[[Peer, Peer], None] = lambda sender, receiver: None
+        self.on_lost: Callable[[Peer, Peer, bool], None] = lambda sender, receiver, cut: None
         self.on_death: Callable[[Process], None] = lambda process: None
         self.on_node: Callable[[int], list[Process]] = lambda node: []
         self.on_step: Callable[[Process], None] = lambda process: None
@@ -272,7 +272,7 @@ class World:
             fate = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
             self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{fate}")
         if not arrivals:
-            self.on_lost(sender.peer, send.to)
+            self.on_lost(sender.peer, send.to, cut)
         for arrival in arrivals:
             self.at(arrival, partial(self._deliver, sender.peer, send, link))
 

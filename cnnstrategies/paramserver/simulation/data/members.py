@@ -55,7 +55,7 @@ class Members:
         over: Why the run cannot go on.
         losses: The slices that a server with a snapshot lacks updates of which workers have seen.
         restored: The servers that did.
-        broken: When a message between two processes was lost, by their names in the alphabet's order.
+        broken: When a message between two processes was lost by chance, by their names in the alphabet's order.
     """
 
     def __init__(
@@ -194,12 +194,13 @@ class Members:
 
     # Membership
 
-    def _break(self, one: Peer, other: Peer) -> None:
-        """A message was lost."""
+    def _break(self, one: Peer, other: Peer, cut: bool) -> None:
+        """A message was lost: by chance, if nobody is cut off."""
         if "worker" in (one.role, other.role):
             self._wires.cut(one, other)
-        first, second = sorted(f"{peer.role} {peer.id}" for peer in (one, other))
-        self.broken.setdefault((first, second), []).append(self._world.now)
+        if not cut:
+            first, second = sorted(f"{peer.role} {peer.id}" for peer in (one, other))
+            self.broken.setdefault((first, second), []).append(self._world.now)
 
     def _sent(self, sender: Process, send: Send) -> None:
         """In some runs a server is killed just when it gives an answer."""
