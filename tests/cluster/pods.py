@@ -241,6 +241,8 @@ def _enter(pod: Pod, hosts: Path) -> None:
     _check(_libc.unshare(CLONE_NEWNS | CLONE_NEWUTS))
     socket.sethostname(pod.name)
     _check(_libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    # Of its own: a mount point that another test removes is gone here, too.
+    _check(_libc.mount(b"tmpfs", b"/run", b"tmpfs", 0, None))
     bind(hosts, Path("/etc/hosts"))
 
 

@@ -3,7 +3,6 @@
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +93,6 @@ def cluster() -> Iterator[Cluster]:
             yield made
         finally:
             made.remove()
-            for path in ("config", "keys", ""):
-                with suppress(OSError):
-                    (Path("/run/cnnstrategies") / path).rmdir()
 
 
 def test_pods_that_are_drained_or_lost_go_on_with_every_strategy(cluster: Cluster, tmp_path: Path) -> None:
