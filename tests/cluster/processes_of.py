@@ -1,5 +1,6 @@
 """Programs of a test: their environment, and the processes that they started."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -55,18 +56,23 @@ class Program:
         """The process id of a rank below this program."""
         wanted = f"RANK={number}".encode()
         for process in _below(self.process.pid):
-            if wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
-                return process
+            with contextlib.suppress(OSError):  # It has ended.
+                if wanted in Path(f"/proc/{process}/environ").read_bytes().split(b"\0"):
+                    return process
         raise AssertionError(f"no process of rank {number}:\n{self.output()}")
 
     def end(self) -> None:
         for process in (*_below(self.process.pid), self.process.pid):
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self.process.wait()
 
 
 def _below(parent: int) -> list[int]:
-    children = [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    try:
+        children = [int(word) for word in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+    except OSError:  # It has ended.
+        return []
     return [*children, *(process for child in children for process in _below(child))]
 
 

@@ -3,6 +3,7 @@
 Every test also checks that nothing is left behind: `run_cli` fails for processes, `Run` for directories of sockets.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -62,11 +63,11 @@ class Kill(Callback):
     def find(self) -> int:
         if self.victim == "self":
             return os.getpid()
-        for directory in Path("/proc").iterdir():
-            if directory.name.isdigit():
-                name, _, rest = directory.joinpath("stat").read_text().rpartition(")")
+        for status in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # Others end meanwhile.
+                name, _, rest = status.read_text().rpartition(")")
                 if name.endswith(f"({self.victim}") and int(rest.split()[1]) == os.getppid():
-                    return int(directory.name)
+                    return int(status.parent.name)
         raise AssertionError(f"no process {self.victim}")
 
 
