@@ -22,11 +22,10 @@ from cnnstrategies.planning.settings import Setting
 
 RUNS = 10
 LIMITS = """\
-**Not reached: two of ten runs name a winner.** What was seen: the side that is started last is quicker than the default
-in eight of ten runs, by 2 to 13 %, and one of two equal processes can be a tenth quicker in all of its rounds. Fresh
-rounds of the same processes confirm that. Tried since these ten runs: other processes for the fresh rounds (one of four
-runs still named a winner, 1.10 [1.04, 1.19]), and these started in the other order, which is what `tune` does now where
-a gain is below a quarter. That is not measured yet, nor is the cause known."""
+What was seen before: one of two equal processes can be a tenth quicker in all of its rounds, as fresh rounds of the
+same processes confirm (Mytkowicz et al., ASPLOS 2009, have causes), and two of ten runs named a winner. Tried then:
+other processes for the fresh rounds, and these started in the other order. Since then a gain below a quarter must show
+in each of three new pairs of processes, started in alternating order."""
 SIDES = ("first", "second")
 
 
