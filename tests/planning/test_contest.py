@@ -17,7 +17,7 @@ from cnnstrategies.planning.trial import TrialError
 
 pytestmark = pytest.mark.light
 SPEEDS = {None: 1.0, "fast": 1.5, "faster": 2.0, "slow": 0.6, "even": 1.0, "wrong": 3.0, "new": 1.2, "lucky": 1.15}
-SPEEDS["lucky twice"] = SPEEDS["lucky"]
+SPEEDS |= {"lucky twice": SPEEDS["lucky"], "luckier": 1.202}
 
 
 class Pretended:
@@ -33,7 +33,7 @@ class Pretended:
         self.kind = values.get("kind")
         starts = [one for one in Pretended.started if one == self.kind]
         Pretended.started.append(self.kind)
-        luck = {"lucky": 1, "lucky twice": 2}.get(str(self.kind), len(starts) + 1)
+        luck = {"lucky": 1, "luckier": 1, "lucky twice": 2}.get(str(self.kind), len(starts) + 1)
         self.speed = SPEEDS.get(self.kind, 1.0) if len(starts) < luck else 1.0
         self.draw = random.Random(str(self.kind))  # Not its hash, which differs from process to process.
         Pretended.open.add(self)
@@ -119,6 +119,13 @@ def test_a_small_gain_that_is_there_in_each_pair_of_processes_wins(pretended):
     assert winner is None
     assert rows["lucky twice"].verdict.low < 1.02
     assert Pretended.started == [None, "lucky twice", "lucky twice", None, None, "lucky twice"]
+
+
+def test_when_the_best_was_lucky_the_next_is_tried(pretended):
+    winner, rows = pretended(setting("new", Effect.LEARNING), setting("luckier"))
+    assert winner is not None
+    assert winner.name == "new"
+    assert rows["luckier"].verdict.outcome in ("no difference", "undecided", "behind")
 
 
 def test_a_gain_that_time_does_not_suffice_to_confirm_is_undecided(pretended, monkeypatch):
