@@ -1,5 +1,7 @@
 """What was chosen as a YAML file that goes behind a configuration."""
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write lines of a configuration, whole or not at all.
+    """Write lines of a configuration, whole or not at all; of programs that do so together, the last one's stay.
 
     Args:
         path: The file.
@@ -40,6 +42,6 @@ def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[st
         comment: Lines for its head.
     """
     text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
-    part = path.with_name(f"{path.name}.partial")
+    part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     part.write_text("".join(f"# {line}\n" for line in comment) + text, encoding="utf-8")
     part.replace(path)

@@ -169,6 +169,22 @@ def test_settings_are_combined_in_all_ways():
     assert combined[-1] == Setting("last, compiled, bf16", {"a": 1, "b": 2, "c": 3}, Effect.LEARNING)
 
 
+def test_programs_that_write_the_same_overlay_do_not_take_each_others_file(tmp_path, monkeypatch):
+    """As those of a sweep do that end at once."""
+    replace, names = Path.replace, []
+
+    def note(self, target):
+        names.append(self.name)
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", note)
+    for process in (1, 2):
+        monkeypatch.setattr("os.getpid", lambda process=process: process)
+        write_commented(tmp_path / "best.yaml", {"seed_everything": process})
+    assert len(set(names)) == 2
+    assert [file.name for file in tmp_path.iterdir()] == ["best.yaml"]
+
+
 def test_an_overlay_is_nested_yaml_with_one_callback(tmp_path):
     values = {"trainer.precision": "bf16-mixed", "ComputeSettings.channels_last": True}
     write_commented(tmp_path / "tuned.yaml", nested(values), ["twice as fast"])
