@@ -255,10 +255,12 @@ class Handlers:
     # Of other servers
 
     def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
+        if not isinstance(self._mode, Synchronous):
+            self._shard.relay_begins(server, self._options_in(header, payload))
+            return
         values = unpack_json(payload, header)
         self._shard.relay_begins(server, check_options(values["options"], self._groups))
-        if isinstance(self._mode, Synchronous):
-            self._mode.told(values)
+        self._mode.told(values)
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
         described = unpack_json(payload, header)

@@ -51,6 +51,7 @@ class Synchronous:
         self._view = View(-1, (), ())
         self._servers: frozenset[int] = frozenset()
         self._homes = {frozenset(slice_.servers) for slice_ in cut(specification)}
+        self._lacks_a_home = False  # A slice does: asked for each vote, so not looked for each time.
         self.leader = server
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
@@ -85,6 +86,7 @@ class Synchronous:
         """Go on with another view: without the dead workers, and with what this server now is the primary of."""
         led, self._view = self.leader == self._server and self._view.number >= 0, view
         self._servers = frozenset(server.id for server in view.servers)
+        self._lacks_a_home = not all(home & self._servers for home in self._homes)
         self.leader = min(((view.age(server), server.id) for server in view.servers), default=(0, self._server))[1]
         lives = {worker.id: worker.incarnation for worker in view.workers}
         if lives and not self._begun_with:
@@ -242,7 +244,7 @@ class Synchronous:
         """As leader: decide the present step if all servers have what it needs."""
         if self.leader != self._server or not self.roll.complete:
             return
-        if not all(home & self._servers for home in self._homes):
+        if self._lacks_a_home:
             return  # One that comes back with its snapshot may know a decision that nobody else has heard of.
         self._go_back()
         step = self.clock.step
