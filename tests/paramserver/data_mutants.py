@@ -270,13 +270,6 @@ MUTANTS = [
         seed=1070,
     ),
     ProtocolMutant(
-        "a server that others have not heard is not taken for dead although its workers do not hear it either",
-        "worker.connections:Connections",
-        " if self._heard.get(other, now) > since)",
-        ")",
-        seed=2405,
-    ),
-    ProtocolMutant(
         "a server that comes later lets workers go on before it has met all",
         "server.asynchronous:Asynchronous",
         "self.roll.call(self._lives.keys() - self.clock.known - {worker})",
@@ -289,5 +282,19 @@ MUTANTS = [
         "if step is None and not (self._free or self.roll.complete):",
         "if False:",
         seed=4376,
+    ),
+    ProtocolMutant(
+        "a server that follows a newer view than another counts as silent there",
+        "server.senders:Senders",
+        "life <= header.incarnation and",
+        "life <= header.incarnation <= self._view.number and",
+        seed=16409,
+    ),
+    ProtocolMutant(
+        "what a snapshot knows of steps counts for values that others have made from an older one",
+        "server.synchronous:Synchronous",
+        "None if self._decision is self._remembered and self._is_past else self._decision",
+        "self._decision",
+        seed=16870,
     ),
 ]

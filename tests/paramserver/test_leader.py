@@ -30,10 +30,12 @@ class Run:
     Args:
         versions: Of the servers' slices.
         workers: How many there are.
+        replication: Servers that have each slice; with 2 the snapshots hold the last decision, too.
     """
 
-    def __init__(self, versions: tuple[int, int], workers: int = 1) -> None:
-        self.specification: Specification = specify({"name": "SGD", "lr": 0.5}, workers, servers=2)
+    def __init__(self, versions: tuple[int, int], workers: int = 1, replication: int = 1) -> None:
+        optimizer = {"name": "SGD", "lr": 0.5}
+        self.specification: Specification = specify(optimizer, workers, servers=2, replication=replication)
         self.servers = []
         self.sequence = 0
         self.now = 0.0
@@ -41,6 +43,9 @@ class Run:
             store = Store(self.specification, [one for one in cut(self.specification) if server in one.servers])
             for key, value in store.values.items():
                 store.put(key, torch.zeros_like(value), version)
+            if replication > 1 and version > 0:
+                options = [group.options for group in self.specification.groups]
+                store.decided = Decision(version - 1, (0,), (0,), options, 1.0).as_dict()
             self.servers.append(Server(self.specification, server, store, restored=True))
         self.follow(View(6, SERVERS, tuple(WorkerInfo(worker) for worker in range(workers))))
 
@@ -155,3 +160,22 @@ def test_newcomers_wait_for_the_decision_of_a_step_whose_pushes_are_there() -> N
     run.act(run.servers[1].on_message(run.now, b"", "", header, memoryview(bytearray(text))))
     assert run.versions(1) == {3}
     assert run.servers[1].handlers.lost_updates == 0
+
+
+@pytest.mark.parametrize("older", [0, 2])
+def test_what_a_newer_snapshot_knows_of_steps_ends_with_its_values(older: int) -> None:
+    """The other server has gone on from an older one before this one was back, and gives it copies."""
+    run = Run((older, 5), replication=2)
+    run.now += 1.0
+    run.act(run.servers[0].on_time(run.now))  # The other one notices that it has missed copies.
+    assert run.versions(1) == {older}
+    assert [server.mode.clock.step for server in run.servers] == [older, older]
+    run.say_hello(MEMBER, older)
+    run.push(older)
+    assert run.versions(0) == run.versions(1) == {older + 1}
+    decided = run.servers[1].store.decided
+    assert decided is not None
+    assert decided["step"] == older
+    run.follow(View(7, SERVERS[1:], (WorkerInfo(0),), lost=(0,)))
+    run.push(older + 1)
+    assert run.versions(1) == {older + 2}

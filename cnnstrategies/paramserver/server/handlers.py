@@ -265,8 +265,10 @@ class Handlers:
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
         described = unpack_json(payload, header)
         self._shard.copied(server, header, described, payload)
-        if header.kind == Kind.COPY and isinstance(self._mode, Synchronous) and described["decided"] is not None:
-            self._mode.told(described["decided"])
+        if header.kind == Kind.COPY and isinstance(self._mode, Synchronous):
+            self._mode.replaced(header.base)
+            if described["decided"] is not None:
+                self._mode.told(described["decided"])
 
     def _asked(self, server: int, header: Header, payload: memoryview) -> None:
         if self._gaps.asked(server, header.base):

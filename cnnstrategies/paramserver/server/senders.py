@@ -47,6 +47,11 @@ class Senders:
         """Whether a key belongs to a member."""
         return any(key == member for _, member in self._members.values())
 
+    def are_joined(self, header: Header, user: str) -> bool:
+        """Whether a message shows that the connection with another server holds, whether or not it is acted on."""
+        life, key = self._members.get(header.sender, (None, ""))
+        return life is not None and life <= header.incarnation and (user == key or not self._encrypted)
+
     def check(self, header: Header, user: str) -> bool:
         """Check who has sent a message, and count it.
 

@@ -191,10 +191,11 @@ class Server:
             self._outbox.effects.append(Say(text, False))
 
     def _handle(self, route: bytes, user: str, header: Header, payload: memoryview) -> None:
-        missed = self._senders.check(header, user)
         peer = header.sender & ~SERVER
+        if header.sender >= SERVER and self._senders.are_joined(header, user):
+            self._heard[peer] = self._now  # Also while it follows a view that this server has not heard of yet.
+        missed = self._senders.check(header, user)
         if header.sender >= SERVER:
-            self._heard[peer] = self._now
             if missed:
                 self._shard.relays_lost(peer)
                 self._outbox.to_server(peer, Kind.PING, base=self._gaps.found[peer])

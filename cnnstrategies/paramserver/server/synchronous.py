@@ -64,6 +64,8 @@ class Synchronous:
         self._expected = specification.workers
         self._begun_with = False  # A view has named workers.
         self._early: set[int] = set()
+        self._remembers = False  # Its step is a snapshot's.
+        self._remembered: Decision | None = None
 
     @property
     def finished(self) -> int:
@@ -127,7 +129,8 @@ class Synchronous:
             self._plan()
 
     def _send_status(self) -> None:
-        decision = None if self._decision is None else self._decision.as_dict()
+        known = self._known
+        decision = None if known is None else known.as_dict()
         report = {"decision": decision, "complete": sorted(self._voted)}
         self._outbox.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
 
@@ -157,7 +160,30 @@ class Synchronous:
         """The slices come from a snapshot, and with them what was decided by then."""
         if self._shard.store.decided is not None:
             self._decide(Decision.from_dict(self._shard.store.decided))
+        self._remembers, self._remembered = True, self._decision
         self.caught_up(min(self._shard.store.versions.values(), default=0))
+
+    @property
+    def _is_past(self) -> bool:
+        """Whether this server has come back with a snapshot of slices that others are the primaries of.
+
+        They may have gone on from an older one while it was away: of what it knows of steps no value is left then.
+        """
+        return self._remembers and not self._shard.own
+
+    @property
+    def _known(self) -> Decision | None:
+        """The last decision that counts."""
+        return None if self._decision is self._remembered and self._is_past else self._decision
+
+    def replaced(self, step: int) -> None:
+        """A copy, which counts as that of a step, has taken the place of a snapshot's slice."""
+        if not self._is_past:
+            return
+        self._decision = known = self._known
+        self._shard.store.decided = None if known is None else known.as_dict()
+        self._remembers = False
+        self.clock.go_back(step if known is None else max(step, known.step + 1))
 
     def caught_up(self, step: int) -> None:
         """The slices come from a snapshot, and now count as those of a step."""
@@ -274,7 +300,7 @@ class Synchronous:
                 self._outbox.to_server(server.id, kind, json=values, **fields)
 
     def _decide(self, decision: Decision) -> None:
-        known = self._decision
+        known = self._known
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
             return
         if known is None or decision.step > known.step:
