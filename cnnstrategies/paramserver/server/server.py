@@ -78,7 +78,7 @@ class Server:
         self._deaf_after = specification.deaf_after
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
         self._now = 0.0
-        self._pinged = self._signed = 0.0
+        self._pinged = self._gave_sign = 0.0
         self._heard: dict[int, float] = {}  # when each other server was
         self._heard_workers: set[int] = set()
 
@@ -140,8 +140,8 @@ class Server:
             self._handle(route, user, header, payload)
         except InvalidMessageError as error:
             self.drop(str(error))
-        except (KeyError, TypeError, ValueError, IndexError, OverflowError, AssertionError) as error:
-            self.drop(f"contents of another form ({type(error).__name__})")
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError, AssertionError) as wrong:
+            self.drop(f"contents of another form ({type(wrong).__name__})")
         return self._outbox.take()
 
     def on_time(self, now: float) -> Effects:
@@ -150,8 +150,8 @@ class Server:
         Now and then other servers are told what has been missed of theirs; it also shows them what they missed.
         """
         self._goes_on(now)
-        if now - self._signed > self._sign_seconds:
-            self._signed = now
+        if now - self._gave_sign > self._sign_seconds:
+            self._gave_sign = now
             self._outbox.sign(self._heard_workers)
             self._heard_workers.clear()
         if now - self._pinged > PING_SECONDS:

@@ -45,6 +45,12 @@ class Failure(NamedTuple):
         what = self.outcome if isinstance(self.outcome, str) else explain(self.seed, self.outcome, PLANES[self.plane])
         return f"{self.plane} plane, {what}"
 
+    @property
+    def brief(self) -> str:
+        """Which rule is violated, without a search for the fewest faults with which it is."""
+        what = self.outcome if isinstance(self.outcome, str) else f"seed {self.seed}: {self.outcome.violation}"
+        return f"{self.plane} plane, {what}"
+
 
 class Part(NamedTuple):
     """What came of some seeds.
@@ -126,6 +132,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first: to see one again")
     parser.add_argument("--processes", type=int, default=1, help="that share the seeds")
     parser.add_argument("--keep-going", action="store_true", help="run the other seeds too when one fails")
+    parser.add_argument("--brief", action="store_true", help="do not explain a seed that fails, which takes a while")
     arguments = parser.parse_args()
     seeds = range(arguments.first, arguments.first + arguments.seeds)
     shown = sys.stdout.isatty()  # Else a line now and then, that is kept.
@@ -138,7 +145,7 @@ def main() -> None:
             for plane, injected in part.counts.items():
                 counts[plane] += injected
             for failure in part.failures:
-                print(f"\n{failure}", flush=True)
+                print(f"\n{failure.brief if arguments.brief else failure}", flush=True)
                 failed.append(failure.seed)
                 if not arguments.keep_going:
                     sys.exit(1)

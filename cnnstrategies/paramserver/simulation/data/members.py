@@ -92,7 +92,7 @@ class Members:
         world.on_lost = self._break
         timeout = specification.timeout
         for fault in world.faults.timed:
-            if fault.seconds > timeout and fault.kind not in (*DEADLY, "sleep"):
+            if fault.seconds > timeout and fault.kind != "sleep" and fault.kind not in DEADLY:
                 world.at(fault.at + timeout * self._seconds(1.0, 1.2), lambda fault=fault: self._silent(fault))  # type: ignore[misc]
         if specification.snapshot_every and draw(seed, 68) < 0.5:
             world.at(self._seconds(0.0, busy), lambda: self._fill(True))
