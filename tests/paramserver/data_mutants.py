@@ -297,4 +297,11 @@ MUTANTS = [
         "self._decision",
         seed=16870,
     ),
+    ProtocolMutant(
+        "newcomers wait for a step that was lost with all who had its values",
+        "server.handlers:Handlers",
+        "return isinstance(self._mode, Synchronous) and self._mode.is_missed(step)",
+        "return self._restored and isinstance(self._mode, Synchronous) and self._mode.is_missed(step)",
+        seed=44894,
+    ),
 ]

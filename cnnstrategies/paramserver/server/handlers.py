@@ -164,8 +164,8 @@ class Handlers:
         return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
 
     def _is_missed(self, step: int) -> bool:
-        """Whether a step that came after the snapshot cannot be made here any more."""
-        return self._restored and isinstance(self._mode, Synchronous) and self._mode.is_missed(step)
+        """Whether a decided step cannot be made here any more: it came after a snapshot, or is lost for ever."""
+        return isinstance(self._mode, Synchronous) and self._mode.is_missed(step)
 
     def _behind(self, who: Who, step: int, answered: frozenset[int], first: int) -> dict[int, int]:
         """The own slices that lack updates that a worker knows of, and how many.

@@ -183,8 +183,11 @@ class Invariants:
                     raise ViolationError(f"12: {peer} is not in the result of its collective {sequence}")
 
     def _came_to_its_end(self, peer: Peer) -> bool:
+        """Whether a process has ended as planned. One that nobody has heard leave has told nobody what it knew."""
         process = self._world.processes[peer.role, peer.id]
-        return process.peer == peer and process.alive and process.ended is not None and process.ended.clean
+        ended = process.ended
+        heard = ended is not None and ended.clean and "may have gone before" not in ended.reason
+        return heard and process.peer == peer and process.alive
 
     def _check_ends(self) -> None:
         victims = self._victims() | self._unheard()
