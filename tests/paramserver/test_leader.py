@@ -9,7 +9,16 @@ from training import specify
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.effects import Effects, Parcel
-from cnnstrategies.paramserver.messages import SERVER, Encoding, Header, Kind, pack_json, pack_keys
+from cnnstrategies.paramserver.messages import (
+    NO_STEP,
+    SERVER,
+    Encoding,
+    Header,
+    Kind,
+    pack_json,
+    pack_keys,
+    unpack_json,
+)
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.roll_call import PATIENCE_SECONDS
 from cnnstrategies.paramserver.server.server import Server
@@ -30,24 +39,44 @@ class Run:
     Args:
         versions: Of the servers' slices.
         workers: How many there are.
-        replication: Servers that have each slice; with 2 the snapshots hold the last decision, too.
+        replication: Servers that have each slice.
+        decided: The snapshots hold the last decision, too.
+        late: The second server hears of the view later.
+        life: Of the workers; those that made the last step had the first.
+
+    Attributes:
+        begins: The steps that workers were told to begin with.
     """
 
-    def __init__(self, versions: tuple[int, int], workers: int = 1, replication: int = 1) -> None:
+    def __init__(
+        self,
+        versions: tuple[int, int],
+        workers: int = 1,
+        replication: int = 1,
+        decided: bool = False,
+        late: bool = False,
+        life: int = 0,
+    ) -> None:
         optimizer = {"name": "SGD", "lr": 0.5}
         self.specification: Specification = specify(optimizer, workers, servers=2, replication=replication)
         self.servers = []
+        self.life = life
         self.sequence = 0
         self.now = 0.0
         for server, version in enumerate(versions):
             store = Store(self.specification, [one for one in cut(self.specification) if server in one.servers])
             for key, value in store.values.items():
                 store.put(key, torch.zeros_like(value), version)
-            if replication > 1 and version > 0:
+            if decided and version > 0:
                 options = [group.options for group in self.specification.groups]
                 store.decided = Decision(version - 1, (0,), (0,), options, 1.0).as_dict()
             self.servers.append(Server(self.specification, server, store, restored=True))
-        self.follow(View(6, SERVERS, tuple(WorkerInfo(worker) for worker in range(workers))))
+        self.begins: list[int] = []
+        view = View(6, SERVERS, tuple(WorkerInfo(worker, life) for worker in range(workers)))
+        if late:
+            self.act(self.servers[0].follow(self.now, view))
+        else:
+            self.follow(view)
 
     def follow(self, view: View) -> None:
         """Tell the servers who is a member."""
@@ -57,7 +86,12 @@ class Run:
     def act(self, effects: Effects) -> None:
         """Have the servers hear of each other's messages, and do what is left to be done."""
         for effect in effects:
-            if isinstance(effect, Parcel) and isinstance(effect.to, int):
+            if not isinstance(effect, Parcel):
+                continue
+            if effect.header.kind == Kind.WELCOME:
+                told = unpack_json(memoryview(bytearray(effect.payload)), effect.header)
+                self.begins += [effect.header.step] if told.get("counted") else []
+            elif isinstance(effect.to, int):
                 receiver = self.servers[effect.to]
                 self.act(receiver.on_message(self.now, b"", "", effect.header, memoryview(bytearray(effect.payload))))
         for server in self.servers:
@@ -77,7 +111,14 @@ class Run:
             self.sequence += 1
             size = len(text) + len(payload)
             header = Header(
-                kind, worker, self.specification.session, self.sequence, length=size, meta=len(text), **fields
+                kind,
+                worker,
+                self.specification.session,
+                self.sequence,
+                incarnation=self.life,
+                length=size,
+                meta=len(text),
+                **fields,
             )
             route = str(worker).encode()
             self.act(server.on_message(self.now, route, "", header, memoryview(bytearray(text + payload))))
@@ -165,7 +206,7 @@ def test_newcomers_wait_for_the_decision_of_a_step_whose_pushes_are_there() -> N
 @pytest.mark.parametrize("older", [0, 2])
 def test_what_a_newer_snapshot_knows_of_steps_ends_with_its_values(older: int) -> None:
     """The other server has gone on from an older one before this one was back, and gives it copies."""
-    run = Run((older, 5), replication=2)
+    run = Run((older, 5), replication=2, decided=True)
     run.now += 1.0
     run.act(run.servers[0].on_time(run.now))  # The other one notices that it has missed copies.
     assert run.versions(1) == {older}
@@ -179,3 +220,16 @@ def test_what_a_newer_snapshot_knows_of_steps_ends_with_its_values(older: int) -
     run.follow(View(7, SERVERS[1:], (WorkerInfo(0),), lost=(0,)))
     run.push(older + 1)
     assert run.versions(1) == {older + 2}
+
+
+def test_a_newcomer_is_told_where_to_begin_when_all_who_have_come_back_have_said_what_they_know() -> None:
+    run = Run((0, 5), decided=True, late=True, life=1)
+    run.say_hello({"joins": True}, NO_STEP)
+    assert run.begins == []
+    run.follow(View(6, SERVERS, (WorkerInfo(0, 1),)))
+    run.say_hello({"joins": True}, NO_STEP)
+    assert run.begins == [5, 5]
+    run.say_hello({**NEWCOMER, "first": 5, "request": 5}, 5)
+    run.push(5)
+    assert run.versions(0) == run.versions(1) == {6}
+    assert [server.handlers.lost_updates for server in run.servers] == [5, 0]

@@ -134,8 +134,16 @@ class Synchronous:
         report = {"decision": decision, "complete": sorted(self._voted)}
         self._outbox.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
 
-    def join(self, worker: int, step: int | None) -> int:
-        """Count a worker from now on, or from the step at which it is; :meth:`here` comes next."""
+    def join(self, worker: int, step: int | None) -> int | None:
+        """Count a worker from now on, or from the step at which it is; :meth:`here` comes next.
+
+        Returns:
+            The step to begin with. None for a newcomer while a leader that has come back with a snapshot has not heard
+            of all servers under this view: another's may know of later steps.
+        """
+        leads = self.leader == self._server and self._remembers
+        if step is None and leads and self._reports.complete(self.clock.step) is None:
+            return None
         if step is not None and step > self.clock.step and not self._shard.own:
             # It has been through the steps before. A leader that has come back from a snapshot has no decision to tell.
             self.clock.decide(step - 1, ())
@@ -200,8 +208,8 @@ class Synchronous:
 
     def is_missed(self, step: int) -> bool:
         """Whether a step that others have made cannot be made here: all who could push it once more are gone."""
-        if self._decision is not None and self._decision.step == step:
-            return False  # It is made without them.
+        if self._decision is not None and self._decision.step == step and not self._remembers:
+            return False  # It is made without them; after a snapshot that would not be counted as lost.
         if not self.roll.complete or not self.clock.all_after(step):
             return False
         return all(reached != step for reached, _ in self._backlog.all_complete())  # Else its decision is on its way.

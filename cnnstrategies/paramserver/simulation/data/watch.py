@@ -53,7 +53,7 @@ class Watch:
         self._visible: dict[tuple[int, int, int], bytes] = {}
         self._epochs: dict[int, int] = {}
         self._forgiven: dict[int, int] = {}
-        self._members: dict[tuple[int, int], frozenset[Token]] = {}
+        self._members: dict[tuple[int, int], tuple[frozenset[Token], set[int]]] = {}  # and the slices that have them
         self._answered: dict[int, dict[Token, float]] = {}
         self._restored: dict[int, tuple[float, frozenset[Token]]] = {}
         self._lost: dict[int, set[Token]] = {}
@@ -151,7 +151,8 @@ class Watch:
         if own not in tokens and not forgiven:
             raise ViolationError(f"3: worker {worker} gets slice {key} without its own push of step {request - 1}")
         if self.aggregates and last and not forgiven:
-            told = self._members.setdefault((epoch, version), last)
+            told, keys = self._members.setdefault((epoch, version), (last, set()))
+            keys.add(key)
             if told != last and not self._torn(version - 1, told ^ last):
                 raise ViolationError(f"4: step {version - 1} has {sorted(told)} in one slice, {sorted(last)} in {key}")
         self._seen(key, tokens if self.aggregates else {own}, server, sent, now)
@@ -184,6 +185,11 @@ class Watch:
         self._lost[key] = {token for token in self._answered.get(key, {}) if token not in kept}
         self._restored[key] = now, kept
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
+        for place, (members, keys) in list(self._members.items()):
+            if not members <= kept:
+                keys.discard(key)  # Here that update is no more: others may make the step with whoever is there now.
+                if not keys:
+                    del self._members[place]
         self._epochs[key] = self._epochs.get(key, 0) + 1
         self._forgiven[key] = self.highest + 1
 
