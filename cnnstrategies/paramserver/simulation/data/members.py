@@ -4,7 +4,7 @@ That all members hear of all views is what the coordinator's own simulation show
 late, to each process at another time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -130,6 +130,7 @@ class Members:
             alone = [key for key in store.slices if self._is_alone(identity, key)]
             for key in alone:
                 self.watch.restored(key, store.values[key], self._world.now)
+            self._count_anew(alone)
             if contents is not None and life == 1:  # Else workers that know more than the first values end.
                 self.losses[peer] = set(alone)
             store.look(alone)
@@ -152,6 +153,10 @@ class Members:
             one != identity and self.servers[one].alive and one not in self._lost for one in self._slices[key].servers
         )
 
+    def _count_anew(self, keys: Collection[int], but: Peer | None = None) -> None:
+        """Some slices go on from a snapshot: what others have counted as lost they have counted from another one."""
+        self.losses = {one: own for one, own in self.losses.items() if one == but or not own.intersection(keys)}
+
     def _unfilled(self, identity: int) -> None:
         """A server is lost before one that was started again had its copies: those are two losses at once."""
         for slice_ in self._slices:
@@ -162,6 +167,7 @@ class Members:
             if not stores or any(slice_.key in store.whole for store in stores if isinstance(store, WatchedStore)):
                 continue
             peer = left[0].peer
+            self._count_anew((slice_.key,), peer)
             self.watch.restored(slice_.key, stores[0].values[slice_.key], self._world.now)
             if peer in self.losses:
                 self.losses[peer].add(slice_.key)

@@ -19,6 +19,7 @@ from cnnstrategies.paramserver.specification import Specification
 
 MOST_WORKERS = 4
 LIVES = 8
+HEARD = 1.4  # seconds in which all have heard that a process counts as dead: until then it goes on
 Token = tuple[int, int, int]
 """A worker, a step, and the worker's life."""
 Content = tuple[int, bytes]
@@ -170,7 +171,7 @@ class Watch:
     def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
         """Whether workers have died, and a server with what they had pushed: nobody can push that again."""
         since = self._begun.get(step, 0.0)
-        workers = {peer.id for at, peer in self._deaths["worker"] if at >= since}
+        workers = {peer.id for at, peer in self._deaths["worker"] if at >= since - HEARD}
         return workers >= {worker for worker, _, _ in tokens} and any(at >= since for at, _ in self._deaths["server"])
 
     def holds_all(self, key: int, value: Tensor) -> bool:
