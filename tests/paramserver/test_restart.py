@@ -134,6 +134,20 @@ def test_a_restart_waits_for_members_but_not_for_those_that_a_supervision_knows_
     assert [one.peer for one in run.coordinator.members] == [first, second]
 
 
+def test_who_waits_for_others_and_asks_is_not_silent() -> None:
+    """It has no view yet, and sends no heartbeats."""
+    run = Run(2)
+    run.coordinate(1)
+    first = run.worker(0)
+    for _ in range(25):
+        run.beat(first)
+    assert run.coordinator.recovers, "nobody knows a view, and the second has not come"
+    run.holds = lambda peer, message: peer == first
+    second = run.worker(1)
+    run.beat()
+    assert [one.peer for one in run.coordinator.members] == [first, second]
+
+
 def test_a_hello_to_the_coordinator_before_is_not_taken_for_a_report_however_late_it_comes() -> None:
     run, (first, second) = trained(2)
     fields = {"session": 0, "floor": 1, "process": 1, "host": "here", "endpoint": "", "public_key": ""}

@@ -84,13 +84,14 @@ class Restart:
             recovery.leave(sender)
         elif sender not in recovery.hellos:
             self._send(sender, Message("again"))
-        elif message.kind == "beat":
-            recovery.seen[sender] = now
-            self._send(sender, Message("pong", {"number": 0}))
-        elif message.kind == PROBE:
-            numbers = message.integers("ids")
-            why = [f"{role} {identity}" for role, identity, _ in recovery.missing()[:4]]
-            self._send(sender, Message(HELD, {"ids": numbers, "blames": [why] * len(numbers)}))
+        else:
+            recovery.seen[sender] = now  # By whatever it says: who has no view yet asks, and sends no heartbeats.
+            if message.kind == "beat":
+                self._send(sender, Message("pong", {"number": 0}))
+            elif message.kind == PROBE:
+                numbers = message.integers("ids")
+                why = [f"{role} {identity}" for role, identity, _ in recovery.missing()[:4]]
+                self._send(sender, Message(HELD, {"ids": numbers, "blames": [why] * len(numbers)}))
 
     def ended(self, life: Life, process: int, how: str | None, replaced: bool) -> bool:
         """A supervision says that a process has ended; whether that is kept until the reports are there."""
