@@ -226,6 +226,13 @@ MUTANTS = [
         "if False:",
         seed=1970,
     ),
+    ProtocolMutant(
+        "a coordinator to which nobody has reported in time takes up the next one that comes",
+        "coordinator.restart:Restart",
+        "admission.expect(now)  #",
+        "pass  #",
+        seed=61596,
+    ),
 ]
 
 

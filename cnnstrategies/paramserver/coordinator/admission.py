@@ -128,6 +128,10 @@ class Admission:
             set_up = member.acknowledged > 0 or now - member.came > self._settings.appear
             if str(member.peer) in blind and set_up:
                 self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
+        self.expect(now)
+
+    def expect(self, now: float) -> None:
+        """End the run if the time is up and somebody has never been there."""
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
             after = " after the coordinator was started again" if self._settings.term else ""
             self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s{after}")

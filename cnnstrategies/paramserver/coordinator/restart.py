@@ -149,6 +149,7 @@ class Restart:
         roster.publish()
         for peer, message in recovery.hellos.items():
             self._hello(recovery.seen[peer], peer, message)
+        admission.expect(now)  # At once: a report that comes now would meet a coordinator that knows nothing.
         for peer in recovery.reports:
             if roster.find(peer) is None and not roster.gone.get(peer):
                 self.forget(now, peer)  # It is refused, and hands over nothing: another is asked.
