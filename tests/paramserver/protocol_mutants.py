@@ -233,6 +233,13 @@ MUTANTS = [
         "pass  #",
         seed=61596,
     ),
+    ProtocolMutant(
+        "a coordinator that follows another takes it that all servers have been there when training began",
+        "coordinator.roster:Roster",
+        "for place in (*workers, *lost,",
+        "for place in (*workers, *itertools.product((SERVER,), range(self._servers if self.sealed else 0)), *lost,",
+        seed=74304,
+    ),
 ]
 
 

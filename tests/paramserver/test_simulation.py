@@ -134,6 +134,7 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((7281,), id="a worker begins again between the start of training and a restart"),
         pytest.param((11337,), id="a server dies and the run is over before the reports after a restart are there"),
         pytest.param((57518, 61596), id="somebody comes just when a coordinator has given up waiting for reports"),
+        pytest.param((74304,), id="a server that has never come is missed by a coordinator that follows another"),
         pytest.param((48027,), id="what workers know that nobody has heard leave may be agreed on once more"),
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
     ],

@@ -243,9 +243,8 @@ class Roster:
         self.lost_servers = set(state["lost"])
         self.gone = {Peer(*one[:4]): bool(one[4]) for one in state["gone"]}
         self._first_life = {(role, identity): life for role, identity, life in state["begun"]}
-        everybody = [
-            *itertools.product((WORKER,), range(self._workers)),
-            *itertools.product((SERVER,), range(self._servers)),
-        ]
-        for place in everybody if self.sealed else [peer[:2] for peer in self.gone]:
+        # All workers have met at the end of the set-up. That a server has been there its report shows, or its loss.
+        workers = itertools.product((WORKER,), range(self._workers) if self.sealed else ())
+        lost = itertools.product((SERVER,), self.lost_servers)
+        for place in (*workers, *lost, *(peer[:2] for peer in self.gone)):
             self.account_for(*place)
