@@ -23,13 +23,13 @@ from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.figures import figures_of
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
-from cnnstrategies.paramserver.coordinator.recovery import was_member
+from cnnstrategies.paramserver.coordinator.recovery import begun, was_member
 from cnnstrategies.paramserver.coordinator.restart import Parts, Restart
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog
-from cnnstrategies.paramserver.coordinator.window import WATCHER, Window
+from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER, Window
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
@@ -70,7 +70,7 @@ class Coordinator:
         self._effects: Effects = []
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
-        self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send)
+        self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
         self._rounds = Rounds(self._roster, self._answer, settings.essential)
         self._values = Values(self._answer)
         self._dispatcher = Dispatcher()
@@ -142,6 +142,8 @@ class Coordinator:
             ControlError: It is of an unknown kind or has other fields.
         """
         if sender.role == WATCHER:
+            if self._restart.waits and message.kind == PLACE:
+                return []  # Whose places are taken is not known yet: it asks again.
             return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self._ended))]
         session = message.integer("session")
         if session == self._settings.session:
@@ -276,8 +278,15 @@ class Coordinator:
             self._send(sender, Message(DONE, fields, request=message.request))
 
     def _is_late(self, sender: Peer, message: Message) -> bool:
-        """Whether a server has a part of the parameters, and the others go on without it."""
-        return sender.role == SERVER and self._roster.find(sender) is None and was_member(sender, message)
+        """Whether the others go on without a server that has a part of the parameters, or without all that one knows.
+
+        Who has joined the run may be the only one that is left of it: all others have begun anew.
+        """
+        if self._roster.find(sender) is not None:
+            return False
+        if self._roster.is_elastic(sender.role, sender.id):
+            return begun(message) not in (0, self._roster.begun)
+        return sender.role == SERVER and was_member(sender, message)
 
     def _turn_away(self, now: float, sender: Peer, message: Message) -> None:
         """Tell a process that is no member that it is none."""
@@ -338,6 +347,8 @@ class Coordinator:
         if self._ended is not None:
             return
         self._rounds.complete(now)
+        if self._rounds.may_let_in and self._dispatcher.can_spare(self._roster.of_the_run):
+            self._rounds.let_in(now)
         self._rounds.release()
         reason = self._rounds.over
         if reason is not None:
@@ -360,6 +371,8 @@ class Coordinator:
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
         told = message.integer("told") if member.peer.role == WORKER else 0
+        if "epoch" in message.fields:
+            self._dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
         self._go(now, member)
         self._leaving[member.peer] = _Leaving(message.request, self._roster.number, told)
 
@@ -369,7 +382,7 @@ class Coordinator:
         self._forget(now, member)
         if member.peer.role == WORKER:
             self._leave_group(now, member.peer.id)
-            if not self._roster.group:
+            if not self._roster.of_the_run:
                 self._finish("the session is over: every worker has left", clean=True)
 
     def _let_go(self) -> None:
@@ -403,7 +416,7 @@ class Coordinator:
             member.peer.id,
             message.integer("epoch"),
             message.integer("processed"),
-            self._roster.group,
+            self._roster.of_the_run,
             message.integer("ordinal"),
         )
         fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}

@@ -85,7 +85,7 @@ class Dispatcher:
             worker: Who asks.
             number: The epoch.
             processed: Positions that it has processed in this epoch, in the order in which it got them.
-            workers: All that take part.
+            workers: All that must have some of it. Another that asks gets what these can spare.
             ordinal: How often it has asked in this epoch; it gets the same if it asks the same again.
 
         Returns:
@@ -101,7 +101,7 @@ class Dispatcher:
         share.asked, share.last = ordinal, none
         share.advance(processed)
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
-        if not epoch.waiting or (share.taken and len(epoch.waiting) <= idle):
+        if not epoch.waiting or ((share.taken or worker not in workers) and len(epoch.waiting) <= idle):
             return none
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
@@ -128,6 +128,19 @@ class Dispatcher:
                 share.taken = sum(map(len, share.held))
                 share.last = share.held[-1] if share.held else Chunk(number, 0, 0)
                 share.advance(taken.processed)
+
+    def processed(self, worker: int, number: int, processed: int) -> None:
+        """A worker that leaves says how far it has come in an epoch: the rest of what it holds is another's."""
+        epoch = self._epochs.get(number)
+        if epoch is not None and worker in epoch.shares:
+            epoch.shares[worker].advance(processed)
+
+    def can_spare(self, workers: Collection[int]) -> bool:
+        """Whether one that joins now would get something of the newest epoch, whose own workers are these."""
+        if not self._epochs:
+            return False
+        epoch = self._epochs[max(self._epochs)]
+        return len(epoch.waiting) > sum(1 for one in workers if not self._has_some(epoch, one))
 
     def lose(self, worker: int) -> None:
         """A worker has died: what it had not processed is given out again, first."""
