@@ -226,6 +226,27 @@ MUTANTS = [
         "if False:",
         seed=1970,
     ),
+    ProtocolMutant(
+        "who joins begins before all servers know it",
+        "coordinator.meetings:Rounds",
+        "        self._hold(result, [(one, True) for one in joiners.values()])",
+        "        [self._tell(one, result, True) for one in joiners.values()]",
+        seed=15,
+    ),
+    ProtocolMutant(
+        "who joins and leaves does not say how far it has come",
+        "coordinator.coordinator:Coordinator",
+        'if "epoch" in message.fields:',
+        "if False:",
+        seed=16,
+    ),
+    ProtocolMutant(
+        "a place is given twice with the same life",
+        "coordinator.roster:Roster",
+        "self.number // TERM * LIVES",
+        "0",
+        seed=65,
+    ),
 ]
 
 

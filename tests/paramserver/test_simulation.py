@@ -119,7 +119,8 @@ def test_nothing_is_violated_in_the_first_seeds():
         outcome = simulate(seed)
         assert outcome.violation is None, explain(seed, outcome, simulate)
         counts += outcome.counts
-    for kind in ("kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"):
+    faults = "kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"
+    for kind in (*faults, "join", "join after a boundary"):
         assert counts[kind], kind
 
 
