@@ -93,7 +93,7 @@ class Coordinator:
             "take": self._take,
             "notice": self._notice,
             "give": self._give,
-            "end": lambda now, member, message: self._end(now, member.peer, message),
+            "end": self._end_by,
         }
         self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
             "died": self._died,
@@ -409,7 +409,10 @@ class Coordinator:
     def _epoch(self, now: float, member: Member, message: Message) -> None:
         number = message.integer("epoch")
         self._dispatcher.begin(number, message.integer("samples"), message.integer("chunk"))
-        self._answer(member.peer, Message(DONE, {"epoch": number}, request=message.request))
+        fields = {"epoch": number}
+        if self._settings.elastic:  # Who joins may have been told another size of its batches.
+            fields["samples"] = self._dispatcher.samples(number)
+        self._answer(member.peer, Message(DONE, fields, request=message.request))
 
     def _take(self, now: float, member: Member, message: Message) -> None:
         chunk = self._dispatcher.take(
@@ -441,6 +444,11 @@ class Coordinator:
     def _end(self, now: float, sender: Peer, message: Message) -> None:
         self._finish(message.string("message")[:4000], clean=message.flag("clean"))
         self._answer(sender, Message(DONE, request=message.request))
+
+    def _end_by(self, now: float, member: Member, message: Message) -> None:
+        if self._roster.is_elastic(*member.peer[:2]):
+            raise ControlError("who has joined a run does not end it")
+        self._end(now, member.peer, message)
 
     def _finish(self, text: str, clean: bool = False) -> None:
         """Tell everyone that the run is over, and why."""

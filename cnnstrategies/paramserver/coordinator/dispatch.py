@@ -44,6 +44,7 @@ class _Share:
 @dataclass
 class _Epoch:
     waiting: deque[Chunk]
+    samples: int
     shares: dict[int, _Share] = field(default_factory=dict)
 
 
@@ -73,7 +74,7 @@ class Dispatcher:
                 del self._epochs[old]
         starts = range(0, samples, chunk)
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
-        self._epochs[number] = _Epoch(deque(left + cut))
+        self._epochs[number] = _Epoch(deque(left + cut), samples)
 
     def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
         """The next chunk for a worker.
@@ -128,6 +129,10 @@ class Dispatcher:
                 share.taken = sum(map(len, share.held))
                 share.last = share.held[-1] if share.held else Chunk(number, 0, 0)
                 share.advance(taken.processed)
+
+    def samples(self, number: int) -> int:
+        """How many an epoch has; 0 of one that is forgotten."""
+        return self._epochs[number].samples if number in self._epochs else 0
 
     def processed(self, worker: int, number: int, processed: int) -> None:
         """A worker that leaves says how far it has come in an epoch: the rest of what it holds is another's."""
