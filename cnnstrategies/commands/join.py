@@ -20,6 +20,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.commands import lightning_cli
 from cnnstrategies.commands.errors import check_trainer_names
 from cnnstrategies.commands.failures import explain_run_error
 from cnnstrategies.commands.join_options import parse
@@ -132,6 +133,9 @@ def main(args: Sequence[str]) -> None:
         ConfigurationError: There is no such run, it lets nobody join, or the configuration is not its own.
         SystemExit: The run has failed; why has been said.
     """
+    if "--help" in args:  # All options of the configuration; those of its own are few.
+        lightning_cli.main(["fit", "--help"])
+        return
     options, words = parse(args[1:])
     address = RunAddress.find(options.run)
     if options.key_file is not None:
@@ -144,7 +148,7 @@ def main(args: Sequence[str]) -> None:
     sys.argv[1:] = ["fit", *words]
     quieten()
     try:
-        JoiningCLI(address, find_place(address, seconds=0.0))
+        JoiningCLI(address, find_place(address))
     except (RunEnded, ServersUnreachableError, RemovedError) as ended:
         if isinstance(ended, RunEnded) and ended.clean:
             print(f"Nothing to join at {address.coordinator}: {ended}", file=sys.stderr)

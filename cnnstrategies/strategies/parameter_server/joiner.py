@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -25,6 +26,7 @@ from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.state import restore_trainer, seed
 
 ANSWER_SECONDS = 2.0
+FIRST_SECONDS = 10.0  # without an answer
 PAUSE = 0.5  # seconds between two looks for a place
 OVER = "the run is over"
 BEATS = 4  # signs of life in the coordinator's time-out, at least
@@ -49,30 +51,28 @@ class Place:
     timeout: float
 
 
-def find_place(address: RunAddress, seconds: float | None) -> Place:
-    """Ask a run for a place, until it has one.
+def find_place(address: RunAddress, patience: float = FIRST_SECONDS, waits: bool = False) -> Place:
+    """Ask a run for a place.
 
     Args:
         address: Where its coordinator listens.
-        seconds: For how long it may have none; None for as long as it trains.
+        patience: Seconds without an answer: a coordinator may be starting again.
+        waits: Whether to wait for as long as all places are taken. Else for its time-out: one that was killed keeps its
+            place for that.
 
     Raises:
         ConfigurationError: Nobody answers, or it lets nobody join, or all places stay taken.
         RunEnded: It is over.
     """
     with Watcher(address.coordinator, load_keys(address.key_file)) as watcher:
-        until: float | None = None
+        heard, taken = time.monotonic(), None
         while True:
-            answer = watcher.place(ANSWER_SECONDS) or watcher.place(ANSWER_SECONDS)
+            answer, now = watcher.place(ANSWER_SECONDS), time.monotonic()
             if answer is None:
-                keys = (
-                    "it has keys: give --key_file" if address.key_file is None else f"not those of {address.key_file}"
-                )
-                raise ConfigurationError(
-                    f"no coordinator answers at {address.coordinator}: the run does not train, is not reached from "
-                    f"here, or its keys are others ({keys})"
-                )
-            fields = answer.fields
+                if now - heard > patience or _is_gone(address):
+                    raise _unanswered(address)
+                continue
+            heard, fields = now, answer.fields
             if fields["ended"] is not None:
                 raise RunEnded(OVER, clean=True)
             if not fields["elastic"]:
@@ -83,14 +83,27 @@ def find_place(address: RunAddress, seconds: float | None) -> Place:
             if "place" in fields:
                 names = "place", "life", "session", "workers", "timeout"
                 return Place(*(fields[name] for name in names))
-            now = time.monotonic()
-            until = now + (fields["timeout"] + PAUSE if seconds is None else seconds) if until is None else until
-            if seconds is not None and now > until:
+            taken = now if taken is None else taken
+            if not waits and now - taken > fields["timeout"] + PAUSE:
                 raise ConfigurationError(
                     f"all {fields['elastic']} places of the run at {address.coordinator} are taken: start it with a "
                     "higher elastic, or come when one has left"
                 )
             time.sleep(PAUSE)
+
+
+def _unanswered(address: RunAddress) -> ConfigurationError:
+    keys = "give --key_file if it has any" if address.key_file is None else f"not those of {address.key_file}"
+    return ConfigurationError(
+        f"no coordinator answers at {address.coordinator}: the run does not train, is not reached from here, or its "
+        f"keys are others ({keys})"
+    )
+
+
+def _is_gone(address: RunAddress) -> bool:
+    """Whether nothing can listen at an address any more."""
+    path = address.coordinator.removeprefix("ipc://")
+    return path != address.coordinator and not Path(path).exists()
 
 
 class JoinerGroup(WorkerGroup):

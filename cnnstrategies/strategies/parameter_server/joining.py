@@ -7,8 +7,8 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -18,6 +18,7 @@ from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.strategies.parameter_server.joiner import (
+    FIRST_SECONDS,
     OVER,
     PAUSE,
     JoinerGroup,
@@ -177,6 +178,7 @@ class JoiningStrategy(ParameterServerStrategy):
         self.epochs = self.batches = self.samples = 0
         self.group: JoinerGroup = JoinerGroup(address, options, place)
         self._address = address
+        self._patience = FIRST_SECONDS + place.timeout
         self._epoch = 0
         self._waiting = False
         self._handlers: dict[int, Any] = {}
@@ -290,7 +292,7 @@ class JoiningStrategy(ParameterServerStrategy):
 
     def _find_place(self) -> Place:
         try:
-            return find_place(self._address, None)
+            return find_place(self._address, self._patience, waits=True)
         except ConfigurationError as error:
             if not self.epochs:
                 raise
