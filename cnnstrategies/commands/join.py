@@ -1,126 +1,18 @@
-"""``cnnstrategies join``: one more worker for a run with a parameter server, for as long as it likes to stay."""
+"""``cnnstrategies join``: one more worker for a run with a parameter server, for as long as it likes to stay.
+
+Whether there is such a run it asks before torch and Lightning are imported, which takes seconds.
+"""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch import Trainer as LightningTrainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    LearningRateFinder,
-    LearningRateMonitor,
-    WeightAveraging,
-)
-from lightning.pytorch.strategies import StrategyRegistry
-from typing_extensions import override
-
-from cnnstrategies.checkpoint_io import AtomicCheckpointIO
-from cnnstrategies.commands import lightning_cli
-from cnnstrategies.commands.errors import check_trainer_names
-from cnnstrategies.commands.failures import explain_run_error
 from cnnstrategies.commands.join_options import parse
-from cnnstrategies.commands.lightning_cli import CLI
-from cnnstrategies.commands.quiet import quieten
-from cnnstrategies.commands.refuse import shows_tracebacks
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.places import find_place
 from cnnstrategies.paramserver.run_address import RunAddress
-from cnnstrategies.strategies.parameter_server.joiner import Place, find_place
-from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoinerEnvironment, JoiningStrategy
-from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
-
-# What the run's own workers do.
-OTHERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
-UNLIKE = {
-    "devices": 1,
-    "num_nodes": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "limit_val_batches": 0,
-    "num_sanity_val_steps": 0,
-    "profiler": None,
-}
-
-
-class JoiningCLI(CLI):
-    """``fit`` of a configuration as one worker that joins, and only trains.
-
-    Args:
-        address: Where the run's coordinator listens.
-        place: A place there.
-    """
-
-    def __init__(self, address: RunAddress, place: Place) -> None:
-        self.address = address
-        self.place = place
-        super().__init__()
-
-    @override
-    def before_instantiate_classes(self) -> None:
-        config = self.config[self.subcommand]
-        check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
-        for name, value in UNLIKE.items():
-            config.trainer[name] = value
-        config.ckpt_path = config.run_name = None
-        self.save_config_callback = None
-
-    @override
-    def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
-        config = self.config_init[self.subcommand]
-        given = config.trainer.callbacks or []
-        given = list(given) if isinstance(given, list) else [given]
-        kept = [one for one in given if not _is_for_others(one)]
-        if left := [type(one).__name__ for one in given if one not in kept]:
-            print(f"Left to the run's own workers: {', '.join(left)}", file=sys.stderr, flush=True)
-        own = _strategy(config.trainer.strategy)
-        strategy = JoiningStrategy(own.options, self.address, self.place)
-        plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
-        return super(CLI, self).instantiate_trainer(
-            callbacks=[ComeAndGo(strategy), *kept], plugins=plugins, strategy=strategy, **kwargs
-        )
-
-    @override
-    def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
-        if self.datamodule is not None:
-            self.datamodule.prepare_data()
-        strategy = self.trainer.strategy
-        assert isinstance(strategy, JoiningStrategy)
-        try:
-            function(self.model, datamodule=self.datamodule)
-        except RunEnded as ended:
-            if not ended.clean:
-                raise
-            why = str(ended)
-        else:
-            why = "training ended"
-        work = f"{strategy.epochs} epochs, {strategy.batches} batches, {strategy.samples} samples"
-        print(f"Joined the run at {self.address.coordinator} and worked on {work}; {why}", file=sys.stderr, flush=True)
-
-
-def _is_for_others(callback: Callback) -> bool:
-    return isinstance(callback, OTHERS) or getattr(callback, "monitor", None) is not None
-
-
-def _strategy(strategy: Any) -> ParameterServerStrategy:
-    """The strategy of a configuration, which may be a name.
-
-    Raises:
-        ConfigurationError: It is no parameter server.
-    """
-    made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry else strategy
-    if not isinstance(made, ParameterServerStrategy):
-        name = strategy if isinstance(strategy, str) else type(strategy).__name__
-        raise ConfigurationError(
-            f"trainer.strategy is {name}: a run is joined with its own configuration, which has parameter_server there"
-        )
-    return made
 
 
 def main(args: Sequence[str]) -> None:
@@ -134,6 +26,8 @@ def main(args: Sequence[str]) -> None:
         SystemExit: The run has failed; why has been said.
     """
     if "--help" in args:  # All options of the configuration; those of its own are few.
+        from cnnstrategies.commands import lightning_cli
+
         lightning_cli.main(["fit", "--help"])
         return
     options, words = parse(args[1:])
@@ -145,18 +39,13 @@ def main(args: Sequence[str]) -> None:
             f"--key_file {address.key_file} does not exist here: it lies on the machine of rank 0 unless the run was "
             "given one; copy it"
         )
-    sys.argv[1:] = ["fit", *words]
-    quieten()
     try:
-        JoiningCLI(address, find_place(address))
-    except (RunEnded, ServersUnreachableError, RemovedError) as ended:
-        if isinstance(ended, RunEnded) and ended.clean:
-            print(f"Nothing to join at {address.coordinator}: {ended}", file=sys.stderr)
-            return
-        print(f"The run cannot go on: {ended}", file=sys.stderr)
-        sys.exit(1)
-    except Exception as error:
-        line = explain_run_error(error)
-        if line is None or isinstance(error, ConfigurationError) or shows_tracebacks():
-            raise
-        raise ConfigurationError(line) from error
+        place = find_place(address)
+        from cnnstrategies.commands import joining_cli
+
+        joining_cli.run(address, place, words)
+    except RunEnded as ended:
+        if not ended.clean:
+            print(f"The run cannot go on: {ended}", file=sys.stderr)
+            sys.exit(1)
+        print(f"Nothing to join at {address.coordinator}: {ended}", file=sys.stderr)

@@ -16,17 +16,9 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
 from cnnstrategies.paramserver.run_address import RunAddress
-from cnnstrategies.strategies.parameter_server.joiner import (
-    FIRST_SECONDS,
-    OVER,
-    PAUSE,
-    JoinerGroup,
-    Place,
-    as_of_the_run,
-    enter,
-    find_place,
-)
+from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, as_of_the_run, enter
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
