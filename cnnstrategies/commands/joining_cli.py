@@ -72,10 +72,10 @@ class JoiningCLI(CLI):
         config = self.config_init[self.subcommand]
         given = config.trainer.callbacks or []
         given = list(given) if isinstance(given, list) else [given]
-        kept = [one for one in given if not _is_for_others(one)]
+        kept = [one for one in given if not is_for_others(one)]
         if left := [type(one).__name__ for one in given if one not in kept]:
             print(f"Left to the run's own workers: {', '.join(left)}", file=sys.stderr, flush=True)
-        own = _strategy(config.trainer.strategy)
+        own = strategy_of(config.trainer.strategy)
         strategy = JoiningStrategy(own.options, self.address, self.place)
         plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
         return super(CLI, self).instantiate_trainer(
@@ -100,11 +100,12 @@ class JoiningCLI(CLI):
         print(f"Joined the run at {self.address.coordinator} and worked on {work}; {why}", file=sys.stderr, flush=True)
 
 
-def _is_for_others(callback: Callback) -> bool:
+def is_for_others(callback: Callback) -> bool:
+    """Whether a callback does what the run's own workers do: monitor, save, search."""
     return isinstance(callback, OTHERS) or getattr(callback, "monitor", None) is not None
 
 
-def _strategy(strategy: Any) -> ParameterServerStrategy:
+def strategy_of(strategy: Any) -> ParameterServerStrategy:
     """The strategy of a configuration, which may be a name.
 
     Raises:

@@ -6,19 +6,33 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, leaves_no_sockets
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
 
 from cnnstrategies import cli
 from cnnstrategies.cli import main
+from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.places import find_place
+from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.joiner import check_parameters, check_seed
+from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch
+from cnnstrategies.strategies.parameter_server.state import SEED
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"
 FAST = ["--trainer.enable_progress_bar=false", "--data.init_args.augment=false"]
@@ -174,3 +188,84 @@ def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
         with pytest.raises(SystemExit):
             main()
         assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    """Serves what the test is about in a thread; gives its address and the service."""
+    started = []
+
+    def begin(**options):
+        address = f"ipc://{tmp_path}/coordinator-{len(started)}"
+        service = CoordinatorService(CoordinatorSettings(address, 2, 0, timeout=3.0, appear=60.0, **options))
+        over = threading.Event()
+        thread = threading.Thread(target=service.run, args=(over.is_set,))
+        thread.start()
+        started.append((service, over, thread))
+        return RunAddress(address)
+
+    yield begin
+    for service, over, thread in started:
+        over.set()
+        thread.join()
+        service.close()
+
+
+def test_who_may_not_join_is_told_why(coordinator, tmp_path):
+    with pytest.raises(ConfigurationError, match="lets nobody join: start it with elastic: N"):
+        find_place(coordinator())
+    address = coordinator(elastic=1)
+    place = find_place(address)
+    assert (place.id, place.life, place.workers) == (2, 0, 2)
+    member = Membership(Address(address.coordinator, "worker", place.id, place.life, 0.1, 3.0))
+    member.wait_registered()
+    with pytest.raises(ConfigurationError, match=r"all 1 places of the run .* are taken"):
+        find_place(address)
+    member.close()
+    assert find_place(address).life == 1
+    with pytest.raises(ConfigurationError, match=r"no coordinator answers at ipc://nowhere: .*\(give --key_file"):
+        find_place(RunAddress("ipc://nowhere"))
+    silent = tmp_path / "silent"
+    silent.touch()
+    with pytest.raises(ConfigurationError, match="no coordinator answers"):
+        find_place(RunAddress(f"ipc://{silent}"), patience=0.1)
+
+
+@pytest.mark.light
+def test_another_configuration_is_not_the_runs(monkeypatch):
+    def of(*sizes):
+        parameters = [(f"layer{one}", nn.Parameter(torch.zeros(size))) for one, size in enumerate(sizes)]
+        return Specification.of(parameters, torch.optim.SGD([one for _, one in parameters], lr=0.1), 2)
+
+    check_parameters(of((3, 2), (4,)), of((3, 2), (4,)))
+    with pytest.raises(ConfigurationError, match=r"layer0 is 3x2 \(float32\) there and 3x1 \(float32\) here"):
+        check_parameters(of((3, 2), (4,)), of((3, 1), (4,)))
+    with pytest.raises(ConfigurationError, match=r"2 parameters and this configuration 1: layer1 is 4 "):
+        check_parameters(of((3, 2), (4,)), of((3, 2)))
+    monkeypatch.setenv(SEED, "3")
+    check_seed("3")
+    with pytest.raises(ConfigurationError, match="the run has seed_everything 1 and this configuration 3"):
+        check_seed("1")
+
+
+@pytest.mark.light
+def test_another_number_of_batches_is_not_the_runs():
+    class Run:
+        def begin_epoch(self, number, samples, chunk):
+            return 36
+
+    group = SimpleNamespace(collectives=Run(), world_size=1)
+    dispatch = JoinedDispatch(SimpleNamespace(group=group))
+    dispatch._begin(0, 36)
+    with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
+        dispatch._begin(0, 72)
+
+
+@pytest.mark.light
+def test_a_joiner_leaves_to_others_what_monitors_and_saves():
+    assert is_for_others(EarlyStopping("val_acc"))
+    assert is_for_others(ModelCheckpoint())
+    assert not is_for_others(Diary("own", []))
+    with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
+        strategy_of("ddp")
+    assert strategy_of("parameter_server_async").options.mode == "async"
