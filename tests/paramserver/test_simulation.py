@@ -134,6 +134,7 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((6559,), id="a collective comes late to a coordinator that follows another"),
         pytest.param((7281,), id="a worker begins again between the start of training and a restart"),
         pytest.param((11337,), id="a server dies and the run is over before the reports after a restart are there"),
+        pytest.param((11455,), id="one that joins before training begins is the first to report after a restart"),
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
     ],
 )

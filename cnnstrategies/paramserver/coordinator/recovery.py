@@ -74,8 +74,11 @@ class Recovery:
         self.hellos[sender], self.seen[sender] = message, now
         if report is not None:
             self.reports[sender] = report
-            if report.number > self._number:
-                self._newest = _newest(report)
+            newest = _newest(report)
+            # Who has joined before training says nothing of those that are waited for.
+            says = (sender.role, sender.id) in self._places or newest["roster"]["sealed"] >= 0
+            if report.number > self._number and says:
+                self._newest = newest
                 self._number = report.number
 
     def leave(self, peer: Peer) -> None:

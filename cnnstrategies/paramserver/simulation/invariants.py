@@ -195,12 +195,15 @@ class Invariants:
 
     def _check_ends(self) -> None:
         victims = self._victims() | self._unheard()
+        over = self._world.processes["coordinator", 0].ended is not None
+        own = [self._world.processes[WORKER, one] for one in range(self._settings.workers)]
+        told = {one.ended.reason for one in own if one.ended is not None}
         for process in self._world.processes.values():
             ended = process.ended
             if not process.alive or ended is None or ended.clean or process.peer.role == "coordinator":
                 continue
-            if self._joins(process.peer) and self._world.processes["coordinator", 0].ended is not None:
-                continue  # It has knocked at a run that is over.
+            if self._joins(process.peer) and (ended.reason in told or over):
+                continue  # It was told what all were told, or has knocked at a run that is over.
             # One that is cut off knows only whom it does not hear.
             named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
             named = {*named, "was silent"} if "coordinator" in victims else named
