@@ -145,7 +145,7 @@ MUTANTS = [
     ProtocolMutant(
         "chunks that were given out before a restart are given out again",
         "coordinator.restart:Restart",
-        "self._parts.dispatcher.follow(recovery.epochs())",
+        'self._parts.dispatcher.follow(recovery.epochs(), recovery.state.get("done", ()))',
         "pass",
         seed=8,
     ),
@@ -246,6 +246,13 @@ MUTANTS = [
         "self.number // TERM * LIVES",
         "0",
         seed=65,
+    ),
+    ProtocolMutant(
+        "what those have done who joined and left goes down with the coordinator",
+        "coordinator.restart:Restart",
+        'recovery.state.get("done", ())',
+        "()",
+        seed=41,
     ),
 ]
 

@@ -1,9 +1,12 @@
 """Workers that join a run and leave it, as the coordinator sees them."""
 
+from array import array
+
 import pytest
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.memory import Taken
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
@@ -207,3 +210,18 @@ def test_who_joins_stands_for_no_worker_that_is_expected():
     assert clock.expects
     clock.join(1)
     assert not clock.expects
+
+
+def test_what_those_have_done_who_left_is_told_the_next_coordinator():
+    before, after = Dispatcher(), Dispatcher()
+    before.begin(3, 12, 2)
+    for ordinal in range(3):
+        before.take(5, 3, 0, (0,), ordinal)
+    before.take(0, 3, 0, (0,), 0)
+    before.processed(5, 3, 4)
+    before.lose(5, joined=True)
+    own = Taken(12, 2, 0, 1, array("q", (3, 6, 8)))
+    after.follow({3: {0: own}}, before.done)
+    rest = [after.take(0, 3, 2, (0,), ordinal) for ordinal in range(1, 6)]
+    assert [chunk.start for chunk in rest if chunk] == [4, 8, 10]
+    assert after.done == before.done

@@ -71,9 +71,11 @@ class Coordinator:
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
         self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
+        self._dispatcher = Dispatcher()
+        if settings.elastic:
+            self._roster.done = lambda: self._dispatcher.done
         self._rounds = Rounds(self._roster, self._answer, settings.essential)
         self._values = Values(self._answer)
-        self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
         self._history = self._admission.history
         self._window = Window(settings, self._roster, self._history)
@@ -334,7 +336,7 @@ class Coordinator:
     def _leave_group(self, now: float, worker: int) -> None:
         if worker in self._roster.group:
             self._roster.group.discard(worker)
-            self._dispatcher.lose(worker)
+            self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))
             self._roster.publish()
 
     def _after_change(self, now: float) -> None:

@@ -5,7 +5,7 @@ and not processed is given out again: every sample is processed exactly once, or
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cnnstrategies.paramserver.coordinator.memory import EPOCHS, Taken
@@ -29,6 +29,7 @@ class Chunk:
 class _Share:
     """What one worker has of an epoch: chunks in the order taken, and positions processed of those."""
 
+    worked: list[Chunk] = field(default_factory=list)
     held: deque[Chunk] = field(default_factory=deque)
     finished: int = 0
     taken: int = 0
@@ -38,7 +39,8 @@ class _Share:
     def advance(self, processed: int) -> None:
         """So many positions are processed."""
         while self.held and self.finished + len(self.held[0]) <= processed:
-            self.finished += len(self.held.popleft())
+            self.worked.append(self.held.popleft())
+            self.finished += len(self.worked[-1])
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = {}
+        self._chunk = 1  # samples, of the newest epoch
+        self._done: dict[int, set[int]] = {}  # where chunks begin that those have worked on who joined and left
 
     def begin(self, number: int, samples: int, chunk: int) -> None:
         """Cut an epoch into chunks; the first worker that gets there does it, the others find it done.
@@ -75,6 +79,8 @@ class Dispatcher:
         starts = range(0, samples, chunk)
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
         self._epochs[number] = _Epoch(deque(left + cut), samples)
+        self._chunk = chunk
+        self._done = {one: starts for one, starts in self._done.items() if one > number - EPOCHS}
 
     def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
         """The next chunk for a worker.
@@ -110,20 +116,40 @@ class Dispatcher:
         share.last = chunk
         return chunk
 
-    def follow(self, epochs: Mapping[int, Mapping[int, Taken]]) -> None:
+    @property
+    def done(self) -> list[tuple[int, int, str]]:
+        """What those have worked on in the last epochs who joined and left, for a coordinator that follows this one.
+
+        Number and chunk of each epoch, and a bit for each chunk, in hexadecimal digits.
+        """
+        return [
+            (number, self._chunk, f"{sum(1 << start // self._chunk for start in starts):x}")
+            for number, starts in self._done.items()
+        ]
+
+    def follow(self, epochs: Mapping[int, Mapping[int, Taken]], done: Iterable[tuple[int, int, str]] = ()) -> None:
         """Go on where a coordinator has stopped that was killed.
 
         What a worker had processed that has died is not known any more, and given out again.
 
         Args:
             epochs: What each worker was given of the last ones, by number and worker.
+            done: What others have worked on that have left; see :attr:`done`.
         """
+        for number, chunk, digits in done:
+            self._chunk = chunk
+            bits = bin(int(digits, 16))[:1:-1]
+            self._done[number] = {place * chunk for place, bit in enumerate(bits) if bit == "1"}
         for number in sorted(epochs)[-EPOCHS:]:
             one = next(iter(epochs[number].values()))
             self.begin(number, one.samples, one.chunk)
         given = {chunk for shares in epochs.values() for taken in shares.values() for chunk in _chunks(taken)}
         for number, epoch in self._epochs.items():
-            epoch.waiting = deque(chunk for chunk in epoch.waiting if chunk not in given)
+            epoch.waiting = deque(
+                chunk
+                for chunk in epoch.waiting
+                if chunk not in given and chunk.start not in self._done.get(chunk.epoch, ())
+            )
             for worker, taken in epochs[number].items():
                 share = epoch.shares[worker] = _Share(deque(_chunks(taken)), asked=taken.asked - 1)
                 share.taken = sum(map(len, share.held))
@@ -147,11 +173,18 @@ class Dispatcher:
         epoch = self._epochs[max(self._epochs)]
         return len(epoch.waiting) > sum(1 for one in workers if not self._has_some(epoch, one))
 
-    def lose(self, worker: int) -> None:
-        """A worker has died: what it had not processed is given out again, first."""
+    def lose(self, worker: int, joined: bool = False) -> None:
+        """A worker has died: what it had not processed is given out again, first.
+
+        Args:
+            worker: Which one.
+            joined: Whether it is none of the run's own: the next coordinator is told by nobody else what it has done.
+        """
         for epoch in self._epochs.values():
             share = epoch.shares.pop(worker, None)
             if share is not None:
+                for chunk in share.worked if joined else ():
+                    self._done.setdefault(chunk.epoch, set()).add(chunk.start)
                 epoch.waiting.extendleft(reversed(share.held))
 
     @staticmethod

@@ -202,6 +202,7 @@ def _newest(report: Report) -> dict[str, dict[str, Any]]:
         numbers += [*state["group"], *state["lost"], state["sealed"], state["reached"], view["begun"]]
         numbers += [one[name] for one in view["servers"] for name in ("id", "since")]
         numbers += [one[name] for one in view["workers"] for name in ("id", "incarnation")]
+        numbers += [number for one in state.get("done", ()) for number in (*one[:2], int(one[2], 16))]
         if any(type(number) is not int for number in numbers) or any(len(one) != 5 for one in state["gone"]):
             raise ValueError("no numbers")
     except (KeyError, TypeError, ValueError, RecursionError) as error:

@@ -130,7 +130,7 @@ class Restart:
         self._holders = recovery.holders(self._rounds_needed(sequence))
         lacks = [int(item.removeprefix(ROUND)) for item in self._holders if item.startswith(ROUND)]
         self._parts.rounds.follow(sequence, told, lacks)
-        self._parts.dispatcher.follow(recovery.epochs())
+        self._parts.dispatcher.follow(recovery.epochs(), recovery.state.get("done", ()))
         self.notices.update(recovery.notices())
         for peer, message in recovery.hellos.items():
             if peer in recovery.reports and not roster.is_over(peer):

@@ -1,7 +1,7 @@
 """Who has registered with the coordinator: their signs of life, and the numbered views of them."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,7 @@ class Roster:
         reached: The last collective to which somebody has contributed.
         lost_servers: The servers that have died and not come back.
         view_message: The view as a message: one for all, so that it is encoded once.
+        done: Gives what those have worked on that have joined and left; None where nobody may.
         gone: Those that were members and are no longer, with whether they left; of one place for who joins the last.
     """
 
@@ -84,6 +85,7 @@ class Roster:
         self.reached = 0
         self.lost_servers: set[int] = set()
         self.gone: dict[Peer, bool] = {}
+        self.done: Callable[[], Sequence[tuple[int, int, str]]] | None = None
         self._workers = workers
         self._servers = servers
         self._survivable = survivable
@@ -249,7 +251,9 @@ class Roster:
 
     def _state(self) -> dict[str, Any]:
         """What a coordinator that follows this one has to know beside the view."""
+        done = {} if self.done is None else {"done": self.done()}
         return {
+            **done,
             "group": sorted(self.group),
             "sealed": self.sealed_at,
             "reached": self.reached,

@@ -49,7 +49,7 @@ class Invariants:
 
     def _died(self, process: Process) -> None:
         """Those that have come to their end are killed with the run, and lose nothing."""
-        if not process.done and process.ended is None:
+        if not process.ended.clean if process.ended is not None else not process.done:
             self._deaths.append(process)
 
     def _sent(self, sender: Process, send: Send) -> None:
@@ -286,15 +286,16 @@ class Invariants:
         done = [(epoch, sample) for epoch, sample, _ in log.processed]
         killed = {f"{WORKER} {one.peer.id}" for one in self._deaths if one.peer.role == WORKER}
         hit = killed | {victim for victim in self._victims() if victim.startswith(WORKER)}
-        again = sorted(one for one in set(done) if done.count(one) > 1)
-        if any(one.peer.role == "coordinator" for one in self._deaths):
-            # How far one has come that has joined and left, nobody tells the next coordinator.
-            of_joiners = {(epoch, sample) for epoch, sample, peer in log.processed if self._joins(peer)}
-            again = [one for one in again if one not in of_joiners]
+        # One that ends by itself, since it hears no coordinator, tells nobody what it has done.
+        ends = ((str(one.peer), one.ended) for one in self._world.processes.values() if one.peer.role == WORKER)
+        hit |= {name for name, ended in ends if ended is not None and not ended.clean}
+        gone = log.joined - log.helped
+        of_gone = {(epoch, sample) for epoch, sample, peer in log.processed if peer in gone}
+        again = sorted(one for one in set(done) - of_gone if done.count(one) > 1)
         if again and not hit:
             raise ViolationError(f"13: processed twice: {again}")
         # What a worker that dies has taken of an epoch is given out in that or the next, maybe to one that dies then.
-        lost = len(hit) + len(log.joined - log.helped)
+        lost = len(hit) + len(gone)
         complete = range(self._epochs - lost) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
         if missing:
