@@ -225,3 +225,10 @@ def test_what_those_have_done_who_left_is_told_the_next_coordinator():
     rest = [after.take(0, 3, 2, (0,), ordinal) for ordinal in range(1, 6)]
     assert [chunk.start for chunk in rest if chunk] == [4, 8, 10]
     assert after.done == before.done
+
+
+def test_what_one_holds_is_given_out_again_after_a_restart_too():
+    dispatcher = Dispatcher()
+    dispatcher.follow({3: {0: Taken(12, 2, 0, 1, array("q", (3, 6, 8)))}})
+    dispatcher.lose(0)
+    assert dispatcher.take(1, 3, 0, (1,), 0).start == 6

@@ -29,8 +29,8 @@ class Chunk:
 class _Share:
     """What one worker has of an epoch: chunks in the order taken, and positions processed of those."""
 
-    worked: list[Chunk] = field(default_factory=list)
     held: deque[Chunk] = field(default_factory=deque)
+    worked: list[Chunk] = field(default_factory=list)
     finished: int = 0
     taken: int = 0
     asked: int = -1
