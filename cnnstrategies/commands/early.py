@@ -51,7 +51,7 @@ MOST_NAMES = 16  # that are listed beside a guess
 # Of the commands themselves, and not of a configuration.
 OPTIONS = {
     *("config", "help", "help_full", "print_config", "weights_only", "verbose", "return_predictions", "output"),
-    *("calibration_batches", "format", "int8", "dry_run", "to"),
+    *("calibration_batches", "format", "int8", "dry_run", "to", "run", "key_file"),
     *(field.name for field in (*fields(PlanOptions), *fields(TuneOptions))),
 }
 # Lightning's and ours; `tests/commands/test_early.py` compares with the registry.

@@ -66,6 +66,10 @@ EXPORT = (
     ("--int8 true", "quantise weights and activations before; --calibration_batches N as for quantize"),
     ("--output FOLDER", "where the network, export.json and a model card go (default: exported)"),
 )
+JOINING = (
+    ("--run RUN", "the run's folder, or its coordinator's address: tcp://HOST:PORT or ipc://PATH"),
+    ("--key_file FILE", "the run's keys (default: those that the run's folder names)"),
+)
 SUBMISSION = (
     ("--to NAME", "slurm, kubernetes or ray (default: slurm)"),
     ("--dry_run", "print the job and submit nothing"),
@@ -133,6 +137,7 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "predict": PREDICTION,
         "quantize": QUANTISATION,
         "export": EXPORT,
+        "join": JOINING,
         "plan": list(_fields(PlanOptions, "")),
         "tune": list(_fields(TuneOptions, "")),
         "submit": [

@@ -8,6 +8,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
+from cnnstrategies.paramserver.coordinator.roster import LIVES
+
 MOST_FAULTS = 8  # that are shown
 HEADERS = ("step", "steps\n/s", "samples\n/s", "stale\nsteps", "sent\nMB/s", "recvd\nMB/s", "waits\n%", "silent\ns")
 LONGEST = 16  # letters of a host's name
@@ -64,8 +66,8 @@ def _members(before: Answer, now: Answer) -> Table:
 
 def _name(member: Answer) -> str:
     name = f"{member['role']} {member['id']}"
-    if member["life"]:
-        name += f", life {member['life'] + 1}"
+    if life := member["life"] % LIVES:  # Who joins after a restart of the coordinator begins at a higher number.
+        name += f", life {life + 1}"
     return name if member["takes_part"] else f"{name}, joins"
 
 

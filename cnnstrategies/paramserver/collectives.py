@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.codec import decode, encode
 from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.coordinator.memory import MIDWAY
 from cnnstrategies.paramserver.core.node import Buffer
 from cnnstrategies.paramserver.membership import Membership
 
@@ -29,11 +30,13 @@ class Gathered:
         values: The value of each worker that took part, by its number.
         joined: Whether this worker has just been let into a group that is already training.
         admitted: The workers that have just been let in.
+        midway: Whether this worker was let in after the others had met, who do not wait for it.
     """
 
     values: dict[int, Any]
     joined: bool = False
     admitted: tuple[int, ...] = ()
+    midway: bool = False
 
     @property
     def leader(self) -> int:
@@ -118,9 +121,10 @@ class Collectives:
         """The buffers that were published under a name; waits for them."""
         return list(self.membership.ask("get", {"name": name}).frames)
 
-    def begin_epoch(self, number: int, samples: int, chunk: int) -> None:
-        """Have the coordinator cut an epoch into chunks."""
-        self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk})
+    def begin_epoch(self, number: int, samples: int, chunk: int) -> int:
+        """Have the coordinator cut an epoch into chunks, as the first who asks says; how many samples that has said."""
+        answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk})
+        return int(answer.fields.get("samples", samples))
 
     def take(self, epoch: int, processed: int) -> Chunk:
         """The next chunk of an epoch for this worker; an empty one when there are no more.
@@ -143,4 +147,5 @@ class Collectives:
         for number, size in zip(ids, sizes, strict=True):
             values[number] = decode(message.frames[position : position + size])
             position += size
-        return Gathered(values, message.flag("joined"), tuple(message.fields["admitted"]))
+        midway = MIDWAY in message.fields
+        return Gathered(values, message.flag("joined"), tuple(message.fields["admitted"]), midway)

@@ -234,12 +234,17 @@ class Membership:
         """How many processes the run has lost, as far as is known here."""
         return self._participant.losses
 
-    def close(self, leave: bool = True) -> None:
-        """Stop the thread; with ``leave`` the coordinator is told that this process goes on purpose."""
+    def close(self, leave: bool = True, done: Mapping[str, object] | None = None) -> None:
+        """Stop the thread.
+
+        Args:
+            leave: Tell the coordinator that this process goes on purpose.
+            done: And how far it has come: ``epoch``, and positions ``processed`` in it.
+        """
         if self._closing:
             return
         if leave:
-            self._calls.put(Call(0, "leave"))
+            self._calls.put(Call(0, "leave", done or {}))
         self._closing = True
         self._wake()
         self._thread.join(self.address.timeout + 1.0)

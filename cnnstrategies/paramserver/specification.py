@@ -78,6 +78,7 @@ class Specification:
         snapshot_directory: Where snapshots are written, seen by a server that replaces another.
         slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
         timeout: Seconds of silence after which a worker gives up a server.
+        elastic: Workers that may join beside these.
         session: Random number of this run: messages of another run are dropped.
     """
 
@@ -99,6 +100,7 @@ class Specification:
     snapshot_directory: str | None = None
     slice_bytes: int = 1 << 21
     timeout: float = 60.0
+    elastic: int = 0
     session: int = field(default_factory=lambda: secrets.randbits(63))
 
     def __post_init__(self) -> None:
@@ -108,6 +110,11 @@ class Specification:
     def aggregates(self) -> bool:
         """Whether a step waits for all workers: sync, local, and ssp that allows no staleness."""
         return self.mode in ("sync", "local") or (self.mode == "ssp" and self.staleness == 0)
+
+    @property
+    def most_workers(self) -> int:
+        """How many there may be at a time."""
+        return self.workers + self.elastic
 
     @property
     def patience(self) -> float:

@@ -145,7 +145,7 @@ MUTANTS = [
     ProtocolMutant(
         "chunks that were given out before a restart are given out again",
         "coordinator.restart:Restart",
-        "self._parts.dispatcher.follow(recovery.epochs())",
+        'self._parts.dispatcher.follow(recovery.epochs(), recovery.state.get("done", ()))',
         "pass",
         seed=8,
     ),
@@ -239,6 +239,34 @@ MUTANTS = [
         "for place in (*workers, *lost,",
         "for place in (*workers, *itertools.product((SERVER,), range(self._servers if self.sealed else 0)), *lost,",
         seed=74304,
+    ),
+    ProtocolMutant(
+        "who joins begins before all servers know it",
+        "coordinator.meetings:Rounds",
+        "        self._hold(result, [(one, True) for one in joiners.values()])",
+        "        [self._tell(one, result, True) for one in joiners.values()]",
+        seed=15,
+    ),
+    ProtocolMutant(
+        "who joins and leaves does not say how far it has come",
+        "coordinator.coordinator:Coordinator",
+        'if "epoch" in message.fields:',
+        "if False:",
+        seed=16,
+    ),
+    ProtocolMutant(
+        "a place is given twice with the same life",
+        "coordinator.roster:Roster",
+        "self.number // TERM * LIVES",
+        "0",
+        seed=65,
+    ),
+    ProtocolMutant(
+        "what those have done who joined and left goes down with the coordinator",
+        "coordinator.restart:Restart",
+        'recovery.state.get("done", ())',
+        "()",
+        seed=41,
     ),
 ]
 

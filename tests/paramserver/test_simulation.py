@@ -119,7 +119,8 @@ def test_nothing_is_violated_in_the_first_seeds():
         outcome = simulate(seed)
         assert outcome.violation is None, explain(seed, outcome, simulate)
         counts += outcome.counts
-    for kind in ("kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"):
+    faults = "kill worker", "kill server", "kill coordinator", "pause worker", "cut worker", "deaf worker", "lost"
+    for kind in (*faults, "join", "join after a boundary"):
         assert counts[kind], kind
 
 
@@ -136,6 +137,7 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((57518, 61596), id="somebody comes just when a coordinator has given up waiting for reports"),
         pytest.param((74304,), id="a server that has never come is missed by a coordinator that follows another"),
         pytest.param((48027,), id="what workers know that nobody has heard leave may be agreed on once more"),
+        pytest.param((11455,), id="one that joins before training begins is the first to report after a restart"),
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
     ],
 )

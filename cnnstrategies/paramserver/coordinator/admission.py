@@ -56,7 +56,7 @@ class Admission:
         if not self._roster.expects(peer.role, peer.id):
             return (
                 f"this run has {self._settings.workers} workers and {self._settings.servers} "
-                f"servers: no {peer} is expected"
+                f"servers{self._places}: no {peer} is expected"
             )
         if self._roster.is_over(peer):
             return (
@@ -67,6 +67,11 @@ class Admission:
         if known is not None and known.peer != peer and known.peer.life >= peer.life:
             return f"{peer} was registered already ({known}), or has been replaced"
         return None
+
+    @property
+    def _places(self) -> str:
+        elastic = self._settings.elastic
+        return f", and {elastic} places for workers that join" if elastic else ""
 
     def is_early(self, peer: Peer) -> bool:
         """Whether a process comes to take the place of another that is not known to be dead: it must ask again."""
@@ -92,7 +97,7 @@ class Admission:
         )
         is_first = not self._roster.has_appeared(peer.role, peer.id)
         self._roster.add(member)
-        self.history.came(now, member)
+        self.history.came(now, member, returns=not self._roster.is_elastic(peer.role, peer.id))
         self._watchdog.kept(peer.role, peer.id)
         if peer.role == SERVER:
             # A server that another replaces without having been missed has lost its state all the same.
@@ -193,7 +198,8 @@ class Admission:
         self._gone(now, member, how)
 
     def _gone(self, now: float, member: Member, how: str) -> None:
-        self.silent.append([*member.peer[:3]])
+        if not self._roster.is_elastic(*member.peer[:2]):  # No supervision has started one of these.
+            self.silent.append([*member.peer[:3]])
         self._forget(now, member)
         # The supervision asks for the silent, ends them, and says whether another takes their place.
         # That takes it a moment, unless it is gone itself.
@@ -219,7 +225,7 @@ class Admission:
             self._watchdog.promise(role, identity, now + seconds, text)
         elif trouble is not None:
             self._finish(trouble)
-        if role == WORKER and self._roster.sealed and not self._roster.group:
+        if role == WORKER and self._roster.sealed and not self._roster.of_the_run:
             self._finish(f"{member} {how}, and no worker is left")
 
     def _of_server(self, now: float, member: Member, how: str) -> str | None:
@@ -230,6 +236,8 @@ class Admission:
         return f"{member} {how}: its parameters are lost; with replication: 2 or snapshots a run survives this"
 
     def _of_worker(self, member: Member, how: str) -> str | None:
+        if self._roster.is_elastic(*member.peer[:2]):
+            return None
         if not self._roster.sealed:
             when = " before training began" if self._settings.servers else ", and every worker is needed here"
             return f"{member} {how}{when}"

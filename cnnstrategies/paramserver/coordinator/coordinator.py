@@ -23,13 +23,13 @@ from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.figures import figures_of
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
-from cnnstrategies.paramserver.coordinator.recovery import was_member
+from cnnstrategies.paramserver.coordinator.recovery import begun, was_member
 from cnnstrategies.paramserver.coordinator.restart import Parts, Restart
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog
-from cnnstrategies.paramserver.coordinator.window import WATCHER, Window
+from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER, Window
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
@@ -70,10 +70,12 @@ class Coordinator:
         self._effects: Effects = []
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
-        self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send)
+        self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
+        self._dispatcher = Dispatcher()
+        if settings.elastic:
+            self._roster.done = lambda: self._dispatcher.done
         self._rounds = Rounds(self._roster, self._answer, settings.essential)
         self._values = Values(self._answer)
-        self._dispatcher = Dispatcher()
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
         self._history = self._admission.history
         self._window = Window(settings, self._roster, self._history)
@@ -93,7 +95,7 @@ class Coordinator:
             "take": self._take,
             "notice": self._notice,
             "give": self._give,
-            "end": lambda now, member, message: self._end(now, member.peer, message),
+            "end": self._end_by,
         }
         self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
             "died": self._died,
@@ -142,6 +144,8 @@ class Coordinator:
             ControlError: It is of an unknown kind or has other fields.
         """
         if sender.role == WATCHER:
+            if self._restart.waits and message.kind == PLACE:
+                return []  # Whose places are taken is not known yet: it asks again.
             return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self._ended))]
         session = message.integer("session")
         if session == self._settings.session:
@@ -276,8 +280,15 @@ class Coordinator:
             self._send(sender, Message(DONE, fields, request=message.request))
 
     def _is_late(self, sender: Peer, message: Message) -> bool:
-        """Whether a server has a part of the parameters, and the others go on without it."""
-        return sender.role == SERVER and self._roster.find(sender) is None and was_member(sender, message)
+        """Whether the others go on without a server that has a part of the parameters, or without all that one knows.
+
+        Who has joined the run may be the only one that is left of it: all others have begun anew.
+        """
+        if self._roster.find(sender) is not None:
+            return False
+        if self._roster.is_elastic(sender.role, sender.id):
+            return begun(message) not in (0, self._roster.begun)
+        return sender.role == SERVER and was_member(sender, message)
 
     def _turn_away(self, now: float, sender: Peer, message: Message) -> None:
         """Tell a process that is no member that it is none."""
@@ -325,7 +336,7 @@ class Coordinator:
     def _leave_group(self, now: float, worker: int) -> None:
         if worker in self._roster.group:
             self._roster.group.discard(worker)
-            self._dispatcher.lose(worker)
+            self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))
             self._roster.publish()
 
     def _after_change(self, now: float) -> None:
@@ -338,6 +349,8 @@ class Coordinator:
         if self._ended is not None:
             return
         self._rounds.complete(now)
+        if self._rounds.may_let_in and self._dispatcher.can_spare(self._roster.of_the_run):
+            self._rounds.let_in(now)
         self._rounds.release()
         reason = self._rounds.over
         if reason is not None:
@@ -360,6 +373,8 @@ class Coordinator:
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
         told = message.integer("told") if member.peer.role == WORKER else 0
+        if "epoch" in message.fields:
+            self._dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
         self._go(now, member)
         self._leaving[member.peer] = _Leaving(message.request, self._roster.number, told)
 
@@ -369,7 +384,7 @@ class Coordinator:
         self._forget(now, member)
         if member.peer.role == WORKER:
             self._leave_group(now, member.peer.id)
-            if not self._roster.group:
+            if not self._roster.of_the_run:
                 self._finish("the session is over: every worker has left", clean=True)
 
     def _let_go(self) -> None:
@@ -396,14 +411,17 @@ class Coordinator:
     def _epoch(self, now: float, member: Member, message: Message) -> None:
         number = message.integer("epoch")
         self._dispatcher.begin(number, message.integer("samples"), message.integer("chunk"))
-        self._answer(member.peer, Message(DONE, {"epoch": number}, request=message.request))
+        fields = {"epoch": number}
+        if self._settings.elastic:  # Who joins may have been told another size of its batches.
+            fields["samples"] = self._dispatcher.samples(number)
+        self._answer(member.peer, Message(DONE, fields, request=message.request))
 
     def _take(self, now: float, member: Member, message: Message) -> None:
         chunk = self._dispatcher.take(
             member.peer.id,
             message.integer("epoch"),
             message.integer("processed"),
-            self._roster.group,
+            self._roster.of_the_run,
             message.integer("ordinal"),
         )
         fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
@@ -428,6 +446,11 @@ class Coordinator:
     def _end(self, now: float, sender: Peer, message: Message) -> None:
         self._finish(message.string("message")[:4000], clean=message.flag("clean"))
         self._answer(sender, Message(DONE, request=message.request))
+
+    def _end_by(self, now: float, member: Member, message: Message) -> None:
+        if self._roster.is_elastic(*member.peer[:2]):
+            raise ControlError("who has joined a run does not end it")
+        self._end(now, member.peer, message)
 
     def _finish(self, text: str, clean: bool = False) -> None:
         """Tell everyone that the run is over, and why."""

@@ -5,7 +5,7 @@ and not processed is given out again: every sample is processed exactly once, or
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cnnstrategies.paramserver.coordinator.memory import EPOCHS, Taken
@@ -30,6 +30,7 @@ class _Share:
     """What one worker has of an epoch: chunks in the order taken, and positions processed of those."""
 
     held: deque[Chunk] = field(default_factory=deque)
+    worked: list[Chunk] = field(default_factory=list)
     finished: int = 0
     taken: int = 0
     asked: int = -1
@@ -38,12 +39,14 @@ class _Share:
     def advance(self, processed: int) -> None:
         """So many positions are processed."""
         while self.held and self.finished + len(self.held[0]) <= processed:
-            self.finished += len(self.held.popleft())
+            self.worked.append(self.held.popleft())
+            self.finished += len(self.worked[-1])
 
 
 @dataclass
 class _Epoch:
     waiting: deque[Chunk]
+    samples: int
     shares: dict[int, _Share] = field(default_factory=dict)
 
 
@@ -52,6 +55,8 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = {}
+        self._chunk = 1  # samples, of the newest epoch
+        self._done: dict[int, set[int]] = {}  # where chunks begin that those have worked on who joined and left
 
     def begin(self, number: int, samples: int, chunk: int) -> None:
         """Cut an epoch into chunks; the first worker that gets there does it, the others find it done.
@@ -73,7 +78,9 @@ class Dispatcher:
                 del self._epochs[old]
         starts = range(0, samples, chunk)
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
-        self._epochs[number] = _Epoch(deque(left + cut))
+        self._epochs[number] = _Epoch(deque(left + cut), samples)
+        self._chunk = chunk
+        self._done = {one: starts for one, starts in self._done.items() if one > number - EPOCHS}
 
     def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
         """The next chunk for a worker.
@@ -85,7 +92,7 @@ class Dispatcher:
             worker: Who asks.
             number: The epoch.
             processed: Positions that it has processed in this epoch, in the order in which it got them.
-            workers: All that take part.
+            workers: All that must have some of it. Another that asks gets what these can spare.
             ordinal: How often it has asked in this epoch; it gets the same if it asks the same again.
 
         Returns:
@@ -101,7 +108,7 @@ class Dispatcher:
         share.asked, share.last = ordinal, none
         share.advance(processed)
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
-        if not epoch.waiting or (share.taken and len(epoch.waiting) <= idle):
+        if not epoch.waiting or ((share.taken or worker not in workers) and len(epoch.waiting) <= idle):
             return none
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
@@ -109,31 +116,75 @@ class Dispatcher:
         share.last = chunk
         return chunk
 
-    def follow(self, epochs: Mapping[int, Mapping[int, Taken]]) -> None:
+    @property
+    def done(self) -> list[tuple[int, int, str]]:
+        """What those have worked on in the last epochs who joined and left, for a coordinator that follows this one.
+
+        Number and chunk of each epoch, and a bit for each chunk, in hexadecimal digits.
+        """
+        return [
+            (number, self._chunk, f"{sum(1 << start // self._chunk for start in starts):x}")
+            for number, starts in self._done.items()
+        ]
+
+    def follow(self, epochs: Mapping[int, Mapping[int, Taken]], done: Iterable[tuple[int, int, str]] = ()) -> None:
         """Go on where a coordinator has stopped that was killed.
 
         What a worker had processed that has died is not known any more, and given out again.
 
         Args:
             epochs: What each worker was given of the last ones, by number and worker.
+            done: What others have worked on that have left; see :attr:`done`.
         """
+        for number, chunk, digits in done:
+            self._chunk = chunk
+            bits = bin(int(digits, 16))[:1:-1]
+            self._done[number] = {place * chunk for place, bit in enumerate(bits) if bit == "1"}
         for number in sorted(epochs)[-EPOCHS:]:
             one = next(iter(epochs[number].values()))
             self.begin(number, one.samples, one.chunk)
         given = {chunk for shares in epochs.values() for taken in shares.values() for chunk in _chunks(taken)}
         for number, epoch in self._epochs.items():
-            epoch.waiting = deque(chunk for chunk in epoch.waiting if chunk not in given)
+            epoch.waiting = deque(
+                chunk
+                for chunk in epoch.waiting
+                if chunk not in given and chunk.start not in self._done.get(chunk.epoch, ())
+            )
             for worker, taken in epochs[number].items():
                 share = epoch.shares[worker] = _Share(deque(_chunks(taken)), asked=taken.asked - 1)
                 share.taken = sum(map(len, share.held))
                 share.last = share.held[-1] if share.held else Chunk(number, 0, 0)
                 share.advance(taken.processed)
 
-    def lose(self, worker: int) -> None:
-        """A worker has died: what it had not processed is given out again, first."""
+    def samples(self, number: int) -> int:
+        """How many an epoch has; 0 of one that is forgotten."""
+        return self._epochs[number].samples if number in self._epochs else 0
+
+    def processed(self, worker: int, number: int, processed: int) -> None:
+        """A worker that leaves says how far it has come in an epoch: the rest of what it holds is another's."""
+        epoch = self._epochs.get(number)
+        if epoch is not None and worker in epoch.shares:
+            epoch.shares[worker].advance(processed)
+
+    def can_spare(self, workers: Collection[int]) -> bool:
+        """Whether one that joins now would get something of the newest epoch, whose own workers are these."""
+        if not self._epochs:
+            return False
+        epoch = self._epochs[max(self._epochs)]
+        return len(epoch.waiting) > sum(1 for one in workers if not self._has_some(epoch, one))
+
+    def lose(self, worker: int, joined: bool = False) -> None:
+        """A worker has died: what it had not processed is given out again, first.
+
+        Args:
+            worker: Which one.
+            joined: Whether it is none of the run's own: the next coordinator is told by nobody else what it has done.
+        """
         for epoch in self._epochs.values():
             share = epoch.shares.pop(worker, None)
             if share is not None:
+                for chunk in share.worked if joined else ():
+                    self._done.setdefault(chunk.epoch, set()).add(chunk.start)
                 epoch.waiting.extendleft(reversed(share.held))
 
     @staticmethod

@@ -44,10 +44,16 @@ class History:
         self.faults: deque[tuple[float, str]] = deque(maxlen=MOST_FAULTS)
         self.losses = 0
 
-    def came(self, now: float, member: Member) -> None:
-        """A process has become a member."""
+    def came(self, now: float, member: Member, returns: bool = True) -> None:
+        """A process has become a member.
+
+        Args:
+            now: The time.
+            member: It.
+            returns: Whether one with a later life comes for another that was lost.
+        """
         self.was_here(now, member.peer)
-        if member.peer.life:
+        if member.peer.life and returns:
             self._note(now, f"{member} has taken the place of the one before")
 
     def was_here(self, now: float, peer: Peer) -> None:

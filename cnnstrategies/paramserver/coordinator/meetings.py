@@ -2,12 +2,16 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from cnnstrategies.paramserver.coordinator.roster import Member, Roster
+from cnnstrategies.paramserver.coordinator.memory import MIDWAY
+from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, Wait
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
+
+# What all do after a boundary that has let somebody in: that one begins, and with it they go on.
+ADMITTED = "admitted"
 
 
 @dataclass
@@ -28,9 +32,12 @@ class _Result:
     view: int = 0
     frames: list[Buffer] = field(default_factory=list)
     admitted: list[int] = field(default_factory=list)
+    midway: int | None = None  # the boundary after which somebody is let in: its contents, at a later moment
 
     def message(self, request: int, joined: bool) -> Message:
         fields = {"sequence": self.sequence, "ids": self.ids, "sizes": self.sizes, "joined": joined}
+        if self.midway is not None:
+            fields[MIDWAY] = self.midway
         return Message(DONE, {**fields, "view": self.view, "admitted": self.admitted}, self.frames, request)
 
 
@@ -52,6 +59,10 @@ class Rounds:
     before it is back. The results of both wait until all servers have seen the view that they lead to, and those that
     let somebody in until all workers have got it.
 
+    A worker that joins the run, and is none of its own, takes no part in its set-up nor in what the others do at the
+    end of an epoch. It may be let in after a boundary, too, as long as the others have not met since: it is told then
+    what they were told there.
+
     Args:
         roster: The members; its group and its seal change here.
         answer: Answers a request.
@@ -70,6 +81,8 @@ class Rounds:
         self._pending: dict[int, _Contribution] = {}
         self._flags: tuple[bool, bool] = (False, False)
         self._joiners: dict[int, _Contribution] = {}
+        self._boundary: _Result | None = None  # the last one of this coordinator
+        self._operation = ""  # the last one
         self._held: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         self._answers: dict[int, _Answer] = {}
         # Of a coordinator that was killed before this one: results that members still have to hand over, who waits
@@ -108,7 +121,8 @@ class Rounds:
             return None
         # Members make the last of the set-up once more where a coordinator was killed before it could tell them.
         makes_it = self.sequence <= self._roster.sealed_at and identity in self._roster.group
-        if self._roster.sealed and seal and not makes_it:
+        elastic = self._roster.is_elastic(WORKER, identity)
+        if seal and (elastic or (self._roster.sealed and not makes_it)):
             self._joiners[identity] = contribution
             return self.over
         if sequence in self._log:
@@ -160,6 +174,7 @@ class Rounds:
         seal, boundary = self._flags
         if boundary and self._awaited:
             return
+        self._operation = next(iter(self._pending.values())).operation
         pending, self._pending = dict(sorted(self._pending.items())), {}
         result = _Result(self.sequence, list(pending), [len(one.frames) for one in pending.values()], now)
         result.frames = [frame for one in pending.values() for frame in one.frames]
@@ -178,7 +193,36 @@ class Rounds:
             roster.publish()
         if seal or boundary:
             result.view = roster.number
+        if boundary:
+            self._boundary = result
         self._hold(result, replies)
+
+    @property
+    def _newcomers(self) -> dict[int, _Contribution]:
+        """Who waits to be let in and is none of the run's own workers."""
+        return {one: it for one, it in self._joiners.items() if self._roster.is_elastic(WORKER, one)}
+
+    @property
+    def may_let_in(self) -> bool:
+        """Whether somebody joins the run, and the others have not met since the boundary: there nobody is missed."""
+        boundary = self._boundary
+        if boundary is None or self._pending or self._held or self._lacks or not self._newcomers:
+            return False
+        # Those who were let in at the boundary begin first: all meet once more for it.
+        since = self.sequence - 1 - boundary.sequence
+        return since == bool(boundary.admitted) and (not since or self._operation == ADMITTED)
+
+    def let_in(self, now: float) -> None:
+        """Let in those that join the run after a boundary, if they may be: they are told what it has told."""
+        boundary, joiners = self._boundary, self._newcomers
+        assert boundary is not None
+        for one in joiners:
+            del self._joiners[one]
+        self._roster.group |= joiners.keys()
+        self._roster.publish()
+        result = replace(boundary, sequence=self.sequence - 1, at=now, view=self._roster.number)
+        result.admitted, result.midway = sorted(joiners), boundary.sequence
+        self._hold(result, [(one, True) for one in joiners.values()])
 
     @property
     def _awaited(self) -> list[int]:
@@ -215,8 +259,10 @@ class Rounds:
             others = tuple(f"worker {one}" for one in sorted(self._others))
             found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), others))
         for result, replies in self._held:
-            who = tuple(str(one.peer) for one, _ in replies)
-            found.append(Wait(replies[0][0].operation, who, tuple(self._without(result))))
+            # Who lacks the view itself is told it at its next sign of life, or missed: it waits for nobody.
+            without = self._without(result)
+            who = tuple(str(one.peer) for one, _ in replies if str(one.peer) not in without)
+            found.append(Wait(replies[0][0].operation, who, tuple(without)))
         return found
 
     def blames(self, peer: Peer) -> list[str]:

@@ -10,6 +10,7 @@ from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message
 
 EPOCHS = 3  # of data dispatch; what a worker left behind that died comes in the next but one at the latest
 ROUND, VALUE = "round ", "value "  # what an item's name begins with
+MIDWAY = "midway"  # in the answer to a worker that is let in after a boundary: number of that collective
 
 
 @dataclass
@@ -147,7 +148,13 @@ class Memory:
                 taken.chunks.extend(chunk)
 
     def _told(self, asked: Message, reply: Message) -> None:
-        """Keep the results of the set-up, for workers that are started again, and the last one of all."""
+        """Keep the results of the set-up, for workers that are started again, and the last one of all.
+
+        One that was let in after a boundary was told of that what the others had been told, and more.
+        """
+        if MIDWAY in reply.fields:
+            self._sealed = True
+            return
         self._last = reply
         if not self._sealed and not reply.flag("joined"):
             self._setup[reply.integer("sequence")] = reply

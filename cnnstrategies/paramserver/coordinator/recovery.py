@@ -41,14 +41,18 @@ class Recovery:
         began: When this began.
         timeout: Seconds to wait at most.
         appear: Seconds to wait at most while nobody has reported a view.
+        elastic: How many workers may have joined beside those of the run.
     """
 
-    def __init__(self, workers: int, servers: int, began: float, timeout: float, appear: float) -> None:
+    def __init__(
+        self, workers: int, servers: int, began: float, timeout: float, appear: float, elastic: int = 0
+    ) -> None:
         self.hellos: dict[Peer, Message] = {}
         self.reports: dict[Peer, Report] = {}
         self.seen: dict[Peer, float] = {}
         self.fates: dict[Life, Fate] = {}
         self._places = [(WORKER, one) for one in range(workers)] + [(SERVER, one) for one in range(servers)]
+        self._others = [(WORKER, workers + one) for one in range(elastic)]
         self._until, self._latest = began + timeout, began + appear
         self._number = -1
         self._newest: dict[str, dict[str, Any]] = {}
@@ -59,7 +63,7 @@ class Recovery:
         Raises:
             ControlError: Its report has other fields.
         """
-        if (sender.role, sender.id) not in self._places:
+        if (sender.role, sender.id) not in self._places + self._others:
             return
         report = Report.of(message)
         older = [peer for peer in self.hellos if peer[:2] == sender[:2] and peer != sender]
@@ -70,8 +74,11 @@ class Recovery:
         self.hellos[sender], self.seen[sender] = message, now
         if report is not None:
             self.reports[sender] = report
-            if report.number > self._number:
-                self._newest = _newest(report)
+            newest = _newest(report)
+            # Who has joined before training says nothing of those that are waited for.
+            says = (sender.role, sender.id) in self._places or newest["roster"]["sealed"] >= 0
+            if report.number > self._number and says:
+                self._newest = newest
                 self._number = report.number
 
     def leave(self, peer: Peer) -> None:
@@ -168,6 +175,16 @@ def was_member(server: Peer, message: Message) -> bool:
     return report is not None and bool(_own(report, server))
 
 
+def begun(message: Message) -> int:
+    """Number of the first view of training as a process knows it that says hello; 0 if it knows none.
+
+    Raises:
+        ControlError: Its report has other fields.
+    """
+    report = Report.of(message)
+    return 0 if report is None else int(_newest(report)["view"]["begun"])
+
+
 def _own(report: Report, server: Peer) -> list[Any]:
     return [one for one in _newest(report)["view"]["servers"] if one["id"] == server.id]
 
@@ -185,6 +202,7 @@ def _newest(report: Report) -> dict[str, dict[str, Any]]:
         numbers += [*state["group"], *state["lost"], state["sealed"], state["reached"], view["begun"]]
         numbers += [one[name] for one in view["servers"] for name in ("id", "since")]
         numbers += [one[name] for one in view["workers"] for name in ("id", "incarnation")]
+        numbers += [number for one in state.get("done", ()) for number in (*one[:2], int(one[2], 16))]
         if any(type(number) is not int for number in numbers) or any(len(one) != 5 for one in state["gone"]):
             raise ValueError("no numbers")
     except (KeyError, TypeError, ValueError, RecursionError) as error:

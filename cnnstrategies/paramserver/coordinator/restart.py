@@ -65,7 +65,9 @@ class Restart:
         """Wait for reports from now on, if there was a coordinator before."""
         settings = self._settings
         if settings.term:
-            self._recovery = Recovery(settings.workers, settings.servers, now, settings.timeout, settings.appear)
+            self._recovery = Recovery(
+                settings.workers, settings.servers, now, settings.timeout, settings.appear, settings.elastic
+            )
 
     @property
     def waits(self) -> bool:
@@ -123,11 +125,13 @@ class Restart:
             if fate.how is None:
                 self._left(fate.life)
         told = recovery.told()
+        # Who was being let in as the last one was killed has not begun, and asks again.
+        roster.group -= {one for one, known in told.items() if not known and roster.is_elastic(WORKER, one)}
         sequence = max([roster.reached, *told.values()])
         self._holders = recovery.holders(self._rounds_needed(sequence))
         lacks = [int(item.removeprefix(ROUND)) for item in self._holders if item.startswith(ROUND)]
         self._parts.rounds.follow(sequence, told, lacks)
-        self._parts.dispatcher.follow(recovery.epochs())
+        self._parts.dispatcher.follow(recovery.epochs(), recovery.state.get("done", ()))
         self.notices.update(recovery.notices())
         for peer, message in recovery.hellos.items():
             if peer in recovery.reports and not roster.is_over(peer):
@@ -144,7 +148,7 @@ class Restart:
             how = f"gave no sign of life for {self._settings.timeout:g} s after the coordinator was started again"
             admission.lost(now, Member(Peer(*life), 0, "another coordinator's word", now), how)
         self._sweep(now, recovery)
-        if not roster.group:
+        if not roster.of_the_run:
             self._finish("the session is over: every worker has left", True)
         roster.publish()
         for peer, message in recovery.hellos.items():

@@ -1,7 +1,7 @@
 """Who has registered with the coordinator: their signs of life, and the numbered views of them."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 SERVER, WORKER = "server", "worker"
 TERM = 1 << 20  # views of one coordinator: those of the next have higher numbers
+LIVES = 1 << 16  # of one place for workers that join, as one coordinator gives them
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Roster:
         servers: How many servers it has.
         survivable: How many of these can be lost for ever.
         send: Sends a message.
+        elastic: How many workers may join beside those of the run, with the numbers after theirs.
 
     Attributes:
         group: The workers that take part in collectives; at first all that are expected.
@@ -66,18 +68,28 @@ class Roster:
         reached: The last collective to which somebody has contributed.
         lost_servers: The servers that have died and not come back.
         view_message: The view as a message: one for all, so that it is encoded once.
-        gone: Those that were members and are no longer, with whether they left.
+        done: Gives what those have worked on that have joined and left; None where nobody may.
+        gone: Those that were members and are no longer, with whether they left; of one place for who joins the last.
     """
 
-    def __init__(self, workers: int, servers: int, survivable: int, send: Callable[[Peer, Message], None]) -> None:
+    def __init__(
+        self,
+        workers: int,
+        servers: int,
+        survivable: int,
+        send: Callable[[Peer, Message], None],
+        elastic: int = 0,
+    ) -> None:
         self.group = set(range(workers))
         self.sealed_at = -1
         self.reached = 0
         self.lost_servers: set[int] = set()
         self.gone: dict[Peer, bool] = {}
+        self.done: Callable[[], Sequence[tuple[int, int, str]]] | None = None
         self._workers = workers
         self._servers = servers
         self._survivable = survivable
+        self._elastic = elastic
         self._send = send
         self._members: dict[tuple[str, int], Member] = {}
         self._appeared: set[tuple[str, int]] = set()
@@ -98,8 +110,25 @@ class Roster:
         return [member for _, member in sorted(self._members.items())]
 
     def expects(self, role: str, identity: int) -> bool:
-        """Whether the run has such a member."""
-        return identity < {SERVER: self._servers, WORKER: self._workers}.get(role, 0)
+        """Whether the run has such a member, or a place for it."""
+        return identity < {SERVER: self._servers, WORKER: self._workers + self._elastic}.get(role, 0)
+
+    def is_elastic(self, role: str, identity: int) -> bool:
+        """Whether a place is for workers that join and leave: nobody waits for one in it."""
+        return role == WORKER and identity >= self._workers
+
+    @property
+    def of_the_run(self) -> set[int]:
+        """The group without those that have joined: without these the others have nobody to train for."""
+        return {worker for worker in self.group if worker < self._workers}
+
+    def free_place(self) -> tuple[int, int] | None:
+        """The lowest number that nobody has of those for workers that join, and a life that was never there."""
+        for identity in range(self._workers, self._workers + self._elastic):
+            if self.at(WORKER, identity) is None:
+                # Who was not let in yet as a coordinator was killed, the next one has not heard of.
+                return identity, max(self._first_life.get((WORKER, identity), 0), self.number // TERM * LIVES)
+        return None
 
     def has_appeared(self, role: str, identity: int) -> bool:
         """Whether nobody waits any more for the first process of a place."""
@@ -151,7 +180,12 @@ class Roster:
 
     def remove(self, member: Member, left: bool = False) -> None:
         """A process is gone."""
-        del self._members[member.peer.role, member.peer.id]
+        place = member.peer.role, member.peer.id
+        del self._members[place]
+        if self.is_elastic(*place):
+            # A new life comes in each epoch: those before the last are known by its number.
+            self.bury(*place, member.peer.life)
+            self.gone = {peer: how for peer, how in self.gone.items() if peer[:2] != place}
         self.gone[member.peer] = left
 
     # Views
@@ -217,7 +251,9 @@ class Roster:
 
     def _state(self) -> dict[str, Any]:
         """What a coordinator that follows this one has to know beside the view."""
+        done = {} if self.done is None else {"done": self.done()}
         return {
+            **done,
             "group": sorted(self.group),
             "sealed": self.sealed_at,
             "reached": self.reached,

@@ -23,6 +23,8 @@ class CoordinatorSettings:
         supervisor: Number of the supervision that starts the coordinator, node 0's; 0 if none does.
         restartable: Whether it is started again when it is killed.
         term: How many coordinators this one follows, that were killed: it asks the members what they know.
+        elastic: How many workers may join while it trains: they have the numbers after the others', come and go, and
+            are never waited for.
     """
 
     endpoint: str
@@ -38,6 +40,7 @@ class CoordinatorSettings:
     supervisor: int = field(default=0, repr=False)
     restartable: bool = False
     term: int = 0
+    elastic: int = 0
 
 
 @dataclass(frozen=True)

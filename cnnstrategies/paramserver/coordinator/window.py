@@ -9,7 +9,8 @@ from cnnstrategies.paramserver.coordinator.watchdog import Wait, named
 from cnnstrategies.paramserver.core.node import ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 
-WATCHER, WATCH = "watcher", "watch"  # a role that is no member, and all that it asks
+WATCHER = "watcher"  # a role that is no member
+WATCH, PLACE = "watch", "place"  # all that it asks: how the run goes, and as which worker one may join it
 
 
 class Window:
@@ -36,13 +37,16 @@ class Window:
 
         Args:
             now: The time.
-            question: With ``events`` the answer has all that has happened to members, too.
+            question: How the run goes; with ``events`` the answer has all that has happened to members, too. Or for a
+                place in it.
             waits: Who waits for whom.
             ended: What the members were told if the run is over.
 
         Raises:
             ControlError: It is another kind of message.
         """
+        if question.kind == PLACE:
+            return Message(DONE, self._place(ended), request=question.request)
         if question.kind != WATCH:
             raise ControlError(f"a {WATCHER} does not say {question.kind!r}")
         history = self._history
@@ -62,6 +66,20 @@ class Window:
         if question.flag("events"):
             fields["events"] = [[now - event.at, *event[1:]] for event in history.events]
         return Message(DONE, fields, request=question.request)
+
+    def _place(self, ended: Message | None) -> dict[str, object]:
+        """A place for a worker that wants to join, or why it has none; two that ask at once may get the same."""
+        settings, place = self._settings, self._roster.free_place()
+        fields: dict[str, object] = {
+            "session": settings.session,
+            "workers": settings.workers,
+            "timeout": settings.timeout,
+            "elastic": settings.elastic,
+            "ended": None if ended is None else dict(ended.fields),
+        }
+        if place is not None and ended is None:
+            fields |= {"place": place[0], "life": place[1]}
+        return fields
 
     def _members(self, now: float) -> list[dict[str, object]]:
         return [

@@ -39,7 +39,7 @@ class CoordinatorService:
     """
 
     def __init__(self, settings: CoordinatorSettings, keys: KeyPair | None = None) -> None:
-        allow_files(files_of_coordinator(settings.workers, settings.servers), "the coordinator")
+        allow_files(files_of_coordinator(settings.workers + settings.elastic, settings.servers), "the coordinator")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 200)

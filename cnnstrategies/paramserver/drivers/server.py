@@ -85,7 +85,7 @@ class ServerService:
         insecure: bool = False,
     ) -> None:
         keep_freed_memory()
-        allow_files(files_of_server(specification.workers, specification.servers), f"server {id}")
+        allow_files(files_of_server(specification.most_workers, specification.servers), f"server {id}")
         listener = Listener(endpoint, keys is not None, insecure) if isinstance(endpoint, str) else endpoint
         self.endpoint = listener.endpoint
         self._specification = specification
@@ -111,7 +111,7 @@ class ServerService:
         """Bytes that the server may come to need beside what it has now."""
         held = sum(slice_.nbytes for slice_ in self.role.store.slices.values())
         copies = MOST_STATES + self._specification.replication
-        return memory_of_server(held, copies, self._specification.workers, self._bounds.payload)
+        return memory_of_server(held, copies, self._specification.most_workers, self._bounds.payload)
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called.

@@ -3,13 +3,14 @@
 import contextlib
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Self
 
 import zmq
 
 from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
-from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
+from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.security import KeyPair
@@ -41,10 +42,17 @@ class Watcher:
         Returns:
             The answer; None if none came.
         """
+        return self._ask(WATCH, {"events": events}, seconds)
+
+    def place(self, seconds: float) -> Message | None:
+        """A place in the run for a worker that joins it; see :meth:`ask`."""
+        return self._ask(PLACE, {}, seconds)
+
+    def _ask(self, kind: str, fields: Mapping[str, object], seconds: float) -> Message | None:
         if self._socket is None:
             self._socket = connect(self._address, self._context, self._keys, self._keys)
         self._asked += 1
-        send(self._socket, self._peer, Message(WATCH, {"events": events}, request=self._asked))
+        send(self._socket, self._peer, Message(kind, fields, request=self._asked))
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             if not self._socket.poll(int(1000 * left) + 1):

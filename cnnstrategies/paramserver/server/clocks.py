@@ -134,7 +134,7 @@ class StaleClock:
             self._expected = 0  # The run has begun: a server that replaces another need not meet all who began it.
         if worker not in self._clocks:
             self._clocks[worker] = self.slowest if clock is None else clock
-            self._seen.add(worker)
+            self._note(worker)
             self._least = None
             self.log.append((worker, self._clocks[worker]))
         elif clock is not None:
@@ -152,12 +152,16 @@ class StaleClock:
 
     def leave(self, worker: int) -> None:
         """Wait for a worker no longer, even if it has not come yet."""
-        self._seen.add(worker)
+        self._note(worker)
         clock = self._clocks.pop(worker, None)
         if clock is not None:
             self._last = max(self._last, clock)
             self._least = None
             self.log.append((worker, -1))
+
+    def _note(self, worker: int) -> None:
+        if worker < self._expected:  # Others join the run, and stand for none of its own.
+            self._seen.add(worker)
 
     def may_start(self, clock: int) -> bool:
         """Whether a worker that has finished `clock` steps may begin the next."""

@@ -3,6 +3,7 @@
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, draw
 from cnnstrategies.paramserver.simulation.invariants import Invariants
+from cnnstrategies.paramserver.simulation.joiners import Joiners
 from cnnstrategies.paramserver.simulation.outcome import Outcome
 from cnnstrategies.paramserver.simulation.toys import Toys
 from cnnstrategies.paramserver.simulation.violation import ViolationError
@@ -11,6 +12,7 @@ from cnnstrategies.paramserver.simulation.world import World
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
 HORIZON = 100.0  # no run takes longer
+JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
 
 
 def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False) -> Outcome:
@@ -24,11 +26,13 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     workers, servers = 1 + int(4 * draw(seed, 41)), int(4 * draw(seed, 42))
     survivable = int(draw(seed, 43) < 0.5 and servers > 1)
     restarts, epochs, nodes = int(3 * draw(seed, 44)), 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
+    elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
     settings = CoordinatorSettings(
         "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), restarts > 0, nodes=nodes,
-        restartable=restarts > 0,
+        restartable=restarts > 0, elastic=elastic,
     )  # fmt: skip
     places = [("worker", one) for one in range(workers)] + [("server", one) for one in range(servers)]
+    places += [("worker", workers + one) for one in range(elastic)]
     places += [("coordinator", 0), *(("supervision", node) for node in range(nodes))]
     faults = Faults(seed, places, TIMEOUT, BUSY, removed)
     faults.timed += [kill for kill in _kills(seed) if kill not in removed]
@@ -37,6 +41,7 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
         world.trace = []
     toys = Toys(world, settings, epochs, restarts, nodes, seed)
     invariants = Invariants(world, toys, settings, epochs)
+    Joiners(seed, world, toys, elastic)
     violation = None
     looked = 0.0
     try:

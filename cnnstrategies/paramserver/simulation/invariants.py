@@ -9,7 +9,7 @@ from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.simulation.faults import DEADLY
-from cnnstrategies.paramserver.simulation.toys import SAMPLES, Toys, contents
+from cnnstrategies.paramserver.simulation.toys import MARKS, SAMPLES, Toys, contents
 from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.simulation.world import Process, World
 
@@ -35,7 +35,7 @@ class Invariants:
         self._views: dict[int, str] = {}
         self._lives: dict[int, int] = {}
         self._since: dict[str, int] = {}
-        self._begun: set[int] = set()
+        self._begun: set[tuple[int, int]] = set()
         self._members: dict[int, dict[int, int]] = {}
         self._counted: dict[int, int] = {}  # collectives that were complete, of each coordinator
         self._known: dict[Peer, tuple[int, int]] = {}
@@ -43,17 +43,23 @@ class Invariants:
         self._sealed_at: float | None = None
         world.on_send = self._sent
         world.on_step = self._stepped
-        world.on_death = self._deaths.append
+        world.on_death = self._died
 
     # While it runs
+
+    def _died(self, process: Process) -> None:
+        """Those that have come to their end are killed with the run, and lose nothing."""
+        if not process.ended.clean if process.ended is not None else not process.done:
+            self._deaths.append(process)
 
     def _sent(self, sender: Process, send: Send) -> None:
         if sender.peer.role != "coordinator" or "view" not in send.message.fields:
             return
         description = send.message.fields["view"]
         if isinstance(description, int):
-            if send.message.fields["sequence"] not in self._begun:
-                self._begun.add(send.message.fields["sequence"])
+            begins = send.message.fields["sequence"], description  # Some are let in later than the others.
+            if begins not in self._begun:
+                self._begun.add(begins)
                 self._check_servers(description)
             return
         view, text = View.from_dict(description), str(description)
@@ -160,7 +166,7 @@ class Invariants:
         self._check_ends()
         self._check_samples()
         entries = self._toys.coordinator.entries
-        members = self._settings.workers + self._settings.servers
+        members = self._settings.workers + self._settings.servers + self._settings.elastic
         if entries > ENTRIES * members:
             raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")
 
@@ -169,10 +175,11 @@ class Invariants:
         for sequence, heard in self._toys.log.results.items():
             # What only such knew as went down with the coordinator it has to decide anew.
             told = {peer: one for peer, one in heard.items() if not kills or self._came_to_its_end(peer)}
-            for worker, (_, life, _) in contents(next(iter(told.values()))).items() if told else ():
-                if self._members[sequence].get(worker) != life:
+            for worker, (_, mark, _) in contents(next(iter(told.values()))).items() if told else ():
+                life = self._members[sequence].get(worker)
+                if life is None or life % MARKS != mark:
                     raise ViolationError(
-                        f"10: collective {sequence} has life {life} of worker {worker}, no member then"
+                        f"10: collective {sequence} has life {mark} of worker {worker}, no member then"
                     )
             answers = {str((one.fields["ids"], contents(one))) for one in told.values()}
             if len(answers) > 1:
@@ -191,10 +198,15 @@ class Invariants:
 
     def _check_ends(self) -> None:
         victims = self._victims() | self._unheard()
+        over = self._world.processes["coordinator", 0].ended is not None
+        own = [self._world.processes[WORKER, one] for one in range(self._settings.workers)]
+        told = {one.ended.reason for one in own if one.ended is not None}
         for process in self._world.processes.values():
             ended = process.ended
             if not process.alive or ended is None or ended.clean or process.peer.role == "coordinator":
                 continue
+            if self._joins(process.peer) and (ended.reason in told or over):
+                continue  # It was told what all were told, or has knocked at a run that is over.
             # One that is cut off knows only whom it does not hear.
             named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
             named = {*named, "was silent"} if "coordinator" in victims else named
@@ -212,10 +224,11 @@ class Invariants:
         return {str(peer) for peer, ended in ends if ended is not None and "was silent" in ended.reason}
 
     def _is_needed(self, process: Process, victims: set[str]) -> bool:
-        """Whether the victims make a run end, or this process."""
+        """Whether the victims make a run end, or this process. Who joins is not missed."""
         settings = self._settings
         if self._coordinator_is_lost() or str(process.peer) in victims or "worker 0" in victims:
             return True
+        victims = victims - {f"{WORKER} {settings.workers + one}" for one in range(settings.elastic)}
         if any(victim.startswith(WORKER) and self._struck_before_training(victim) for victim in victims):
             return True
         if any(self._never_came(victim, process) for victim in victims):
@@ -254,6 +267,10 @@ class Invariants:
             for fault in self._world.faults.timed
         )
 
+    def _joins(self, peer: Peer) -> bool:
+        """Whether a process is none of the run's own workers."""
+        return peer.role == WORKER and peer.id >= self._settings.workers
+
     def _victims(self) -> set[str]:
         """Who was hit so hard that a run may have to go on without it."""
         timeout = self._settings.timeout
@@ -270,12 +287,18 @@ class Invariants:
     def _check_samples(self) -> None:
         log = self._toys.log
         done = [(epoch, sample) for epoch, sample, _ in log.processed]
-        died = {one.peer.role for one in self._deaths}
-        if not self._victims() - {"coordinator"} and not died - {"coordinator"} and len(done) != len(set(done)):
-            raise ViolationError(f"13: processed twice: {sorted(one for one in done if done.count(one) > 1)}")
-        # What a worker that dies has taken of an epoch is given out in that or the next, maybe to one that dies then.
         killed = {f"{WORKER} {one.peer.id}" for one in self._deaths if one.peer.role == WORKER}
-        lost = len(killed | {victim for victim in self._victims() if victim.startswith(WORKER)}) if killed else 0
+        hit = killed | {victim for victim in self._victims() if victim.startswith(WORKER)}
+        # One that ends by itself, since it hears no coordinator, tells nobody what it has done.
+        ends = ((str(one.peer), one.ended) for one in self._world.processes.values() if one.peer.role == WORKER)
+        hit |= {name for name, ended in ends if ended is not None and not ended.clean}
+        gone = log.joined - log.helped
+        of_gone = {(epoch, sample) for epoch, sample, peer in log.processed if peer in gone}
+        again = sorted(one for one in set(done) - of_gone if done.count(one) > 1)
+        if again and not hit:
+            raise ViolationError(f"13: processed twice: {again}")
+        # What a worker that dies has taken of an epoch is given out in that or the next, maybe to one that dies then.
+        lost = len(hit) + len(gone)
         complete = range(self._epochs - lost) if log.left else range(0)
         missing = {(epoch, sample) for epoch in complete for sample in range(SAMPLES)} - set(done)
         if missing:

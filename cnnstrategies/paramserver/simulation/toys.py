@@ -1,10 +1,11 @@
 """Workers, servers and supervisions that do to the coordinator what the real ones do, and train nothing."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.memory import MIDWAY
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
@@ -17,6 +18,7 @@ from cnnstrategies.paramserver.simulation.world import Ask, Process, Program, Sl
 
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # collectives before training
+MARKS = 251  # that tell lives apart: a byte
 LOOK = 0.05  # seconds between two looks of a supervision at its processes
 
 
@@ -29,12 +31,16 @@ class Log:
         processed: Epoch and sample numbers that were worked on, by whom.
         epochs: How far each worker has come.
         left: The workers that have come to the end.
+        joined: Those that have joined the run.
+        helped: Those of these that have left it.
     """
 
     results: dict[int, dict[Peer, Message]] = field(default_factory=dict)
     processed: list[tuple[int, int, Peer]] = field(default_factory=list)
     epochs: dict[Peer, int] = field(default_factory=dict)
     left: set[Peer] = field(default_factory=set)
+    joined: set[Peer] = field(default_factory=set)
+    helped: set[Peer] = field(default_factory=set)
 
 
 class Toys:
@@ -73,7 +79,7 @@ class Toys:
         for role, count in ((SERVER, self._settings.servers), (WORKER, self._settings.workers)):
             for identity in range(count):
                 self.hosts[role, identity] = identity % self._nodes
-                self._member(role, identity, 0)
+                self.member(role, identity, 0)
         for node in range(self._nodes):
             children = [place for place, host in self.hosts.items() if host == node and place[0] != "coordinator"]
             peer = Peer("supervision", node)
@@ -91,44 +97,56 @@ class Toys:
         self._draws += 1
         return least + (most - least) * draw(self._seed, 31, self._draws)
 
-    def _member(self, role: str, identity: int, life: int) -> Process:
+    def member(
+        self, role: str, identity: int, life: int, program: Callable[[Participant], Program] | None = None
+    ) -> Process:
+        """Start a worker or a server.
+
+        Args:
+            role: Which of these.
+            identity: Its number.
+            life: How many had it before.
+            program: What it does, if that is something else.
+        """
         timeout = self._settings.timeout
         address = Address("sim", role, identity, life, timeout / 10, timeout, self._settings.appear)
         hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}
         participant = Participant(address, 1, {**hello, "public_key": ""})
         participant.figures = lambda: {"step": life}
-        program = self._work(participant) if role == WORKER else self._serve(participant)
-        return self._world.spawn(participant.peer, participant, program)
+        does = program or (self._work if role == WORKER else self._serve)
+        return self._world.spawn(participant.peer, participant, does(participant))
 
     # Programs
 
     def _serve(self, participant: Participant) -> Program:
-        yield from _newer_view(participant, -1)
+        yield from newer_view(participant, -1)
         yield Ask("get", {"name": "specification"})
         seen = View(0, (), ())
         while True:
-            seen = yield from _newer_view(participant, seen.number)
+            seen = yield from newer_view(participant, seen.number)
             yield Sleep(self._seconds(0.0, 0.05))
             yield Tell("seen", {"number": seen.number})
 
     def _work(self, participant: Participant) -> Program:
         yield Sleep(self._seconds(0.0, 0.3))
-        yield from _newer_view(participant, -1)
+        yield from newer_view(participant, -1)
         if participant.peer.id == 0:
             yield Ask("put", {"name": "specification"}, (b"text",))
         for _ in range(SETUP):
-            yield from self._collect(participant, "gather")
-        started = yield from self._collect(participant, "start", seal=True)
+            yield from self.collect(participant, "gather")
+        started = yield from self.collect(participant, "start", seal=True)
         epoch = 0
         if started.flag("joined"):
             epoch = contents(started)[min(started.fields["ids"])][2]
         joined = started.flag("joined")
         while epoch < self._epochs:
             if not joined:
-                yield from self._collect(participant, "boundary", boundary=True, epoch=epoch)
+                boundary = yield from self.collect(participant, "boundary", boundary=True, epoch=epoch)
+            if self._settings.elastic and (joined or boundary.fields["admitted"]):
+                yield from self.collect(participant, "admitted")
             joined = False
             yield from self._train(participant, epoch)
-            yield from self._collect(participant, "gather")
+            yield from self.collect(participant, "gather")
             epoch += 1
             self.log.epochs[participant.peer] = epoch
         self.log.left.add(participant.peer)
@@ -143,18 +161,23 @@ class Toys:
             if start == stop:
                 return
             yield Sleep(self._seconds(0.005, 0.08))
-            numbers = range(start, stop)
-            self.log.processed += [(chunk.integer("epoch"), number, participant.peer) for number in numbers]
-            processed += stop - start
+            processed += self.process(participant, chunk)
 
-    def _collect(
+    def process(self, participant: Participant, chunk: Message) -> int:
+        """Work on a chunk; how many samples it has."""
+        numbers = range(chunk.integer("start"), chunk.integer("stop"))
+        self.log.processed += [(chunk.integer("epoch"), number, participant.peer) for number in numbers]
+        return len(numbers)
+
+    def collect(
         self, participant: Participant, operation: str, seal: bool = False, boundary: bool = False, epoch: int = 0
     ) -> Generator[Ask | Tell | Sleep | Until, Any, Message]:
+        """Take part in a collective, and wait for the view that it leads to."""
         peer = participant.peer
-        frames = (bytes((peer.id, peer.life, epoch)),)
+        frames = (bytes((peer.id, peer.life % MARKS, epoch)),)
         result = yield Ask("collect", {"operation": operation, "seal": seal, "boundary": boundary}, frames)
-        self.log.results.setdefault(result.integer("sequence"), {})[peer] = result
-        yield from _newer_view(participant, result.integer("view") - 1)
+        self.log.results.setdefault(result.fields.get(MIDWAY, result.integer("sequence")), {})[peer] = result
+        yield from newer_view(participant, result.integer("view") - 1)
         return cast(Message, result)
 
     # Supervision
@@ -182,7 +205,7 @@ class Toys:
                 yield Tell("died", {**fields, "how": "was killed", "replaced": replaced})
                 if replaced:
                     lives[role, identity] += 1
-                    self._member(role, identity, lives[role, identity])
+                    self.member(role, identity, lives[role, identity])
                 else:
                     del lives[role, identity]
             if self._world.now - asked < self._settings.timeout / 5:
@@ -209,17 +232,23 @@ class Toys:
             self._world.kill(self._world.processes[place])
         yield Ask("stop", {"members": [[*place] for place in children]}, patience=self._settings.timeout / 4)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether none of the run's own workers is left."""
+        return not any(self._runs(WORKER, one) for one in range(self._settings.workers))
+
     def _runs(self, role: str, identity: int) -> bool:
         process = self._world.processes[role, identity]
         return not process.alive or not (process.done or process.ended is not None)
 
 
 def contents(result: Message) -> dict[int, bytes]:
-    """What each participant has brought: its number, its life and its epoch."""
+    """What each participant has brought: its number, its life's mark and its epoch."""
     return dict(zip(result.fields["ids"], (bytes(frame) for frame in result.frames), strict=True))
 
 
-def _newer_view(participant: Participant, number: int) -> Generator[Ask | Tell | Sleep | Until, Any, View]:
+def newer_view(participant: Participant, number: int) -> Generator[Ask | Tell | Sleep | Until, Any, View]:
+    """Wait for a view with a higher number."""
     yield Until(lambda: participant.view is not None and participant.view.number > number)
     assert participant.view is not None
     return participant.view

@@ -51,6 +51,7 @@ class Options:
     heartbeat: float
     timeout: float
     max_restarts: int
+    elastic: int
 
     def __post_init__(self) -> None:
         Specification((), "torch.optim.SGD", (), 1, self.server_count(1), **self._engine())  # Has its own checks.
@@ -89,6 +90,7 @@ class Options:
                 f"data_dispatch: dynamic is for mode: async and ssp: in mode: {self.mode} every worker makes the same "
                 "number of steps; use data_dispatch: static"
             )
+        self._check_elastic()
         for endpoint in self.endpoints:
             if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
                 raise ConfigurationError(
@@ -108,6 +110,23 @@ class Options:
             raise ConfigurationError(
                 f"key_file: {self.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
                 f"{self.key_file}` and copy it to every machine"
+            )
+
+    def _check_elastic(self) -> None:
+        if self.elastic < 0:
+            raise ConfigurationError(f"elastic={self.elastic} is negative; 0 lets no worker join")
+        if not self.elastic:
+            return
+        if self.mode not in ("async", "ssp") or (self.mode == "ssp" and not self.staleness):
+            mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
+            raise ConfigurationError(
+                f"elastic={self.elastic} is for mode: async, and ssp with a staleness: in mode: {mode} all workers "
+                "step together, and none can come and go; use mode: async, or leave elastic out"
+            )
+        if self.data_dispatch != "dynamic":
+            raise ConfigurationError(
+                f"elastic={self.elastic} with data_dispatch: {self.data_dispatch}: the shares of an epoch are divided "
+                "before anybody joins; use data_dispatch: dynamic"
             )
 
     def server_count(self, nodes: int) -> int:
@@ -156,6 +175,7 @@ class Options:
             "replication": self.replication,
             "snapshot_every": self.snapshot_every,
             "snapshot_directory": self.snapshot_directory,
+            "elastic": self.elastic,
             "timeout": max(self.timeout, LEAST_SECONDS),
         }
 

@@ -149,10 +149,11 @@ def open_supervision(
     spares = Spares() if servers and restarts and method == "program" else None
     supervision = Supervision(address, load_keys(place.key_file), spares)
     workers = layout.nodes * layout.processes
+    elastic = options.elastic if training else 0
     if layout.node == 0:
-        allow_files(files_of_coordinator(workers, servers), "the coordinator")
+        allow_files(files_of_coordinator(workers + elastic, servers), "the coordinator")
     if servers and not options.endpoints:
-        allow_files(files_of_server(workers, servers), "a server")
+        allow_files(files_of_server(workers + elastic, servers), "a server")
     if layout.node == 0:
         again = options.max_restarts if place.supervised else 0
         settings = CoordinatorSettings(
@@ -166,6 +167,7 @@ def open_supervision(
             nodes=layout.nodes,
             supervisor=supervision.process,
             restartable=again > 0,
+            elastic=elastic,
         )
         service = CoordinatorProcess(settings, place.key_file, place.directory)
         supervision.start(Watched(COORDINATOR, 0, partial(_start_coordinator, service, method), again))

@@ -1,5 +1,6 @@
 """What a worker that is started again needs of a running trainer, as plain values."""
 
+import os
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -8,6 +9,8 @@ from torch.optim import Optimizer
 from cnnstrategies._lightning_private import set_batches_that_stepped
 from cnnstrategies.paramserver.codec import CodecError, encode
 from cnnstrategies.paramserver.specification import hyperparameters
+
+SEED = "PL_GLOBAL_SEED"  # Lightning's: the order of the samples follows from it
 
 
 def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
@@ -33,7 +36,13 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dic
         "callbacks": callbacks,
         "options": hyperparameters(optimizer),
         "own_steps": own_steps,
+        "seed": seed(),
     }
+
+
+def seed() -> str:
+    """What `seed_everything` was given, from which the order of the samples follows; empty if nothing."""
+    return os.environ.get(SEED, "")
 
 
 def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -80,6 +80,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         max_restarts: How often each process may be started again after it was killed, in the first trainer function
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
+        elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp
+            with ``data_dispatch: dynamic``.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -110,6 +112,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         heartbeat: float = 0.5,
         timeout: float = 10.0,
         max_restarts: int = 0,
+        elastic: int = 0,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
     ) -> None:

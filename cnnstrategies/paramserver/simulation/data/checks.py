@@ -50,10 +50,9 @@ class Checks:
 
     @property
     def over(self) -> bool:
-        """Whether every worker has come to its end, or nothing can go on."""
-        return self._members.over is not None or all(
-            not process.alive or process.ended is not None for process in self._members.workers.values()
-        )
+        """Whether each of the run's own workers has come to its end, or nothing can go on."""
+        own = (self._members.workers[one] for one in range(self._specification.workers))
+        return self._members.over is not None or all(not one.alive or one.ended is not None for one in own)
 
     def look(self) -> None:
         """Raise if nothing has gone on for long; take out workers that have ended with an error.

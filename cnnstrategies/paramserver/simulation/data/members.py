@@ -22,6 +22,7 @@ from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
 STEPS = 14
+JOINED = 125  # the draw of whether a worker joins a run: none whose seeds have found faults before
 
 
 @dataclass
@@ -100,6 +101,8 @@ class Members:
 
         if successor:
             world.at(self._seconds(0.0, busy), self._lose_coordinator)
+        if specification.mode in ("async", "ssp") and draw(seed, JOINED) < 0.3:
+            world.at(busy * draw(seed, 73), self._join)
 
     def _seconds(self, least: float, most: float) -> float:
         self._draws += 1
@@ -179,6 +182,23 @@ class Members:
             self._seconds, lambda: self._world.now, lambda worker, step: self.on_begin(worker, step),
         )  # fmt: skip
         return self._world.spawn(Peer("worker", identity, life), simulated, _idle())
+
+    def _join(self) -> None:
+        """A worker with a number of its own joins those that train, once all of them have begun."""
+        own = [self.workers[one] for one in range(self._specification.workers)]
+        roles = [process.role for process in own if process.alive and process.ended is None]
+        if self.over is not None or not roles:
+            return
+        if self._world.now < self._back or any(isinstance(one, SimulatedWorker) and not one.joined for one in roles):
+            self._world.at(self._world.now + 0.05, self._join)
+            return
+        identity = self._specification.workers
+        self._world.faults.counts["join"] += 1
+        self.workers[identity] = self._work(identity, 0)
+        self._publish(workers=(*self._view.workers, WorkerInfo(identity)))
+        if draw(self._seed, 74) < 0.4:
+            until = self._world.now + draw(self._seed, 75)
+            self._world.at(until, lambda: self._world.kill(self.workers[identity]))
 
     # Snapshots
 

@@ -207,7 +207,8 @@ class SimulatedWorker:
         # What trains has met the others in a collective, whose answer names the view to begin with, before it looks for
         # servers: before that it is the coordinator that it waits for.
         yield Wait(lambda: role.view.number < 0)
-        if self._peer.life == 0 or self._watch.highest < 0:  # One that takes another's place takes what is there.
+        begins = self._peer.id < self._specification.workers and self._peer.life == 0
+        if begins or self._watch.highest < 0:  # One that takes another's place, or joins, takes what is there.
             yield from role.initialise(self._now, None)
         yield from role.join(self._now)
         self.joined = True

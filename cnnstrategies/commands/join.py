@@ -1,0 +1,51 @@
+"""``cnnstrategies join``: one more worker for a run with a parameter server, for as long as it likes to stay.
+
+Whether there is such a run it asks before torch and Lightning are imported, which takes seconds.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cnnstrategies.commands.join_options import parse
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.places import find_place
+from cnnstrategies.paramserver.run_address import RunAddress
+
+
+def main(args: Sequence[str]) -> None:
+    """Join a run until it is over, or until told to leave.
+
+    Args:
+        args: The command line from ``join`` on.
+
+    Raises:
+        ConfigurationError: There is no such run, it lets nobody join, or the configuration is not its own.
+        SystemExit: The run has failed; why has been said.
+    """
+    if "--help" in args:  # All options of the configuration; those of its own are few.
+        from cnnstrategies.commands import lightning_cli
+
+        lightning_cli.main(["fit", "--help"])
+        return
+    options, words = parse(args[1:])
+    address = RunAddress.find(options.run)
+    if options.key_file is not None:
+        address = replace(address, key_file=str(Path(options.key_file).resolve()))
+    if address.key_file is not None and not Path(address.key_file).is_file():
+        raise ConfigurationError(
+            f"--key_file {address.key_file} does not exist here: it lies on the machine of rank 0 unless the run was "
+            "given one; copy it"
+        )
+    try:
+        place = find_place(address)
+        from cnnstrategies.commands import joining_cli
+
+        joining_cli.run(address, place, words)
+    except RunEnded as ended:
+        if not ended.clean:
+            print(f"The run cannot go on: {ended}", file=sys.stderr)
+            sys.exit(1)
+        print(f"Nothing to join at {address.coordinator}: {ended}", file=sys.stderr)

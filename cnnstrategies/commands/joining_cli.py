@@ -1,0 +1,148 @@
+"""The command line of a process that joins a run: a configuration of ``fit``, of which it only trains."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch import Trainer as LightningTrainer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    WeightAveraging,
+)
+from lightning.pytorch.strategies import StrategyRegistry
+from typing_extensions import override
+
+from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.commands.errors import check_trainer_names
+from cnnstrategies.commands.failures import explain_run_error
+from cnnstrategies.commands.lightning_cli import CLI
+from cnnstrategies.commands.quiet import quieten
+from cnnstrategies.commands.refuse import shows_tracebacks
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.places import Place
+from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoinerEnvironment, JoiningStrategy
+from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
+
+# What the run's own workers do.
+OTHERS = (BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder, LearningRateMonitor, WeightAveraging)
+UNLIKE = {
+    "devices": 1,
+    "num_nodes": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "limit_val_batches": 0,
+    "num_sanity_val_steps": 0,
+    "profiler": None,
+}
+
+
+class JoiningCLI(CLI):
+    """``fit`` of a configuration as one worker that joins, and only trains.
+
+    Args:
+        address: Where the run's coordinator listens.
+        place: A place there.
+    """
+
+    def __init__(self, address: RunAddress, place: Place) -> None:
+        self.address = address
+        self.place = place
+        super().__init__()
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        config = self.config[self.subcommand]
+        check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
+        for name, value in UNLIKE.items():
+            config.trainer[name] = value
+        config.ckpt_path = config.run_name = None
+        self.save_config_callback = None
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
+        config = self.config_init[self.subcommand]
+        given = config.trainer.callbacks or []
+        given = list(given) if isinstance(given, list) else [given]
+        kept = [one for one in given if not is_for_others(one)]
+        if left := [type(one).__name__ for one in given if one not in kept]:
+            print(f"Left to the run's own workers: {', '.join(left)}", file=sys.stderr, flush=True)
+        own = strategy_of(config.trainer.strategy)
+        strategy = JoiningStrategy(own.options, self.address, self.place)
+        plugins = [AtomicCheckpointIO(), JoinerEnvironment(self.place)]
+        return super(CLI, self).instantiate_trainer(
+            callbacks=[ComeAndGo(strategy), *kept], plugins=plugins, strategy=strategy, **kwargs
+        )
+
+    @override
+    def _run(self, function: Callable[..., Any], **kwargs: Any) -> None:
+        if self.datamodule is not None:
+            self.datamodule.prepare_data()
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, JoiningStrategy)
+        try:
+            function(self.model, datamodule=self.datamodule)
+        except RunEnded as ended:
+            if not ended.clean:
+                raise
+            why = str(ended)
+        else:
+            why = "training ended"
+        work = f"{strategy.epochs} epochs, {strategy.batches} batches, {strategy.samples} samples"
+        print(f"Joined the run at {self.address.coordinator} and worked on {work}; {why}", file=sys.stderr, flush=True)
+
+
+def is_for_others(callback: Callback) -> bool:
+    """Whether a callback does what the run's own workers do: monitor, save, search."""
+    return isinstance(callback, OTHERS) or getattr(callback, "monitor", None) is not None
+
+
+def strategy_of(strategy: Any) -> ParameterServerStrategy:
+    """The strategy of a configuration, which may be a name.
+
+    Raises:
+        ConfigurationError: It is no parameter server.
+    """
+    made = StrategyRegistry.get(strategy) if isinstance(strategy, str) and strategy in StrategyRegistry else strategy
+    if not isinstance(made, ParameterServerStrategy):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        raise ConfigurationError(
+            f"trainer.strategy is {name}: a run is joined with its own configuration, which has parameter_server there"
+        )
+    return made
+
+
+def run(address: RunAddress, place: Place, words: Sequence[str]) -> None:
+    """Train in a run.
+
+    Args:
+        address: Where its coordinator listens.
+        place: A place there.
+        words: Of the configuration.
+
+    Raises:
+        ConfigurationError: The configuration is not the run's.
+        RunEnded: The run is over.
+    """
+    # What LightningCLI reads, and what errors are explained by.
+    sys.argv[1:] = ["fit", *words]
+    quieten()
+    try:
+        JoiningCLI(address, place)
+    except (RunEnded, ConfigurationError):
+        raise
+    except (ServersUnreachableError, RemovedError) as ended:
+        raise RunEnded(str(ended)) from ended
+    except Exception as error:
+        line = explain_run_error(error)
+        if line is None or shows_tracebacks():
+            raise
+        raise ConfigurationError(line) from error

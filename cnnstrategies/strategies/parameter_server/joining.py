@@ -1,0 +1,338 @@
+"""The strategy of a process that joins a run: it takes batches and pushes gradients, and nothing else."""
+
+import signal
+import threading
+import time
+from dataclasses import fields
+from types import FrameType
+from typing import Any
+
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.core.view import RunEnded
+from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
+from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, as_of_the_run, enter
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
+from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.step import Stepper
+from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TOLD = "it was told to leave"
+
+
+class JoinerEnvironment(LightningEnvironment):
+    """One process, whose number is its place in the run; whatever has started it."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @override
+    def world_size(self) -> int:
+        return self._place.workers
+
+    @override
+    def global_rank(self) -> int:
+        return self._place.id
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        pass
+
+
+class JoinedDispatch(BatchDispatch):
+    """Takes batches while it is in the run, and none from when it is told to leave.
+
+    Args:
+        strategy: Whose.
+    """
+
+    def __init__(self, strategy: "JoiningStrategy") -> None:
+        super().__init__(strategy.group)
+        self._strategy = strategy
+        self.first: Chunk | None = None  # It was taken to see whether there is one.
+        self._rests = False
+
+    @override
+    def loader(self, dataloader: object, trainer: Trainer) -> DispatchedLoader:
+        def epoch() -> int:
+            if not self._strategy.is_in:
+                self._strategy.enter()
+                # Lightning begins to iterate before training, and once more in an epoch that is not the first.
+                self._rests = trainer.current_epoch > 0
+            else:
+                self._rests = False
+            return trainer.current_epoch
+
+        super().loader(dataloader, trainer)  # Refuses what cannot be given out.
+        return DispatchedLoader(dataloader, epoch, self._begin, self._take)
+
+    @override
+    def _begin(self, epoch: int, batches: int) -> None:
+        if self._rests:
+            return
+        self.seen = self.processed = 0
+        theirs = self._group.collectives.begin_epoch(epoch, batches, 1)
+        if theirs not in (0, batches):
+            raise ConfigurationError(
+                f"an epoch of the run has {theirs} batches and of this configuration {batches}: batches are given out "
+                "by their number, so give the run's own data and batch size"
+            )
+
+    @override
+    def _take(self, epoch: int) -> Chunk:
+        if self._rests:
+            return Chunk(epoch, 0, 0)
+        first, self.first = self.first, None
+        if first is not None:
+            return first
+        return Chunk(epoch, 0, 0) if self._strategy.leaving else super()._take(epoch)
+
+
+class ComeAndGo(Callback):
+    """The first callback of a joiner: it leaves at the end of each epoch, and comes again at the next.
+
+    Args:
+        strategy: Whose.
+    """
+
+    def __init__(self, strategy: "JoiningStrategy") -> None:
+        self._strategy = strategy
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._strategy.handle_signals()
+        trainer.fit_loop.max_epochs = -1  # The run says when it is over.
+        trainer.fit_loop.epoch_loop.max_steps = -1
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._strategy.is_in:
+            return
+        self._strategy.enter(first=False)
+        progress = trainer.fit_loop.epoch_progress
+        for one in (progress.current, progress.total):
+            one.ready += 1  # Lightning has counted this epoch just now.
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._strategy.leave()
+
+
+class JoiningStrategy(ParameterServerStrategy):
+    """A worker beside those of a run.
+
+    Args:
+        options: Those of the run's strategy.
+        address: Where the run's coordinator listens.
+        place: A place there; each time it comes it is given another.
+
+    Attributes:
+        leaving: Whether it was told to leave.
+        epochs: In how many it has taken part.
+        batches: That it has worked on.
+        samples: In these.
+    """
+
+    def __init__(self, options: Options, address: RunAddress, place: Place) -> None:
+        given = {field.name: getattr(options, field.name) for field in fields(Options)}
+        super().__init__(**{**given, "endpoints": list(options.endpoints)}, start_method="popen")
+        self.leaving = False
+        self.epochs = self.batches = self.samples = 0
+        self.group: JoinerGroup = JoinerGroup(address, options, place)
+        self._address = address
+        self._patience = FIRST_SECONDS + place.timeout
+        self._epoch = 0
+        self._waiting = False
+        self._handlers: dict[int, Any] = {}
+        self._dispatch: JoinedDispatch = JoinedDispatch(self)
+
+    # Processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        self._launcher = None
+
+    @override
+    def open_session(self) -> None:
+        """Nothing is opened before the data is needed: a place would be kept for as long as others train."""
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Those of a worker of the run: a sampler is asked for the samples of all of them."""
+        return {"num_replicas": self.group.world_size, "rank": 0}
+
+    def handle_signals(self) -> None:
+        """Leave on Ctrl-C and SIGTERM, after what was taken; a second one ends this process."""
+        if not self._handlers and threading.current_thread() is threading.main_thread():
+            self._handlers = {one: signal.signal(one, self._on_signal) for one in SIGNALS}
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self.leaving:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self.leaving = True
+        if self._waiting:
+            raise RunEnded(TOLD, clean=True)
+
+    @override
+    def stop_signal(self, received: int | None) -> int | None:
+        """A joiner stops for itself, and no other process with it."""
+        return None
+
+    @override
+    def stop_asked(self) -> int | None:
+        return None
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """The run goes on without it."""
+
+    # In and out
+
+    @property
+    def is_in(self) -> bool:
+        """Whether it takes part in an epoch."""
+        return self._stepper is not None
+
+    def enter(self, first: bool = True) -> None:
+        """Wait to be let in, and for a first batch.
+
+        Args:
+            first: Whether training has not begun here.
+
+        Raises:
+            RunEnded: The run is over, or this process was told to leave.
+            ConfigurationError: The configuration is not the run's.
+        """
+        self.handle_signals()
+        while self._stepper is None:
+            if self.leaving:
+                raise RunEnded(TOLD, clean=True)
+            self._waiting = True
+            try:
+                self._enter(first)
+            finally:
+                self._waiting = False
+
+    def _enter(self, first: bool) -> None:
+        assert self._trainer is not None
+        assert isinstance(self.lightning_module, LightningModule)
+        place = self._find_place()
+        try:
+            self.group.register(place)
+        except RunEnded as ended:
+            self.group.leave()
+            if ended.clean:
+                raise
+            time.sleep(PAUSE)  # Another was faster, or the coordinator has gone: who asks again hears which.
+            return
+        optimizer = self.optimizers[0]
+        try:
+            entry = enter(self.group, self.options, self._trainer, self.lightning_module, optimizer)
+        except ConfigurationError:
+            self.group.leave()
+            raise
+        self.options = as_of_the_run(self.options, entry.specification)
+        self._epoch = entry.epoch
+        chunk = self.group.collectives.take(entry.epoch, 0)
+        if not chunk or (not first and not entry.epoch):  # Lightning would not iterate again in the first epoch.
+            entry.worker.close()
+            self.group.leave({"epoch": entry.epoch, "processed": 0})
+            time.sleep(PAUSE)
+            return
+        self._dispatch.first = chunk
+        self.group.membership.tell(entry.worker.counters.figures)
+        self._stepper = Stepper(
+            self.lightning_module, entry.worker, entry.specification, optimizer, eager=False, local_every=0, own_steps=0
+        )
+        self.epochs += 1
+
+    def _find_place(self) -> Place:
+        try:
+            return find_place(self._address, self._patience, waits=True)
+        except ConfigurationError as error:
+            if not self.epochs:
+                raise
+            raise RunEnded(OVER, clean=True) from error  # It has answered before.
+
+    def leave(self) -> None:
+        """Leave when what was taken is done, for the others to end the epoch; a second time does nothing."""
+        if self._stepper is None:
+            return
+        self._stepper.worker.wait_all()
+        self._leave_servers()
+        self.group.leave({"epoch": self._epoch, "processed": self._dispatch.processed})
+        if self.leaving:
+            raise RunEnded(TOLD, clean=True)
+
+    # Training
+
+    @override
+    def on_train_start(self) -> None:
+        """It has come in already, when Lightning asked for the first batch."""
+        for config in self.lightning_module.trainer.lr_scheduler_configs:  # type: ignore[union-attr]
+            config.strict = False  # What it monitors is measured by others.
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.batches += 1
+        self.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def _settle(self, refresh: bool = True) -> None:
+        pass
+
+    @override
+    def on_train_end(self) -> None:
+        self.leave()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    @override
+    def teardown(self) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers.clear()
+        super().teardown()

@@ -1,0 +1,271 @@
+"""Workers join a run through the command line, and leave it in every way; every sample is worked on all the same."""
+
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, leaves_no_sockets
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import nn
+
+from cnnstrategies import cli
+from cnnstrategies.cli import main
+from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.places import find_place
+from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.joiner import check_parameters, check_seed
+from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch
+from cnnstrategies.strategies.parameter_server.state import SEED
+
+CONFIG = "experiments/digits_smallcnn_elastic_cpu"
+FAST = ["--trainer.enable_progress_bar=false", "--data.init_args.augment=false"]
+EPOCHS = 3
+SECONDS = 100.0  # for the others to come
+COMMON = {"heartbeat": 0.1, "start_method": "fork"}
+OPTIONS = {"async": COMMON, "ssp": {**COMMON, "mode": "ssp", "staleness": 3}}
+
+
+class Diary(Callback):
+    """Writes down each sample, and waits after the first batch until all others have had one.
+
+    Args:
+        name: Of the process.
+        others: Whom it waits for.
+        signum: What it sends itself after the second batch; 0 for nothing.
+    """
+
+    def __init__(self, name: str, others: list[str], signum: int = 0) -> None:
+        self.name, self.others, self.signum = name, others, signum
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches += 1
+        with Path(f"diary-{self.name}").open("a") as diary:
+            for image in batch[0]:
+                print(trainer.current_epoch, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=diary)
+        if self.batches == 1:
+            until = time.monotonic() + SECONDS
+            while not all(Path(f"diary-{other}").exists() for other in self.others):
+                assert time.monotonic() < until, f"{self.name} waits for {self.others}"
+                time.sleep(0.05)
+        if self.batches == 2 and self.signum:
+            os.kill(os.getpid(), self.signum)
+
+
+def diary(name, others, signum=0):
+    return [
+        "--trainer.callbacks+=test_elastic.Diary",
+        f"--trainer.callbacks.init_args.name={name}",
+        f"--trainer.callbacks.init_args.others=[{','.join(others)}]",
+        f"--trainer.callbacks.init_args.signum={int(signum)}",
+    ]
+
+
+def start_joiner(name, *args):
+    """Joins as soon as there is a run; gives the process's id."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        log = os.open(f"{name}.log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.stdout, sys.stderr = (os.fdopen(one, "w", buffering=1, closefd=False) for one in (1, 2))
+        until = time.monotonic() + SECONDS
+        while not list(Path("runs").glob("digits_elastic/*/watch.json")) and time.monotonic() < until:
+            time.sleep(0.05)
+        sys.argv = [str(ROOT / "cli.py"), "join", "--run", "runs/digits_elastic", "--config", CONFIG, *FAST, *args]
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def read(name):
+    lines = [line.split() for line in Path(f"diary-{name}").read_text().splitlines()]
+    return [(int(epoch), sample) for epoch, sample in lines]
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+def test_workers_come_in_mid_epoch_and_go_in_every_way(run_cli, mode):
+    ends = {"killed": signal.SIGKILL, "told": signal.SIGTERM, "stays": 0}
+    names = ["own", *ends]
+    processes = {
+        name: start_joiner(name, *diary(name, [one for one in names if one != name], signum))
+        for name, signum in ends.items()
+    }
+    try:
+        with leaves_no_sockets():
+            code, output = run_cli(
+                *("fit", "--config", CONFIG, *FAST, f"--trainer.max_epochs={EPOCHS}"),
+                *(f"--trainer.strategy.init_args.{name}={value}" for name, value in OPTIONS[mode].items()),
+                *diary("own", list(ends)),
+            )
+        codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in processes.items()}
+    except BaseException:
+        for pid in processes.values():
+            os.kill(pid, signal.SIGKILL)
+        raise
+    logs = {name: Path(f"{name}.log").read_text() for name in ends}
+    assert code == 0, (output, logs)
+    assert codes == {"killed": -signal.SIGKILL, "told": 0, "stays": 0}, (logs, output)
+    assert "it was told to leave" in logs["told"]
+    assert f"worked on {EPOCHS} epochs" in logs["stays"]
+    assert "the session is over: every worker has left" in logs["stays"]
+    done = {name: read(name) for name in names}
+    # They came in the middle of the first epoch, in which all of them had a part.
+    assert all(0 in {epoch for epoch, _ in entries} for entries in done.values())
+    times = Counter(sample for entries in done.values() for _, sample in entries)
+    last = Counter(sample for name in ("own", "stays") for epoch, sample in done[name] if epoch == EPOCHS - 1)
+    assert last.total() == 1150
+    again = Counter(sample for _, sample in done["killed"])
+    for sample, count in last.items():
+        assert EPOCHS * count <= times[sample] <= EPOCHS * count + again[sample], sample
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "sync"}, "elastic=2 is for mode: async, and ssp with a staleness: in mode: sync"),
+        ({"mode": "local"}, "in mode: local all workers step together"),
+        ({"mode": "ssp"}, "in mode: ssp with staleness 0 all workers step together"),
+        ({"mode": "async"}, "elastic=2 with data_dispatch: static"),
+        ({"mode": "async", "elastic": -1}, "elastic=-1 is negative"),
+    ],
+)
+def test_elastic_is_for_runs_whose_workers_step_for_themselves(options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ParameterServerStrategy(**{"elastic": 2, **options})
+
+
+def test_the_array_of_the_docs_joins(tmp_path):
+    """The script is bash, and its words are those of the command."""
+    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/spot.md").read_text(), re.DOTALL)[1]
+    assert "#SBATCH --requeue\n" in script
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "srun").write_text('#!/bin/bash\nexec "$@"\n')
+    (folder / "cnnstrategies").write_text(f'#!/bin/bash\nexec {sys.executable} {ROOT / "cli.py"} "$@"\n')
+    for program in folder.iterdir():
+        program.chmod(0o755)
+    path = f"{folder}:{os.environ['PATH']}"
+    Path("run.yaml").write_text((ROOT / "configs" / f"{CONFIG}.yaml").read_text())
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env={**os.environ, "PATH": path})
+    assert ended.returncode == 2
+    assert "run.key does not exist here" in ended.stderr
+
+
+def test_what_cannot_be_joined_is_said_in_a_line(capsys, monkeypatch, tmp_path):
+    for words, message in (
+        (["--run", "nowhere"], "there is no such folder"),
+        (["--run", str(tmp_path)], "no watch.json lies there"),
+        (["--run", "tcp://127.0.0.1:1", "--key_file", "none.key"], "none.key does not exist here"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["cnnstrategies", "join", "--config", CONFIG, *words])
+        with pytest.raises(SystemExit):
+            main()
+        assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def coordinator(tmp_path):
+    """Serves what the test is about in a thread; gives its address and the service."""
+    started = []
+
+    def begin(**options):
+        address = f"ipc://{tmp_path}/coordinator-{len(started)}"
+        service = CoordinatorService(CoordinatorSettings(address, 2, 0, timeout=3.0, appear=60.0, **options))
+        over = threading.Event()
+        thread = threading.Thread(target=service.run, args=(over.is_set,))
+        thread.start()
+        started.append((service, over, thread))
+        return RunAddress(address)
+
+    yield begin
+    for service, over, thread in started:
+        over.set()
+        thread.join()
+        service.close()
+
+
+def test_who_may_not_join_is_told_why(coordinator, tmp_path):
+    with pytest.raises(ConfigurationError, match="lets nobody join: start it with elastic: N"):
+        find_place(coordinator())
+    address = coordinator(elastic=1)
+    place = find_place(address)
+    assert (place.id, place.life, place.workers) == (2, 0, 2)
+    member = Membership(Address(address.coordinator, "worker", place.id, place.life, 0.1, 3.0))
+    member.wait_registered()
+    with pytest.raises(ConfigurationError, match=r"all 1 places of the run .* are taken"):
+        find_place(address)
+    member.close()
+    assert find_place(address).life == 1
+    with pytest.raises(ConfigurationError, match=r"no coordinator answers at ipc://nowhere: .*\(give --key_file"):
+        find_place(RunAddress("ipc://nowhere"))
+    silent = tmp_path / "silent"
+    silent.touch()
+    with pytest.raises(ConfigurationError, match="no coordinator answers"):
+        find_place(RunAddress(f"ipc://{silent}"), patience=0.1)
+
+
+@pytest.mark.light
+def test_another_configuration_is_not_the_runs(monkeypatch):
+    def of(*sizes):
+        parameters = [(f"layer{one}", nn.Parameter(torch.zeros(size))) for one, size in enumerate(sizes)]
+        return Specification.of(parameters, torch.optim.SGD([one for _, one in parameters], lr=0.1), 2)
+
+    check_parameters(of((3, 2), (4,)), of((3, 2), (4,)))
+    with pytest.raises(ConfigurationError, match=r"layer0 is 3x2 \(float32\) there and 3x1 \(float32\) here"):
+        check_parameters(of((3, 2), (4,)), of((3, 1), (4,)))
+    with pytest.raises(ConfigurationError, match=r"2 parameters and this configuration 1: layer1 is 4 "):
+        check_parameters(of((3, 2), (4,)), of((3, 2)))
+    monkeypatch.setenv(SEED, "3")
+    check_seed("3")
+    with pytest.raises(ConfigurationError, match="the run has seed_everything 1 and this configuration 3"):
+        check_seed("1")
+
+
+@pytest.mark.light
+def test_another_number_of_batches_is_not_the_runs():
+    class Run:
+        def begin_epoch(self, number, samples, chunk):
+            return 36
+
+    group = SimpleNamespace(collectives=Run(), world_size=1)
+    dispatch = JoinedDispatch(SimpleNamespace(group=group))
+    dispatch._begin(0, 36)
+    with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
+        dispatch._begin(0, 72)
+
+
+@pytest.mark.light
+def test_a_joiner_leaves_to_others_what_monitors_and_saves():
+    assert is_for_others(EarlyStopping("val_acc"))
+    assert is_for_others(ModelCheckpoint())
+    assert not is_for_others(Diary("own", []))
+    with pytest.raises(ConfigurationError, match=r"trainer\.strategy is ddp: a run is joined with its own"):
+        strategy_of("ddp")
+    assert strategy_of("parameter_server_async").options.mode == "async"
