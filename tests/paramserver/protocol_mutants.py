@@ -227,13 +227,6 @@ MUTANTS = [
         seed=1970,
     ),
     ProtocolMutant(
-        "a coordinator to which nobody has reported in time takes up the next one that comes",
-        "coordinator.restart:Restart",
-        "admission.expect(now)  #",
-        "pass  #",
-        seed=61596,
-    ),
-    ProtocolMutant(
         "a coordinator that follows another takes it that all servers have been there when training began",
         "coordinator.roster:Roster",
         "for place in (*workers, *lost,",

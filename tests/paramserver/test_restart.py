@@ -148,6 +148,21 @@ def test_who_waits_for_others_and_asks_is_not_silent() -> None:
     assert [one.peer for one in run.coordinator.members] == [first, second]
 
 
+def test_who_reports_when_a_coordinator_has_given_up_waiting_meets_one_that_has_ended_the_run() -> None:
+    """It would be a new member of a run that the coordinator knows nothing of."""
+    run, (worker,) = trained(1)
+    run.holds = lambda peer, message: True
+    run.coordinate(1)
+    for _ in range(2 * 600):  # CoordinatorSettings.appear
+        run.beat()
+    run.now += 0.1  # Before the next tick.
+    run._act(worker, run.roles[worker].on_timer(run.now, "beat"))
+    run.holds = lambda peer, message: False
+    run.told.clear()
+    run._act(worker, run.roles[worker].on_timer(run.now, "beat"))
+    assert any("worker 0 did not appear" in str(message.fields.get("message")) for _, message in run.told)
+
+
 def test_a_hello_to_the_coordinator_before_is_not_taken_for_a_report_however_late_it_comes() -> None:
     run, (first, second) = trained(2)
     fields = {"session": 0, "floor": 1, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
