@@ -4,6 +4,7 @@ That all members hear of all views is what the coordinator's own simulation show
 late, to each process at another time.
 """
 
+import math
 from collections.abc import Callable, Collection
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class Members:
         losses: The slices that a server with a snapshot lacks updates of which workers have seen.
         restored: The servers that did.
         broken: When a message between two processes was lost by chance, by their names in the alphabet's order.
+        unmet: The servers of the run's start that the coordinator was killed before it had told, and when the next did.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Members:
         self.losses: dict[Peer, set[int]] = {}
         self.restored: set[int] = set()
         self.broken: dict[tuple[str, str], list[float]] = {}
+        self.unmet: dict[Peer, float] = {}
         self._seed = seed
         self._stream = mixed(seed, 69)
         self._draws = 0
@@ -257,6 +260,8 @@ class Members:
     def _tell(self, process: Process, view: View) -> None:
         if view.number > self._term * TERM:  # Else it is lost with the coordinator.
             self._shown = max(self._shown, view.number)
+            if process.peer in self.unmet:
+                self.unmet[process.peer] = min(self.unmet[process.peer], self._world.now)
             self._world.tell(process, Call(0, "view", {"view": view}))
 
     def _lose_coordinator(self) -> None:
@@ -264,6 +269,10 @@ class Members:
         self._world.faults.counts["kill coordinator"] += 1
         self._world.note("the coordinator is killed")
         self._term += 1
+        for process in self.servers.values():
+            role, peer = process.role, process.peer
+            if isinstance(role, SimulatedServer) and role.server.view.number < 0 and not peer.life:
+                self.unmet[peer] = math.inf
         self.died_at = self._back = self._world.now + self._seconds(0.1, 0.6)
         self._world.at(self._back, self._follow)
 
