@@ -43,9 +43,11 @@ class Run:
         decided: The snapshots hold the last decision, too.
         late: The second server hears of the view later.
         life: Of the workers; those that made the last step had the first.
+        restored: Whether the second server goes on from a snapshot.
 
     Attributes:
         begins: The steps that workers were told to begin with.
+        lost: The servers that have said that their values are not those of the run.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Run:
         decided: bool = False,
         late: bool = False,
         life: int = 0,
+        restored: bool = True,
     ) -> None:
         optimizer = {"name": "SGD", "lr": 0.5}
         self.specification: Specification = specify(optimizer, workers, servers=2, replication=replication)
@@ -70,8 +73,9 @@ class Run:
             if decided and version > 0:
                 options = [group.options for group in self.specification.groups]
                 store.decided = Decision(version - 1, (0,), (0,), options, 1.0).as_dict()
-            self.servers.append(Server(self.specification, server, store, restored=True))
+            self.servers.append(Server(self.specification, server, store, restored or server == 0))
         self.begins: list[int] = []
+        self.lost: set[int] = set()
         view = View(6, SERVERS, tuple(WorkerInfo(worker, life) for worker in range(workers)))
         if late:
             self.act(self.servers[0].follow(self.now, view))
@@ -91,6 +95,7 @@ class Run:
             if effect.header.kind == Kind.WELCOME:
                 told = unpack_json(memoryview(bytearray(effect.payload)), effect.header)
                 self.begins += [effect.header.step] if told.get("counted") else []
+                self.lost |= {effect.header.sender - SERVER} if told.get("ready") is False else set()
             elif isinstance(effect.to, int):
                 receiver = self.servers[effect.to]
                 self.act(receiver.on_message(self.now, b"", "", effect.header, memoryview(bytearray(effect.payload))))
@@ -233,3 +238,25 @@ def test_a_newcomer_is_told_where_to_begin_when_all_who_have_come_back_have_said
     run.push(5)
     assert run.versions(0) == run.versions(1) == {6}
     assert [server.handlers.lost_updates for server in run.servers] == [5, 0]
+
+
+def test_a_newcomer_is_not_told_where_to_begin_while_a_server_is_lost_that_may_know_a_later_step() -> None:
+    run = Run((0, 0))
+    lost = run.servers.pop()
+    run.follow(View(7, SERVERS[:1], (WorkerInfo(0),)))
+    run.say_hello({"joins": True}, NO_STEP)
+    assert run.begins == []
+    run.servers.append(lost)
+    run.follow(View(8, (SERVERS[0], ServerInfo(1, "1", since=8)), (WorkerInfo(0),)))
+    run.say_hello({"joins": True}, NO_STEP)
+    assert run.begins == [0, 0]
+
+
+def test_newcomers_do_not_wait_for_a_step_that_was_lost_with_all_who_had_its_values() -> None:
+    """One has given the second server first values before that had heard that a step was made."""
+    run = Run((1, 0), life=1, restored=False)
+    run.say_hello({"joins": True}, NO_STEP)
+    assert run.begins[0] == 1
+    for _ in range(2):
+        run.say_hello({**NEWCOMER, "first": 1, "request": 1}, 1)
+    assert run.lost == {1}

@@ -138,11 +138,11 @@ class Synchronous:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next.
 
         Returns:
-            The step to begin with. None for a newcomer while a leader that has come back with a snapshot has not heard
-            of all servers under this view: another's may know of later steps.
+            The step to begin with. None for a newcomer while the leader has not heard of all servers under this view,
+            or one is away: it may know that a step is decided, without the newcomer, that nobody else has heard of.
         """
-        leads = self.leader == self._server and self._remembers
-        if step is None and leads and self._reports.complete(self.clock.step) is None:
+        leads = self.leader == self._server
+        if step is None and leads and (self._lacks_a_home or self._reports.complete(self.clock.step) is None):
             return None
         if step is not None and step > self.clock.step and not self._shard.own:
             # It has been through the steps before. A leader that has come back from a snapshot has no decision to tell.
