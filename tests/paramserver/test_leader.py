@@ -46,7 +46,7 @@ class Run:
         restored: Whether the second server goes on from a snapshot.
 
     Attributes:
-        begins: The steps that workers were told to begin with.
+        begins: The steps that workers were told to begin with by the server that leads.
         lost: The servers that have said that their values are not those of the run.
     """
 
@@ -94,7 +94,7 @@ class Run:
                 continue
             if effect.header.kind == Kind.WELCOME:
                 told = unpack_json(memoryview(bytearray(effect.payload)), effect.header)
-                self.begins += [effect.header.step] if told.get("counted") else []
+                self.begins += [effect.header.step] if told.get("counted") and told["leader"] else []
                 self.lost |= {effect.header.sender - SERVER} if told.get("ready") is False else set()
             elif isinstance(effect.to, int):
                 receiver = self.servers[effect.to]
@@ -229,11 +229,12 @@ def test_what_a_newer_snapshot_knows_of_steps_ends_with_its_values(older: int) -
 
 def test_a_newcomer_is_told_where_to_begin_when_all_who_have_come_back_have_said_what_they_know() -> None:
     run = Run((0, 5), decided=True, late=True, life=1)
-    run.say_hello({"joins": True}, NO_STEP)
+    for _ in range(2):
+        run.say_hello({"joins": True}, NO_STEP)
     assert run.begins == []
     run.follow(View(6, SERVERS, (WorkerInfo(0, 1),)))
     run.say_hello({"joins": True}, NO_STEP)
-    assert run.begins == [5, 5]
+    assert run.begins == [5]
     run.say_hello({**NEWCOMER, "first": 5, "request": 5}, 5)
     run.push(5)
     assert run.versions(0) == run.versions(1) == {6}
@@ -244,19 +245,84 @@ def test_a_newcomer_is_not_told_where_to_begin_while_a_server_is_lost_that_may_k
     run = Run((0, 0))
     lost = run.servers.pop()
     run.follow(View(7, SERVERS[:1], (WorkerInfo(0),)))
-    run.say_hello({"joins": True}, NO_STEP)
+    for _ in range(2):
+        run.say_hello({"joins": True}, NO_STEP)
     assert run.begins == []
     run.servers.append(lost)
     run.follow(View(8, (SERVERS[0], ServerInfo(1, "1", since=8)), (WorkerInfo(0),)))
     run.say_hello({"joins": True}, NO_STEP)
-    assert run.begins == [0, 0]
+    assert run.begins == [0]
 
 
 def test_newcomers_do_not_wait_for_a_step_that_was_lost_with_all_who_had_its_values() -> None:
     """One has given the second server first values before that had heard that a step was made."""
     run = Run((1, 0), life=1, restored=False)
-    run.say_hello({"joins": True}, NO_STEP)
-    assert run.begins[0] == 1
+    for _ in range(2):
+        run.say_hello({"joins": True}, NO_STEP)
+    assert run.begins == [1]
     for _ in range(2):
         run.say_hello({**NEWCOMER, "first": 1, "request": 1}, 1)
     assert run.lost == {1}
+
+
+def test_a_newcomer_is_told_where_to_begin_when_all_others_have_said_where_they_are() -> None:
+    run = Run((3, 3), workers=2)
+    run.say_hello({"joins": True}, NO_STEP, worker=1)
+    run.say_hello({"joins": True}, NO_STEP, worker=1)
+    assert run.begins == []
+    run.say_hello({**MEMBER, "request": 8}, 8)
+    run.begins.clear()
+    run.say_hello({"joins": True}, NO_STEP, worker=1)
+    assert run.begins == [8]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_nobody_waits_for_a_step_that_a_newcomer_would_have_made_which_has_left(dies: bool) -> None:
+    """It was told where to begin when another had not said for long where it is: further on."""
+    run = Run((3, 3), workers=2)
+    run.say_hello({"joins": True}, NO_STEP, worker=1)
+    for _ in range(6):
+        for server in run.servers:
+            run.act(server.on_time(run.now))
+        run.now += PATIENCE_SECONDS / 4
+    run.say_hello({"joins": True}, NO_STEP, worker=1)
+    assert run.begins == [3]
+    run.push(3, worker=1)
+    assert run.versions(0) == run.versions(1) == {4}
+    run.say_hello({**MEMBER, "request": 8}, 8)
+    run.push(4, worker=1)
+    if dies:
+        run.follow(View(7, SERVERS, (WorkerInfo(0),)))
+    else:
+        run.send(Kind.LEAVE, worker=1, step=5)
+    run.push(8)
+    assert run.versions(0) == run.versions(1) == {9}
+
+
+def test_a_leader_does_not_go_back_to_a_step_of_which_it_has_dropped_the_pushes() -> None:
+    """One has pushed it before another has said that it is further on."""
+    run = Run((3, 3), workers=2)
+    run.say_hello(NEWCOMER, 3, worker=1)
+    run.push(3, worker=1)
+    run.say_hello({**MEMBER, "request": 8}, 8)
+    run.push(8)
+    for step in range(4, 9):
+        run.push(step, worker=1)
+    assert run.versions(0) == run.versions(1) == {9}
+
+
+def test_a_server_without_slices_learns_from_workers_how_far_they_are() -> None:
+    """The leader has come back from a snapshot, and has no decision to tell."""
+    specification = specify({"name": "SGD", "lr": 0.5}, 1, servers=7, slice_bytes=1 << 20)
+    assert all(6 not in slice_.servers for slice_ in cut(specification))
+    server = Server(specification, 6, Store(specification, []))
+    server.follow(0.0, View(1, tuple(ServerInfo(one, str(one)) for one in range(7)), (WorkerInfo(0),)))
+    hello = pack_json({**MEMBER, "request": None}), {"encoding": Encoding.KEYS}
+    begin = pack_json({"options": [group.options for group in specification.groups]}), {"weight": 1.0}
+    for sequence, (kind, (text, fields)) in enumerate(((Kind.HELLO, hello), (Kind.BEGIN, begin)), 1):
+        size, session = len(text), specification.session
+        header = Header(kind, 0, session, sequence, step=8, base=0, length=size, meta=size, **fields)  # type: ignore[arg-type]
+        server.on_message(0.0, b"0", "", header, memoryview(bytearray(text)))
+    told = [effect for effect in server.flush() if isinstance(effect, Parcel)]
+    assert [(one.to, one.header.kind) for one in told] == [(0, Kind.VOTE)]
+    assert unpack_json(memoryview(bytearray(told[0].payload)), told[0].header) == {"complete": [[8, 0]]}

@@ -47,6 +47,11 @@ class SyncClock:
             self._count()
         return max(self._first[worker], self.step)
 
+    @property
+    def first(self) -> int:
+        """The first step that a worker has said to be at, or begins with; without workers the present one."""
+        return min(self._first.values(), default=self.step)
+
     def all_after(self, step: int) -> bool:
         """Whether all workers are past a step, or begin after it."""
         return all(first > step for first in self._first.values())

@@ -138,17 +138,23 @@ class Synchronous:
         """Count a worker from now on, or from the step at which it is; :meth:`here` comes next.
 
         Returns:
-            The step to begin with. None for a newcomer while the leader has not heard of all servers under this view,
-            or one is away: it may know that a step is decided, without the newcomer, that nobody else has heard of.
+            The step to begin with. None for a newcomer while the leader does not know where the others are.
         """
-        leads = self.leader == self._server
-        if step is None and leads and (self._lacks_a_home or self._reports.complete(self.clock.step) is None):
+        if step is None and self.leader == self._server and not self._knows_all:
             return None
         if step is not None and step > self.clock.step and not self._shard.own:
             # It has been through the steps before. A leader that has come back from a snapshot has no decision to tell.
             self.clock.decide(step - 1, ())
             self._ask_the_early()
         return self.clock.join(worker, step)
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether all workers have said where they are, and all servers under this view what they know.
+
+        One that is away, or late, may know that a step is decided that nobody else has heard of.
+        """
+        return self.roll.complete and not self._lacks_a_home and self._reports.complete(self.clock.step) is not None
 
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""
@@ -280,6 +286,7 @@ class Synchronous:
             return
         if self._lacks_a_home:
             return  # One that comes back with its snapshot may know a decision that nobody else has heard of.
+        self._go_on()
         self._go_back()
         step = self.clock.step
         complete = self._reports.complete(step)
@@ -293,6 +300,16 @@ class Synchronous:
         decision = Decision(step, members, lives, options, scale)
         self._tell_all(Kind.DECIDE, decision.as_dict())
         self._decide(decision)
+
+    def _go_on(self) -> None:
+        """Leave out steps that were made already, and that a worker would have made up which is gone."""
+        if self.clock.members:
+            return
+        first = self.clock.first
+        reached = min(first, self._backlog.lowest(first))
+        if reached > self.clock.step:
+            self.clock.decide(reached - 1, ())
+            self._ask_the_early()
 
     def _go_back(self) -> None:
         """Decide a step once more that nobody knows the decision of any more, though it was made."""
