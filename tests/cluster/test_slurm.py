@@ -16,6 +16,8 @@ import yaml
 from conftest import ROOT
 from slurm_cluster import CPUS, NODES, Slurm, missing, slurm_cluster
 
+from cnnstrategies.paramserver.drivers.watcher import Watcher
+from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.security import KeyPair
 
 pytestmark = [
@@ -265,6 +267,66 @@ def test_an_array_shares_the_trials_of_a_sweep_and_the_next_goes_on(slurm):
     assert [path.parent.name for path in done] == [f"{number:04d}" for number in range(6)], "two were done again"
     assert [path.read_text() for path in done[2:4]] == begun
     assert "of 4: val_acc 0.5" in Path("sweeps/sweep/best.yaml").read_text()
+
+
+def test_an_array_joins_a_run_whose_tasks_leave_when_they_are_told(slurm):
+    """The script of the docs, a task of one node each: one is told to leave, as before a pre-emption; one stays."""
+    script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/spot.md").read_text(), re.DOTALL)[1]
+    changes = {
+        "--array=1-16": f"--array=1-{len(NODES)}",
+        "--partition=preempt": "--partition=low",
+        "--run tcp://10.0.0.1:7000 --key_file run.key": "--run runs/digits_elastic",  # Storage that all nodes see.
+    }
+    for old, new in changes.items():
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    Path("array.sh").write_text(script)
+    config = (ROOT / "configs/experiments/digits_smallcnn_elastic_cpu.yaml").read_text()
+    Path("run.yaml").write_text(config)
+    Path("bin").mkdir()
+    Path("bin/cnnstrategies").write_text(f'#!/bin/bash\nexec {sys.executable} {ROOT}/cli.py "$@"\n')
+    Path("bin/cnnstrategies").chmod(0o755)
+    path = f"{os.getcwd()}/bin:{slurm.environment['PATH']}"
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = ["fit", "--config", "run.yaml", "--trainer.max_epochs=100000", "--trainer.enable_progress_bar=false"]
+    with Path("fit.log").open("w") as log:
+        run = subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *words], env=own, stdout=log, stderr=log)
+
+    def logs():
+        return "".join(f"{path}:\n{path.read_text()}" for path in sorted(Path().glob("*.log")))
+
+    def wait(condition, what):
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within 120 s\n{logs()}\n{slurm.logs()}"
+            time.sleep(0.1)
+
+    seen = set()
+
+    def joined():
+        """How many others have been seen in the run: an epoch is short, and between two of them they are out."""
+        address = RunAddress.find("runs/digits_elastic")
+        keys = None if address.key_file is None else KeyPair.load(address.key_file)
+        with Watcher(address.coordinator, keys) as watcher:
+            answer = watcher.ask(2.0)
+        members = [] if answer is None else answer.fields["members"]
+        seen.update(one["process"] for one in members if one["role"] == "worker" and one["id"] and one["takes_part"])
+        return len(seen)
+
+    try:
+        wait(lambda: list(Path("runs").glob("digits_elastic/*/watch.json")), "the run's begin")
+        export = f"--export=ALL,PATH={path},PYTHONPATH={ROOT},OMP_NUM_THREADS=1"
+        job = slurm.run("sbatch", "--parsable", "--output=task-%a.log", "--time=30", export, "array.sh").strip()
+        wait(lambda: joined() == len(NODES), "all tasks in the run")
+        slurm.run("scancel", "--signal=TERM", f"{job}_1")
+        wait(lambda: "it was told to leave" in Path("task-1.log").read_text(), "one that leaves")
+        seen.clear()
+        wait(lambda: joined() == 1, "the other goes on")
+    finally:
+        run.send_signal(signal.SIGTERM)
+        run.wait(60)
+    wait(lambda: not slurm.run("squeue", "-h", f"--jobs={job}", check=False).strip(), "the array's end")
+    assert "Joined the run" in Path("task-2.log").read_text(), logs()
 
 
 def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):

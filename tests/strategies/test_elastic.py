@@ -93,7 +93,8 @@ def start_joiner(name, *args):
         until = time.monotonic() + SECONDS
         while not list(Path("runs").glob("digits_elastic/*/watch.json")) and time.monotonic() < until:
             time.sleep(0.05)
-        sys.argv = [str(ROOT / "cli.py"), "join", "--run", "runs/digits_elastic", "--config", CONFIG, *FAST, *args]
+        words = ["--run", "runs/digits_elastic", "--config", CONFIG, "--trainer.max_epochs=0", *FAST, *args]
+        sys.argv = [str(ROOT / "cli.py"), "join", *words]
         cli.main()
         code = 0
     except SystemExit as stop:

@@ -131,8 +131,6 @@ class ComeAndGo(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._strategy.handle_signals()
-        trainer.fit_loop.max_epochs = -1  # The run says when it is over.
-        trainer.fit_loop.epoch_loop.max_steps = -1
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -195,6 +193,12 @@ class JoiningStrategy(ParameterServerStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Those of a worker of the run: a sampler is asked for the samples of all of them."""
         return {"num_replicas": self.group.world_size, "rank": 0}
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        # The run says when it is over. Schedules were made from the configuration just now, as those of the others.
+        trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
 
     def handle_signals(self) -> None:
         """Leave on Ctrl-C and SIGTERM, after what was taken; a second one ends this process."""
