@@ -117,7 +117,7 @@ class Options:
             raise ConfigurationError(f"elastic={self.elastic} is negative; 0 lets no worker join")
         if not self.elastic:
             return
-        if self.mode not in ("async", "ssp") or (self.mode == "ssp" and not self.staleness):
+        if self.steps_together:
             mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
             raise ConfigurationError(
                 f"elastic={self.elastic} is for mode: async, and ssp with a staleness: in mode: {mode} all workers "
@@ -128,6 +128,11 @@ class Options:
                 f"elastic={self.elastic} with data_dispatch: {self.data_dispatch}: the shares of an epoch are divided "
                 "before anybody joins; use data_dispatch: dynamic"
             )
+
+    @property
+    def steps_together(self) -> bool:
+        """Whether all workers make the same steps at the same time."""
+        return self.mode in ("sync", "local") or (self.mode == "ssp" and not self.staleness)
 
     def server_count(self, nodes: int) -> int:
         """Number of servers of a run."""

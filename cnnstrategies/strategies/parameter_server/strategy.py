@@ -400,7 +400,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @property
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time."""
-        return self.options.mode in ("sync", "local") or (self.options.mode == "ssp" and not self.options.staleness)
+        return self.options.steps_together
 
     # In words
 
