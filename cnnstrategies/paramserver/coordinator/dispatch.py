@@ -5,8 +5,9 @@ and not processed is given out again: every sample is processed exactly once, or
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cnnstrategies.paramserver.coordinator.memory import EPOCHS, Taken
 
@@ -127,7 +128,7 @@ class Dispatcher:
             for number, starts in self._done.items()
         ]
 
-    def follow(self, epochs: Mapping[int, Mapping[int, Taken]], done: Iterable[tuple[int, int, str]] = ()) -> None:
+    def follow(self, epochs: Mapping[int, Mapping[int, Taken]], done: Iterable[Sequence[Any]] = ()) -> None:
         """Go on where a coordinator has stopped that was killed.
 
         What a worker had processed that has died is not known any more, and given out again.
