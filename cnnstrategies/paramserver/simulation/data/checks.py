@@ -1,5 +1,6 @@
 """What must hold of the members in every simulated run of workers and servers, numbered as in the design."""
 
+from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.simulation.data.members import Members
 from cnnstrategies.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker
 from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
@@ -30,12 +31,12 @@ class Checks:
         self._progressed = 0.0
         members.on_begin = self._begun
 
-    def _begun(self, worker: int, step: int) -> None:
+    def _begun(self, worker: Peer, step: int) -> None:
         """A worker begins a step."""
         self._progressed = self._world.now
         self._members.watch.begun(step, self._world.now)
-        if self._specification.mode != "ssp":
-            return
+        if self._specification.mode != "ssp" or worker[:3] in self._members.gone:
+            return  # One that counts as dead, maybe as replaced, is held by nobody, and ends when it hears of that.
         for other, process in self._members.workers.items():
             simulated = process.role
             assert isinstance(simulated, SimulatedWorker)
@@ -45,7 +46,7 @@ class Checks:
                 continue
             if step - simulated.role.step > self._specification.staleness:
                 raise ViolationError(
-                    f"8: worker {worker} begins step {step}, worker {other} is at {simulated.role.step}"
+                    f"8: worker {worker.id} begins step {step}, worker {other} is at {simulated.role.step}"
                 )
 
     @property

@@ -67,7 +67,7 @@ class Members:
         self.servers: dict[int, Process] = {}
         self.workers: dict[int, Process] = {}
         self.watch = Watch(specification)
-        self.on_begin: Callable[[int, int], None] = lambda worker, step: None
+        self.on_begin: Callable[[Peer, int], None] = lambda worker, step: None
         self.left: set[int] = set()
         self.died: set[str] = set()
         self.died_at = 0.0

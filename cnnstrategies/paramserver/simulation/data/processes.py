@@ -177,7 +177,7 @@ class SimulatedWorker:
         watch: Watch,
         seconds: Draw,
         clock: Callable[[], float],
-        progress: Callable[[int, int], None],
+        progress: Callable[[Peer, int], None],
     ) -> None:
         self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
         self.role = WorkerRole(specification, slices, self.values, peer.id, peer.life)
@@ -214,7 +214,7 @@ class SimulatedWorker:
         self.joined = True
         while role.step < self._steps:
             yield role.all_here()
-            self._progress(self._peer.id, role.step)
+            self._progress(self._peer, role.step)
             step = role.step
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
             for index in reversed(range(len(self.values))):
