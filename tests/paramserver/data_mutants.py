@@ -148,7 +148,7 @@ MUTANTS = [
         "server.server:Server",
         "if passed > self._stopped_seconds:",
         "if False:",
-        seed=43,
+        seed=50,
     ),
     ProtocolMutant(
         "values that are lost for ever are waited for",

@@ -87,6 +87,8 @@ def test_a_server_that_others_do_not_hear_is_cut_off_from_them_only_if_it_is_hea
     connections.begin_waiting(0.0)
     now = specification.deaf_after + 1.0
     connections.check_deaf(now, 0, [1])
+    connections.begin_waiting(now)  # For the next parameter: none has come yet.
+    connections.check_deaf(now, 0, [1])
     connections.heard(now, 1, Header(Kind.PING, SERVER + 1, specification.session, 1))
     with pytest.raises(ServersUnreachableError, match="server 0 has heard nothing from server 1"):
         connections.check_deaf(now, 0, [1])

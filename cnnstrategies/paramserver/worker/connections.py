@@ -1,6 +1,7 @@
 """A worker's connections to the servers: what it sends over them, and what it knows of who is alive."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
@@ -35,7 +36,8 @@ class Connections:
         self._incarnation = incarnation
         self._servers: dict[int, ServerInfo] = {}
         self._last: dict[int, int] = {}
-        self._heard: dict[int, float] = {}
+        self._heard: dict[int, float] = {}  # when each server was, or since when its silence counts
+        self._came: dict[int, float] = {}  # when its last message did
         self._probed: dict[int, float] = {}
         self._orphaned_since: float | None = None
         self._meets_until = 0.0
@@ -90,6 +92,7 @@ class Connections:
         gone = {server for server, info in before.items() if self._servers.get(server) != info}
         for server in gone:
             self._last.pop(server, None)
+            self._came.pop(server, None)
         self.parcels = [parcel for parcel in self.parcels if parcel.to not in gone]
         return before != self._servers
 
@@ -130,7 +133,7 @@ class Connections:
         if header.sender != SERVER + server or header.sequence <= self._last.get(server, 0):
             return False
         self._last[server] = header.sequence
-        self._heard[server] = now
+        self._heard[server] = self._came[server] = now
         if header.kind in _ANSWERS:
             self._probed[server] = now
         return True
@@ -166,7 +169,7 @@ class Connections:
         """
         since = now - self._specification.timeout
         others = {int(other) for other in deaf} & self._servers.keys()
-        there = sorted(other for other in others if self._heard.get(other, now) > since)
+        there = sorted(other for other in others if self._came.get(other, -inf) > since)
         if there:
             raise ServersUnreachableError(
                 f"server {server} has heard nothing from server {', '.join(map(str, there))} for "
