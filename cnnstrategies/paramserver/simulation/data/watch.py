@@ -197,19 +197,18 @@ class Watch:
     def lost(self, key: int) -> tuple[int, int]:
         """How many updates that workers have seen were lost when a slice was last restored.
 
-        Without those that were lost before, by another server that the last one had been filled from, and with them and
-        those that were made here too, but seen in other slices alone: who could have pushed them again has died.
+        Without those that were lost before, by another server that the last one had been filled from, and that nobody
+        could make here, and with them.
         """
         lost = self._lost.get(key, set())
-        return self._updates(lost), self._updates(lost | self._lost_before.get(key, set()) | self._unseen(key))
+        return self._updates(lost), self._updates(lost | self._lost_before.get(key, set()) | self._stranded(key))
 
-    def _unseen(self, key: int) -> set[Token]:
-        """The pushes to common steps that workers have seen in other slices, and nobody can push to this one again."""
-        if not self.aggregates:
-            return set()
-        here = {step for _, step, _ in self._answered.get(key, {})}
-        there = {token for answered in self._answered.values() for token in answered if token[1] not in here}
-        return {one for one in there if self._torn(one[1], [token for token in there if token[1] == one[1]])}
+    def _stranded(self, key: int) -> set[Token]:
+        """What workers have seen in other slices, of workers that have died: nobody can push that here again."""
+        dead = {(peer.id, 0 if self.clipped else peer.life) for _, peer in self._deaths["worker"]}
+        made = self._answered.get(key, {}).keys() | self._restored.get(key, (0.0, frozenset()))[1]
+        elsewhere = {token for answered in self._answered.values() for token in answered} if self.aggregates else set()
+        return {(worker, step, life) for worker, step, life in elsewhere - made if (worker, life) in dead}
 
     def _updates(self, tokens: set[Token]) -> int:
         return len({step for _, step, _ in tokens}) if self.aggregates else len(tokens)
