@@ -17,6 +17,7 @@ import torch
 import warm
 from lightning.fabric.plugins.environments import lightning as lightning_environment
 from ports import free_port
+from roomy_stack import roomy
 from torch import nn
 
 # Imported once: tests, and the programs that those marked `warm` start, are forked from here.
@@ -105,7 +106,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     if pyfuncitem.get_closest_marker("light") is not None:
         with torch.random.fork_rng(devices=[]):  # What comes after it must not depend on it.
-            pyfuncitem.obj(**arguments)
+            roomy(lambda: pyfuncitem.obj(**arguments))
         return True
     start_warm = pyfuncitem.get_closest_marker("warm") is not None
     code, output = run_forked(
@@ -148,7 +149,7 @@ def run_forked(
             code = 1
             try:
                 assert not torch._C._cuda_isInBadFork(), "a test marked `light` has asked for CUDA before this one"
-                function()
+                roomy(function)
                 code = 0
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else 1

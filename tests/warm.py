@@ -32,6 +32,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from roomy_stack import roomy
+
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36  # linux/prctl.h
 HELPER = "warm helper"  # What ps calls it, of at most 15 characters.
 MOST_FILES = 250  # of one message
@@ -196,7 +198,7 @@ def _become(program: dict[str, Any], files: list[int]) -> None:
         install()
     code = 1
     try:
-        _run(program["words"], program["env"].get("PYTHONPATH", ""))
+        roomy(lambda: _run(program["words"], program["env"].get("PYTHONPATH", "")))
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
