@@ -25,7 +25,9 @@ _HALF = {Encoding.FP16: torch.float16, Encoding.BF16: torch.bfloat16}
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor; keeps it alive."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    if tensor.dtype == torch.bfloat16:  # numpy has none.
+        tensor = tensor.view(-1).view(torch.uint8)
+    return memoryview(tensor.detach().reshape(-1).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def from_bytes(payload: memoryview, dtype: torch.dtype) -> Tensor:
@@ -92,15 +94,17 @@ def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype
     Raises:
         InvalidMessageError: It cannot hold a gradient of `numel` elements in this encoding.
     """
-    fits = {
-        Encoding.NOTHING: length == 0,
-        Encoding.DENSE: length == numel * dtype.itemsize,
-        Encoding.FP16: length == 2 * numel,
-        Encoding.BF16: length == 2 * numel,
-        Encoding.TOPK: length % 8 == 0 and 0 < length <= 8 * numel,
-        Encoding.ONEBIT: length == 8 + (numel + 7) // 8,
-    }
-    if not fits.get(encoding, False):
+    if encoding == Encoding.DENSE:
+        fits = length == numel * dtype.itemsize
+    elif encoding == Encoding.NOTHING:
+        fits = length == 0
+    elif encoding in _HALF:
+        fits = length == 2 * numel
+    elif encoding == Encoding.TOPK:
+        fits = length % 8 == 0 and 0 < length <= 8 * numel
+    else:
+        fits = encoding == Encoding.ONEBIT and length == 8 + (numel + 7) // 8
+    if not fits:
         raise InvalidMessageError("a payload of another size than its slice needs")
 
 

@@ -18,6 +18,7 @@ class Replicas:
         self._server = server
         self._slices = slices
         self._holders: dict[int, Sequence[int]] = {}
+        self._backups: dict[int, Sequence[int]] = {}  # of the slices that this server is the primary of
         self._since: dict[int, int] = {}
         self._acknowledged: dict[tuple[int, int], int] = {}
         self._filling: dict[int, set[int]] = {}  # slices whose copies a server lacks that came after training began
@@ -34,6 +35,7 @@ class Replicas:
         renewed = {server for server, number in since.items() if self._since.get(server, number) != number}
         self._since = since
         self._holders = {key: holders(slice_, view) for key, slice_ in self._slices.items()}
+        self._backups = {key: named[1:] for key, named in self._holders.items() if named[:1] == [self._server]}
         needed = []
         for key in self._slices:
             was_primary = before.get(key, [-1])[:1] == [self._server]
@@ -50,7 +52,7 @@ class Replicas:
 
     def owns(self, key: int) -> bool:
         """Whether this server is the slice's primary."""
-        return self._holders.get(key, [])[:1] == [self._server]
+        return key in self._backups
 
     def primary(self, key: int) -> int:
         """The slice's primary; -1 if no live server holds it."""
@@ -58,7 +60,7 @@ class Replicas:
 
     def backups(self, key: int) -> Sequence[int]:
         """The servers that this primary sends the slice's updates to; none if it is not the primary."""
-        return self._holders[key][1:] if self.owns(key) else []
+        return self._backups.get(key, ())
 
     def acknowledged(self, key: int, backup: int, version: int) -> bool:
         """A backup has the slice up to a version; whether it has come late, and has all its copies now."""

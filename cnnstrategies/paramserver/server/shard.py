@@ -15,7 +15,7 @@ from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Who
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Options, Store
-from cnnstrategies.paramserver.specification import PullCompression, Specification
+from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
 
 
@@ -119,21 +119,19 @@ class Shard:
         if not waiting or key not in self.owned:
             return
         version = self.store.versions[key]
+        compressed: tuple[Any, Encoding] | None = None
         for worker, pull in list(waiting.items()):
-            if pull.who is not None and self.store.seen[key].get(pull.who, -1) >= pull.step:
-                waiting[worker] = replace(pull, version=version, who=None)
-        ready = [
-            worker
-            for worker, pull in waiting.items()
-            if pull.who is None and version >= pull.version and self._replicas.safe(key, pull.version)
-        ]
-        encoded: dict[PullCompression, tuple[Any, Encoding]] = {}
-        for worker in ready:
-            pull = waiting.pop(worker)
-            how = "none" if pull.whole else self._pull_compression
-            if how not in encoded:
-                encoded[how] = encode_values(self.store.values[key], how)
-            payload, encoding = encoded[how]
+            if pull.who is not None:
+                if self.store.seen[key].get(pull.who, -1) < pull.step:
+                    continue
+                pull = waiting[worker] = replace(pull, version=version, who=None)
+            if version < pull.version or not self._replicas.safe(key, pull.version):
+                continue
+            del waiting[worker]
+            payload, encoding = self.store.memory[key], Encoding.DENSE
+            if self._pull_compression != "none" and not pull.whole:
+                compressed = compressed or encode_values(self.store.values[key], self._pull_compression)
+                payload, encoding = compressed
             self._outbox.to_worker(
                 worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding
             )
@@ -221,7 +219,7 @@ class Shard:
         self._outbox.to_server(
             backup,
             Kind.COPY,
-            bytes(as_bytes(self.store.values[key])),
+            bytes(self.store.memory[key]),
             key=key,
             base=version,
             json={"seen": seen, "parts": len(state), "decided": self.store.decided},

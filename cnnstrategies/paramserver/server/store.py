@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.optimizers import SharedOptimizer, StateValue, load_optimizer
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
@@ -23,7 +24,8 @@ class Store:
 
     Attributes:
         slices: The same by key.
-        values: Each slice's values.
+        values: Each slice's values, in the same memory for ever.
+        memory: The same as bytes.
         versions: How many updates each slice has had; -1 before its first value. In sync and local the number of
             steps.
         seen: For each slice the last step of each worker (id, incarnation) that was applied to it.
@@ -34,6 +36,7 @@ class Store:
     def __init__(self, specification: Specification, slices: Iterable[Slice]) -> None:
         self.slices = {slice_.key: slice_ for slice_ in slices}
         self.values = {key: torch.zeros(slice_.shape, dtype=slice_.dtype) for key, slice_ in self.slices.items()}
+        self.memory = {key: as_bytes(value) for key, value in self.values.items()}
         self.versions = dict.fromkeys(self.slices, -1)
         self.seen: dict[int, dict[tuple[int, int], int]] = {key: {} for key in self.slices}
         self.decided: dict[str, Any] | None = None

@@ -148,7 +148,8 @@ class Outgoing:
     def _encode(self, index: int, flat: Tensor) -> None:
         for key in self._by_parameter[index]:
             slice_, encoder = self._slices[key], self._encoders[key]
-            self._unanswered[key] = encoder.encode(flat[slice_.start : slice_.stop]), encoder.encoding
+            part = flat if slice_.numel == flat.numel() else flat[slice_.start : slice_.stop]
+            self._unanswered[key] = encoder.encode(part), encoder.encoding
             self._send(key)
 
     def _send_begin(self, server: int) -> None:

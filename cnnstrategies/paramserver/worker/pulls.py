@@ -144,7 +144,8 @@ class Target:
         """Write a slice."""
         if not self._direct and not self._flat.numel():
             self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
-        self._flat[start : start + values.numel()].copy_(values)
+        whole = values.numel() == self._flat.numel()
+        (self._flat if whole else self._flat[start : start + values.numel()]).copy_(values)
 
     def finish(self) -> None:
         """All slices are written."""
