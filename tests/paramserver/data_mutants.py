@@ -13,8 +13,8 @@ MUTANTS = [
     ProtocolMutant(
         "a worker gets values without its own push",
         "server.shard:Shard",
-        "if pull.who is None and version >= pull.version and",
-        "if pull.who is None and",
+        "if version < pull.version or not self",
+        "if not self",
         seed=0,
     ),
     ProtocolMutant(
@@ -162,7 +162,7 @@ MUTANTS = [
         "server.server:Server",
         "        if view.number <= self.view.number:\n            return []\n",
         "",
-        seed=52,
+        seed=11,
     ),
     ProtocolMutant(
         "one that takes a worker's place waits for values that nobody has any more",

@@ -10,10 +10,12 @@ from training import specify
 
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
-from cnnstrategies.paramserver.effects import Say
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.effects import Parcel, Say
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, pack_json
+from cnnstrategies.paramserver.optimizers import SharedOptimizer
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.pushes import Begin, Pushes
+from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
@@ -144,8 +146,60 @@ def test_a_push_that_comes_twice_is_applied_once(mode: dict[str, Any]) -> None:
     applies.begin((0, 0), 0, Begin([group.options for group in specification.groups], 1.0))
     key, *_ = shard.own
     assert [applies.push(WHO, *push_of(key, ones_for(shard, key))) for _ in range(2)] == [True, False]
-    assert shard.store.versions[key] == 1
+    applies.flush()
+    assert [applies.push(WHO, *push_of(key, ones_for(shard, key))), shard.store.versions[key]] == [False, 1]
     assert torch.equal(shard.store.values[key], -0.5 * ones_for(shard, key))
+
+
+def test_small_slices_that_come_together_cost_one_step_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apart from that nothing is different: each worker's is applied in its turn."""
+    steps: list[int] = []
+    step = SharedOptimizer.step
+    monkeypatch.setattr(
+        SharedOptimizer,
+        "step",
+        lambda self, gradients, options: (steps.append(len(gradients)), step(self, gradients, options)),
+    )
+    specification = specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 2, servers=1, mode="async")
+    shards = []
+    for together in (True, False):
+        shard = shard_of(0, specification, Post())
+        applies = Asynchronous(specification, shard)
+        for worker in range(2):
+            applies.join(worker, 0)
+            applies.begin((worker, 0), 0, Begin([group.options for group in specification.groups], 1.0))
+            for key in shard.own:
+                assert applies.push((worker, 0), *push_of(key, (worker + 1) * ones_for(shard, key)))
+                if not together:
+                    applies.settle()
+            assert set(shard.store.versions.values()) == ({worker} if together else {worker + 1})
+        applies.flush()
+        shards.append(shard)
+    one, other = shards
+    assert steps == [len(one.own)] * 2 + [1] * 2 * len(one.own)
+    assert one.store.versions == other.store.versions == dict.fromkeys(one.own, 2)
+    for key in one.own:
+        assert torch.equal(one.store.values[key], other.store.values[key])
+
+
+def test_what_is_kept_to_be_applied_together_is_applied_before_anything_else_is_answered() -> None:
+    specification = specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 1, servers=1, mode="async")
+    shard = shard_of(0, specification, Post())
+    server = Server(specification, 0, shard.store)
+    server.follow(0.0, View(1, VIEW.servers[:1], VIEW.workers))
+    key = next(iter(shard.store.slices))
+    begin = pack_json({"options": [group.options for group in specification.groups]})
+    push = push_of(key, ones_for(shard, key))
+    messages = [
+        (Header(Kind.BEGIN, 0, 0, 1, meta=len(begin), length=len(begin), weight=1.0), memoryview(begin)),
+        (push[0]._replace(sequence=2), push[1]),
+        (Header(Kind.GET_STATE, 0, 0, 3), memoryview(b"")),
+    ]
+    answers = [effect for one in messages for effect in server.on_message(0.0, b"route", "", *one)]
+    states = {
+        one.header.key: one.payload[one.header.meta :] for one in answers if isinstance(one, Parcel) and one.payload
+    }
+    assert states[key] == bytes(as_bytes(ones_for(shard, key)))
 
 
 def test_a_push_that_comes_twice_is_counted_once() -> None:

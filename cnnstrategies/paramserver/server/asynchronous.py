@@ -1,4 +1,8 @@
-"""Updates that are applied as they come: async, and ssp with staleness."""
+"""Updates that are applied as they come: async, and ssp with staleness.
+
+What a worker has pushed of small slices, one after the other, is applied together: an optimizer's step costs more than
+their arithmetic. No other message is acted on meanwhile, so that nobody can tell the difference.
+"""
 
 from collections.abc import Collection
 
@@ -12,6 +16,7 @@ from cnnstrategies.paramserver.server.clocks import StaleClock
 from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Pull, Shard
+from cnnstrategies.paramserver.server.updater import TOGETHER_BYTES
 from cnnstrategies.paramserver.specification import Specification
 
 
@@ -42,6 +47,9 @@ class Asynchronous:
         self._expected = specification.workers
         self._begun_with = False  # A view has named workers.
         self._given: dict[tuple[int, int], Tensor] = {}
+        self._together: dict[int, Tensor | None] = {}  # gradients by slice, all of one worker's step
+        self._size = 0  # bytes of their slices
+        self._whose: tuple[Who, int, Begin] | None = None
 
     @property
     def finished(self) -> int:
@@ -107,7 +115,7 @@ class Asynchronous:
         self._begun[who[0]] = step, begin
 
     def push(self, who: tuple[int, int], header: Header, payload: memoryview) -> bool:
-        """Apply a worker's gradient; whether it is new.
+        """Apply a worker's gradient, or keep it until :meth:`settle`; whether it is new.
 
         Raises:
             InvalidMessageError: No step was begun for it, or the payload does not fit.
@@ -115,6 +123,8 @@ class Asynchronous:
         key, store = header.key, self._shard.store
         slice_ = store.slices[key]
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        if key in self._together or (self._whose is not None and self._whose[0] != who):
+            self.settle()
         step, begin = self._begun.get(who[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
             raise InvalidMessageError("a push of a step that has not begun")
@@ -128,9 +138,20 @@ class Asynchronous:
                 # DC-ASGD: the gradient at the present values, to first order, with g * g for the Hessian's diagonal.
                 moved = store.values[key].view(-1) - given
                 gradient = torch.addcmul(gradient, gradient * gradient, moved, value=self._compensation)
-        self._shard.update({key: gradient}, begin.options, who, step)
-        self.updates += 1
+        self._together[key] = gradient
+        self._whose = who, step, begin
+        self._size += slice_.nbytes
+        if self._size >= TOGETHER_BYTES:
+            self.settle()
         return True
+
+    def settle(self) -> None:
+        """Apply what is kept."""
+        if self._whose is not None:
+            who, step, begin = self._whose
+            together, self._together, self._size, self._whose = self._together, {}, 0, None
+            self._shard.update(together, begin.options, who, step)
+            self.updates += len(together)
 
     def busy(self) -> bool:
         """Updates are made as they come: nothing is left for later."""
@@ -140,7 +161,8 @@ class Asynchronous:
         """Nothing."""
 
     def flush(self) -> None:
-        """Nothing: there is nobody to be told."""
+        """Apply what is kept: nothing more is waiting."""
+        self.settle()
 
     def pull(self, who: tuple[int, int], keys: list[int], request: int) -> None:
         """A worker has finished `request` steps and wants slices for the next, with its own pushes in them."""

@@ -110,6 +110,8 @@ class Handlers:
         Raises:
             InvalidMessageError: Its contents do not fit.
         """
+        if header.kind != Kind.PUSH:
+            self._mode.settle()
         handler = self._handlers.get(header.kind)
         if handler is not None:
             handler(peer, header, payload)

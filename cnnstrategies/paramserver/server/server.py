@@ -108,6 +108,7 @@ class Server:
         self._goes_on(now)
         if view.number <= self.view.number:
             return []
+        self.mode.settle()
         if self.id in {server.id for server in self.view.servers} - {server.id for server in view.servers}:
             reason = (
                 f"server {self.id} is no longer in the view (number {view.number}): it was taken for dead and another "
@@ -150,6 +151,7 @@ class Server:
         Now and then other servers are told what has been missed of theirs; it also shows them what they missed.
         """
         self._goes_on(now)
+        self.mode.settle()
         if now - self._gave_sign > self._sign_seconds:
             self._gave_sign = now
             self._outbox.sign(self._heard_workers)

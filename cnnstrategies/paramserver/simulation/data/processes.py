@@ -12,11 +12,13 @@ from cnnstrategies.paramserver.effects import Effects, Parcel, Save
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.messages import Header, Kind
 from cnnstrategies.paramserver.server.server import Server
+from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.simulation.data.watch import Watch, gradient, rate
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 
+READING = 0.002  # seconds in which a server may read several messages
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
 _NAMES = {kind: kind.name for kind in Kind}
 Draw = Callable[[float, float], float]
@@ -103,6 +105,7 @@ class SimulatedServer:
         self._slow = seconds(0.0, 1.0) ** 6 * 0.03
         self._working = False
         self._lives = _Lives()
+        self._aggregates = isinstance(server.mode, Synchronous)
 
     def start(self, now: float) -> NodeEffects:
         """Begin to look at the time."""
@@ -113,12 +116,17 @@ class SimulatedServer:
         header, route = message.fields["header"], message.fields["route"]
         payload = memoryview(bytearray(message.frames[0]))
         effects = self.server.on_message(now, route, "", header, payload)
+        if header.kind == Kind.PUSH and header.sequence % 2 and not self._aggregates:
+            # Its driver reads all that is waiting first.
+            return [*self._act(now, effects), Timer("flush", now + READING)]
         return self._act(now, effects + self.server.flush())
 
     def on_timer(self, now: float, name: str) -> NodeEffects:
         """Something is due."""
         if name == "look":
             return [*self._act(now, self.server.on_time(now)), Timer("look", now + LOOK_SERVER)]
+        if name == "flush":
+            return self._act(now, self.server.flush())
         self._working = False
         return self._act(now, self.server.work() if self.server.busy else [])
 
