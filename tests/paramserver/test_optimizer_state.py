@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from cnnstrategies.paramserver.optimizer_state import cut_state, join_state
+from cnnstrategies.paramserver.optimizers import SharedOptimizer
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
@@ -62,3 +63,33 @@ def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str
     for slice_ in slices:
         whole = parameters[slice_.parameter].detach().flatten()[slice_.start : slice_.stop]
         torch.testing.assert_close(store.values[slice_.key].flatten(), whole)
+
+
+def shared(name: str, **options: Any) -> tuple[SharedOptimizer, dict[int, torch.Tensor]]:
+    """An optimizer of two slices, and their values."""
+    values = {key: torch.ones(3, dtype=torch.float64) for key in range(2)}
+    return SharedOptimizer(getattr(torch.optim, name), values, {"lr": 0.5, **options}), values
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_the_fused_implementation_is_used_where_the_user_leaves_it_open(name: str) -> None:
+    def is_fused(**options: Any) -> bool:
+        optimizer, _ = shared(name, **options)
+        optimizer.step({0: torch.ones(3, dtype=torch.float64)}, {"lr": 0.5, **options})
+        return optimizer._optimizer.param_groups[0]["fused"] is True
+
+    assert is_fused()
+    assert is_fused(fused=None, foreach=None)
+    assert not is_fused(fused=False)
+    assert not is_fused(foreach=False)
+
+
+def test_first_and_later_gradients_may_come_together() -> None:
+    """A parameter may have its first gradient when others have had some: torch's fused SGD takes either."""
+    together, expected = shared("SGD", momentum=0.9), shared("SGD", momentum=0.9, foreach=False)
+    gradient = torch.arange(3.0, dtype=torch.float64)
+    for optimizer, _ in (together, expected):
+        optimizer.step({0: gradient}, {})
+        optimizer.step({0: gradient, 1: gradient + 1}, {})
+    for key, value in expected[1].items():
+        torch.testing.assert_close(together[1][key], value, rtol=1e-14, atol=0)
