@@ -30,8 +30,8 @@ from cnnstrategies.paramserver.places import find_place
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
 from cnnstrategies.strategies.parameter_server.joiner import check_parameters, check_seed
-from cnnstrategies.strategies.parameter_server.joining import JoinedDispatch
 from cnnstrategies.strategies.parameter_server.state import SEED
 
 CONFIG = "experiments/digits_smallcnn_elastic_cpu"

@@ -7,115 +7,23 @@ from dataclasses import fields
 from types import FrameType
 from typing import Any
 
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.dispatch import Chunk
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
 from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
 from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, as_of_the_run, enter
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TOLD = "it was told to leave"
-
-
-class JoinerEnvironment(LightningEnvironment):
-    """One process, whose number is its place in the run; whatever has started it."""
-
-    def __init__(self, place: Place) -> None:
-        super().__init__()
-        self._place = place
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @override
-    def world_size(self) -> int:
-        return self._place.workers
-
-    @override
-    def global_rank(self) -> int:
-        return self._place.id
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @override
-    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        pass
-
-
-class JoinedDispatch(BatchDispatch):
-    """Takes batches while it is in the run, and none from when it is told to leave.
-
-    Args:
-        strategy: Whose.
-    """
-
-    def __init__(self, strategy: "JoiningStrategy") -> None:
-        super().__init__(strategy.group)
-        self._strategy = strategy
-        self.first: Chunk | None = None  # It was taken to see whether there is one.
-        self._rests = False
-
-    @override
-    def loader(self, dataloader: object, trainer: Trainer) -> DispatchedLoader:
-        def epoch() -> int:
-            if not self._strategy.is_in:
-                self._strategy.enter()
-                # Lightning begins to iterate before training, and once more in an epoch that is not the first.
-                self._rests = trainer.current_epoch > 0
-            else:
-                self._rests = False
-            return trainer.current_epoch
-
-        super().loader(dataloader, trainer)  # Refuses what cannot be given out.
-        return DispatchedLoader(dataloader, epoch, self._begin, self._take)
-
-    @override
-    def _begin(self, epoch: int, batches: int) -> None:
-        if self._rests:
-            return
-        self.seen = self.processed = 0
-        theirs = self._group.collectives.begin_epoch(epoch, batches, 1)
-        if theirs not in (0, batches):
-            raise ConfigurationError(
-                f"an epoch of the run has {theirs} batches and of this configuration {batches}: batches are given out "
-                "by their number, so give the run's own data and batch size"
-            )
-
-    @override
-    def _take(self, epoch: int) -> Chunk:
-        if self._rests:
-            return Chunk(epoch, 0, 0)
-        first, self.first = self.first, None
-        if first is not None:
-            return first
-        return Chunk(epoch, 0, 0) if self._strategy.leaving else super()._take(epoch)
 
 
 class ComeAndGo(Callback):
