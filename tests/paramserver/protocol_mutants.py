@@ -145,7 +145,7 @@ MUTANTS = [
     ProtocolMutant(
         "chunks that were given out before a restart are given out again",
         "coordinator.restart:Restart",
-        'self._parts.dispatcher.follow(recovery.epochs(), recovery.state.get("done", ()))',
+        'self._parts.dispatcher.follow(recovery.epochs(but=let_go), recovery.state.get("done", ()))',
         "pass",
         seed=8,
     ),
@@ -260,6 +260,13 @@ MUTANTS = [
         'recovery.state.get("done", ())',
         "()",
         seed=41,
+    ),
+    ProtocolMutant(
+        "a joiner that has left tells a coordinator that follows what it had, as if that was all",
+        "coordinator.restart:Restart",
+        "if self._was_let_go(peer)]",
+        "if False]",
+        seed=111021,
     ),
 ]
 

@@ -327,3 +327,17 @@ def test_a_server_that_training_has_waited_for_is_as_old_as_the_others_and_one_t
     hear(Peer("server", 1, 1, 2), "hello", **about)
     first, again = views[-1].servers
     assert views[-1].age(first) < views[-1].age(again)
+
+
+def test_what_one_held_that_was_lost_before_a_restart_is_given_to_another() -> None:
+    run, (first, second) = trained(2)
+    for peer in (first, second):
+        run.call(peer, "epoch", epoch=0, samples=4, chunk=1)
+    run.call(second, "take", epoch=0, processed=0)
+    for _ in range(22):
+        run.beat(first)  # The other one is stopped for longer than the time-out, and missed.
+    run.coordinate(1)
+    for _ in range(4):
+        run.beat(second, first)
+    chunks = [run.call(first, "take", epoch=0, processed=done)() for done in range(4)]
+    assert [chunk.fields["start"] for chunk in chunks if isinstance(chunk, Message)] == [0, 1, 2, 3]

@@ -1,7 +1,7 @@
 """How a coordinator that follows one that was killed learns what that one knew: the members tell it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,11 +143,11 @@ class Recovery:
         """What was told to all."""
         return {name: value for report in self.reports.values() for name, value in report.notices.items()}
 
-    def epochs(self) -> dict[int, dict[int, Taken]]:
-        """What each worker was given of each epoch."""
+    def epochs(self, but: Collection[Peer]) -> dict[int, dict[int, Taken]]:
+        """What each worker was given of each epoch, but for some."""
         found: dict[int, dict[int, Taken]] = {}
         for peer, report in self.reports.items():
-            for number, taken in report.epochs.items():
+            for number, taken in report.epochs.items() if peer not in but else ():
                 found.setdefault(number, {})[peer.id] = taken
         return found
 

@@ -131,7 +131,9 @@ class Restart:
         self._holders = recovery.holders(self._rounds_needed(sequence))
         lacks = [int(item.removeprefix(ROUND)) for item in self._holders if item.startswith(ROUND)]
         self._parts.rounds.follow(sequence, told, lacks)
-        self._parts.dispatcher.follow(recovery.epochs(), recovery.state.get("done", ()))
+        # What these had not worked on the last coordinator has given out again, and maybe to others.
+        let_go = [peer for peer in recovery.reports if self._was_let_go(peer)]
+        self._parts.dispatcher.follow(recovery.epochs(but=let_go), recovery.state.get("done", ()))
         self.notices.update(recovery.notices())
         for peer, message in recovery.hellos.items():
             if peer in recovery.reports and not roster.is_over(peer):
@@ -177,6 +179,11 @@ class Restart:
             member, life = roster.at(WORKER, worker), lives.get(worker, 0)
             if member is None or member.peer.life != life:
                 self._forget_member(now, Member(Peer(WORKER, worker, life), 0, "", now))
+
+    def _was_let_go(self, peer: Peer) -> bool:
+        """Whether a member was lost before, or has joined the run and left it: its word of chunks counts no more."""
+        roster = self._parts.roster
+        return roster.is_over(peer) and (roster.is_elastic(*peer[:2]) or not roster.has_left(peer.id))
 
     def _left(self, life: Life) -> None:
         roster = self._parts.roster
