@@ -44,6 +44,8 @@ class Outbox:
         """Send to the servers of a view from now on, and forget the routes of dead workers."""
         now = {server.id: server for server in view.servers if server.id != self._server}
         before, self._servers = self._servers, now
+        gone = {one for one, info in before.items() if now.get(one) != info}
+        self.effects = [one for one in self.effects if not (isinstance(one, Parcel) and one.to in gone)]
         # Numbered anew with a new life only: where a connection is made anew, what the old one lost leaves a gap.
         self._sent = {
             one: self._sent[one] if one in before and before[one].since == info.since else 0
