@@ -2,7 +2,7 @@
 
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.simulation.data.members import Members
-from cnnstrategies.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker
+from cnnstrategies.paramserver.simulation.data.processes import LOOK_WORKER, SimulatedServer, SimulatedWorker
 from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
 from cnnstrategies.paramserver.simulation.faults import DEADLY
 from cnnstrategies.paramserver.simulation.violation import ViolationError
@@ -107,8 +107,11 @@ class Checks:
             raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
 
     def _was_cut_off(self, worker: str, reason: str) -> bool:
-        """Whether the connection that a worker names, of its own or of two servers, broke again and again."""
-        now = self._world.now
+        """Whether the connection that a worker names, of its own or of two servers, broke again and again.
+
+        Also just as the silence began: the worker, which looks at the time now and then, gives up a little later.
+        """
+        now = self._world.now - LOOK_WORKER
         for (one, other), times in self._members.broken.items():
             silent = other == worker and f"had no answer from {one}" in reason
             deaf = any(f"{a} has heard nothing from {b}" in reason for a, b in ((one, other), (other, one)))
