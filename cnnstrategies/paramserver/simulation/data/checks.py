@@ -152,7 +152,9 @@ class Checks:
             said = server.handlers.lost_updates
             if keys is not None and self._members.over is None and process.alive:
                 counts = [self._members.watch.lost(key) for key in keys]
-                least, most = (max((count[one] for count in counts), default=0) for one in (0, 1))
+                again = [self._members.watch.lost(key) for key in self._members.told_of.get(process.peer, ())]
+                least = max((count for count, _ in counts), default=0)
+                most = max((count for _, count in [*counts, *again]), default=0)
                 if said > most or (told_all and not self._short() and said < least):
                     raise ViolationError(f"1: server {identity} says that {said} updates are lost, and {least} are")
             if server.mode.entries > ENTRIES:

@@ -56,6 +56,7 @@ class Members:
         gone: Role, id and life of each.
         over: Why the run cannot go on.
         losses: The slices that a server with a snapshot lacks updates of which workers have seen.
+        told_of: The slices of which another server has told what is lost that has filled one, and died.
         restored: The servers that did.
         broken: When a message between two processes was lost by chance, by their names in the alphabet's order.
         unmet: The servers of the run's start that the coordinator was killed before it had told, and when the next did.
@@ -74,6 +75,7 @@ class Members:
         self.gone: set[tuple[str, int, int]] = set()
         self.over: str | None = None
         self.losses: dict[Peer, set[int]] = {}
+        self.told_of: dict[Peer, set[int]] = {}
         self.restored: set[int] = set()
         self.broken: dict[tuple[str, str], list[float]] = {}
         self.unmet: dict[Peer, float] = {}
@@ -171,6 +173,9 @@ class Members:
             roles = [process.role for process in left]
             stores = [role.server.store for role in roles if isinstance(role, SimulatedServer)]
             if not stores or any(slice_.key in store.whole for store in stores if isinstance(store, WatchedStore)):
+                if slice_.key in self.losses.get(self.servers[identity].peer, ()):
+                    for process in left:  # It may have the values without having heard what they count as.
+                        self.told_of.setdefault(process.peer, set()).add(slice_.key)
                 continue
             peer = left[0].peer
             self._count_anew((slice_.key,), peer)
