@@ -146,6 +146,26 @@ def test_one_is_not_let_in_when_the_others_have_met_since_the_boundary():
     assert (told["sequence"], told["midway"]) == (4, 3)
 
 
+def test_who_hears_nothing_while_another_is_let_in_is_missed_and_holds_nobody_up_for_ever():
+    run = Run(timeout=1.0)
+    run.trains()
+    old = {**BEAT, "here": 1, "told": 0}
+    run.say(ONE, "beat", **old)
+    peer, _ = run.joins()
+    for one in (ZERO, ONE):
+        run.collect(one, "gather", 2, seal=False, boundary=False)
+    told = []
+    for tick in range(60):
+        run.now += 0.05
+        told += run.beats(SERVER, ZERO, peer)
+        if tick < 30:
+            run.say(ONE, "beat", **old)
+        told += [one for one in run.coordinator.on_timer(run.now, "tick") if isinstance(one, Send)]
+    assert not run.told(told, ZERO, "ended")
+    assert ONE not in [member.peer for member in run.coordinator.members]
+    assert run.told(told, peer, DONE)
+
+
 def test_one_is_not_let_in_for_chunks_that_the_others_need():
     run = Run()
     run.trains()

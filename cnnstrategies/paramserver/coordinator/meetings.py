@@ -259,11 +259,12 @@ class Rounds:
             others = tuple(f"worker {one}" for one in sorted(self._others))
             found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), others))
         for result, replies in self._held:
-            # Who lacks the view itself is told it at its next sign of life, or missed: it waits for nobody.
-            without = self._without(result)
-            who = tuple(str(one.peer) for one, _ in replies if str(one.peer) not in without)
-            found.append(Wait(replies[0][0].operation, who, tuple(without)))
-        return found
+            who = tuple(str(one.peer) for one, _ in replies)
+            found.append(Wait(replies[0][0].operation, who, tuple(self._without(result))))
+        # Who lacks such a view itself is told it at its next sign of life, or missed: it waits for nobody.
+        lack = {name for result, _ in self._held if result.admitted for name in self._roster.not_here(result.view)}
+        found = [replace(wait, who=tuple(name for name in wait.who if name not in lack)) for wait in found]
+        return [wait for wait in found if wait.who]
 
     def blames(self, peer: Peer) -> list[str]:
         """Some of those for whom a worker waits, if it waits in a collective."""
