@@ -38,7 +38,7 @@ MEGABITS = 1000
 BATCH = 64  # of all hosts
 SIZE = 24  # pixels to which the digits are enlarged
 TARGET = 0.95
-SEEDS = 2
+SEEDS = 3
 
 
 @dataclass(frozen=True)
