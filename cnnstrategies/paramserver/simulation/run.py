@@ -111,6 +111,7 @@ def simulate_all(seeds: range) -> Part:
             if outcome.violation is not None:
                 failures.append(Failure(plane, seed, outcome))
     gc.collect()
+    gc.freeze()  # What the first seeds have had torch import is not looked through again.
     return Part(len(seeds), events, time.process_time() - began, counts, failures)
 
 
