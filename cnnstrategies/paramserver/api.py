@@ -241,7 +241,12 @@ class Worker:
         if not wait.waiting():
             return
         begun = time.monotonic()
-        self._role.begin_waiting(begun, wait)
+        for server, header, payload in self._links.arrived():  # Mostly enough, without a look at views and silence.
+            self._role.on_message(server, header, payload)
+            if not wait.waiting():
+                break
+        if wait.waiting():
+            self._role.begin_waiting(begun, wait)
         while wait.waiting():
             self._follow()
             self._role.on_time(time.monotonic())

@@ -100,7 +100,11 @@ class Links:
             for server, (_, socket) in self._sockets.items():
                 if socket in ready:
                     self._read(server, socket)
-        while self._arrived:  # Who does not take all finds the rest the next time.
+        yield from self.arrived()
+
+    def arrived(self) -> Iterator[tuple[int, Header, memoryview]]:
+        """The messages that were read already. Who does not take all finds the rest the next time."""
+        while self._arrived:
             yield self._arrived.popleft()
 
     def _read(self, server: int, socket: Socket) -> None:
