@@ -273,7 +273,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         assert role._roster.at("worker", 0) is victim
         assert role._ended is None
         assert not role._values._values
-        assert not role._notices
+        assert not role._restart.notices
         stranger.close(0)
         context.term()
         if key == "a member's own":

@@ -17,11 +17,12 @@ and which chunks they were given, and meanwhile go on with what needs no coordin
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
+from cnnstrategies.paramserver.coordinator.departures import Departures, known_results
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.figures import figures_of
+from cnnstrategies.paramserver.coordinator.handouts import Handouts
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.recovery import begun, was_member
 from cnnstrategies.paramserver.coordinator.restart import Parts, Restart
@@ -34,21 +35,12 @@ from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
-NOTICES = 64  # names
 # What each role sends once it has registered.
 REQUESTS = {
     WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "notice", "end", "give"}),
     SERVER: frozenset({"leave", "get", "give", "notice"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
-
-
-class _Leaving(NamedTuple):
-    """Who leaves: its request, the view without it, and how many collectives it knows the results of."""
-
-    request: int
-    number: int
-    told: int
 
 
 class Coordinator:
@@ -81,20 +73,20 @@ class Coordinator:
         self._window = Window(settings, self._roster, self._history)
         parts = Parts(self._roster, self._rounds, self._values, self._dispatcher, self._admission)
         self._restart = Restart(settings, parts, self._send, self._hello, self._forget, self._finish)
-        self._leaving: dict[Peer, _Leaving] = {}
+        self._departures = Departures(settings.restartable, self._roster, self._restart.needs, self._send)
+        self._handouts = Handouts(settings.elastic > 0, self._roster, self._dispatcher, self._restart, self._answer)
         self._ended: Message | None = None
         self._stopping: float | None = None
-        self._notices = self._restart.notices
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
             "collect": self._collect,
             "put": lambda now, member, message: self._values.put(member.peer, message),
             "get": lambda now, member, message: self._values.get(member.peer, message),
-            "epoch": self._epoch,
-            "take": self._take,
-            "notice": self._notice,
-            "give": self._give,
+            "epoch": self._handouts.epoch,
+            "take": self._handouts.take,
+            "notice": self._handouts.notice,
+            "give": self._handouts.give,
             "end": self._end_by,
         }
         self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
@@ -295,8 +287,7 @@ class Coordinator:
         if self._roster.gone.get(sender):
             self._restart.leaves(now, sender)
             if message.kind == "leave":
-                number = self._leaving[sender].number if sender in self._leaving else self._roster.number
-                self._leaving[sender] = _Leaving(message.request, number, message.integer("told"))
+                self._departures.ask(sender, message.request, known_results(sender, message))
             elif message.kind == "give":
                 self._restart.give(now, message)
                 self._send(sender, Message(DONE, request=message.request))
@@ -320,8 +311,8 @@ class Coordinator:
             return
         if message.integer("here") < self._roster.number:
             self._send(member.peer, self._roster.view_message)
-        if message.integer("notices") < len(self._notices):
-            self._send(member.peer, self._news())
+        if message.integer("notices") < len(self._restart.notices):
+            self._send(member.peer, self._handouts.news())
 
     def _forget(self, now: float, member: Member) -> None:
         """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
@@ -341,7 +332,7 @@ class Coordinator:
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
-        self._let_go()
+        self._departures.let_go(self._ended is not None)
         if self._stopping is not None and not self._roster.members:
             late = now - self._stopping > self._settings.timeout
             if late or not self._roster.missing():
@@ -372,11 +363,11 @@ class Coordinator:
         self._send(sender, Message(DONE, request=message.request))
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
-        told = message.integer("told") if member.peer.role == WORKER else 0
+        told = known_results(member.peer, message)
         if "epoch" in message.fields:
             self._dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
         self._go(now, member)
-        self._leaving[member.peer] = _Leaving(message.request, self._roster.number, told)
+        self._departures.ask(member.peer, message.request, told)
 
     def _go(self, now: float, member: Member) -> None:
         self._roster.remove(member, left=True)
@@ -387,59 +378,12 @@ class Coordinator:
             if not self._roster.of_the_run:
                 self._finish("the session is over: every worker has left", clean=True)
 
-    def _let_go(self) -> None:
-        """Answer those that leave, as soon as the others know what they alone could tell the next coordinator."""
-        for peer, leaving in list(self._leaving.items()):
-            if self._ended is None and self._settings.restartable and self._is_needed(peer, leaving):
-                continue
-            del self._leaving[peer]
-            self._send(peer, Message(DONE, request=leaving.request))
-
-    def _is_needed(self, peer: Peer, leaving: "_Leaving") -> bool:
-        members = self._roster.members
-        workers = [one for one in members if one.peer.role == WORKER and one.peer.id in self._roster.group]
-        known = not members or any(one.here >= leaving.number for one in members)
-        return self._restart.needs(peer) or not known or any(one.told < leaving.told for one in workers)
-
     # What is agreed on
 
     def _collect(self, now: float, member: Member, message: Message) -> None:
         trouble = self._rounds.collect(now, member, message)
         if trouble is not None:
             self._finish(trouble)
-
-    def _epoch(self, now: float, member: Member, message: Message) -> None:
-        number = message.integer("epoch")
-        self._dispatcher.begin(number, message.integer("samples"), message.integer("chunk"))
-        fields = {"epoch": number}
-        if self._settings.elastic:  # Who joins may have been told another size of its batches.
-            fields["samples"] = self._dispatcher.samples(number)
-        self._answer(member.peer, Message(DONE, fields, request=message.request))
-
-    def _take(self, now: float, member: Member, message: Message) -> None:
-        chunk = self._dispatcher.take(
-            member.peer.id,
-            message.integer("epoch"),
-            message.integer("processed"),
-            self._roster.of_the_run,
-            message.integer("ordinal"),
-        )
-        fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
-        self._answer(member.peer, Message(DONE, fields, request=message.request))
-
-    def _give(self, now: float, member: Member, message: Message) -> None:
-        self._restart.give(now, message)
-        self._answer(member.peer, Message(DONE, request=message.request))
-
-    def _notice(self, now: float, member: Member, message: Message) -> None:
-        name, value = message.string("name"), message.integer("value")
-        if len(self._notices) < NOTICES:
-            self._notices.setdefault(name, value)
-        self._answer(member.peer, Message(DONE, request=message.request))
-        self._roster.tell_all(self._news())
-
-    def _news(self) -> Message:
-        return Message("notices", {"notices": dict(self._notices)})
 
     # The end
 

@@ -1,0 +1,75 @@
+"""What the coordinator answers at once: chunks of an epoch, and what one tells all."""
+
+from collections.abc import Callable
+
+from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.restart import Restart
+from cnnstrategies.paramserver.coordinator.roster import Member, Roster
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.requests import DONE
+
+NOTICES = 64  # names
+
+
+class Handouts:
+    """Gives out chunks, and passes notices on.
+
+    Args:
+        elastic: Whether workers may join.
+        roster: The members.
+        dispatcher: Has the chunks.
+        restart: Knows the notices, and takes what members hand over.
+        answer: Answers a request.
+    """
+
+    def __init__(
+        self,
+        elastic: bool,
+        roster: Roster,
+        dispatcher: Dispatcher,
+        restart: Restart,
+        answer: Callable[[Peer, Message], None],
+    ) -> None:
+        self._elastic = elastic
+        self._roster = roster
+        self._dispatcher = dispatcher
+        self._restart = restart
+        self._answer = answer
+
+    def epoch(self, now: float, member: Member, message: Message) -> None:
+        """An epoch begins for a worker."""
+        number = message.integer("epoch")
+        self._dispatcher.begin(number, message.integer("samples"), message.integer("chunk"))
+        fields = {"epoch": number}
+        if self._elastic:  # Who joins may have been told another size of its batches.
+            fields["samples"] = self._dispatcher.samples(number)
+        self._answer(member.peer, Message(DONE, fields, request=message.request))
+
+    def take(self, now: float, member: Member, message: Message) -> None:
+        """A worker wants a chunk."""
+        chunk = self._dispatcher.take(
+            member.peer.id,
+            message.integer("epoch"),
+            message.integer("processed"),
+            self._roster.of_the_run,
+            message.integer("ordinal"),
+        )
+        fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
+        self._answer(member.peer, Message(DONE, fields, request=message.request))
+
+    def give(self, now: float, member: Member, message: Message) -> None:
+        """A member hands over what the last coordinator knew."""
+        self._restart.give(now, message)
+        self._answer(member.peer, Message(DONE, request=message.request))
+
+    def notice(self, now: float, member: Member, message: Message) -> None:
+        """A member has something to tell all."""
+        name, value = message.string("name"), message.integer("value")
+        if len(self._restart.notices) < NOTICES:
+            self._restart.notices.setdefault(name, value)
+        self._answer(member.peer, Message(DONE, request=message.request))
+        self._roster.tell_all(self.news())
+
+    def news(self) -> Message:
+        """All that was told."""
+        return Message("notices", {"notices": dict(self._restart.notices)})
