@@ -15,6 +15,7 @@ VIEW = 0  # the number of the call that a new view answers: nobody has asked
 PAUSE = 0.25  # of the time-out
 UNHEARD = 3.0  # of the time-out: for a coordinator that answers heartbeats and nothing else
 LEAVING = 0.5  # of the time-out: for the coordinator to be heard by one that leaves
+LEFT_UNHEARD = "this process has left, and the coordinator may have gone before"
 
 
 class Participant:
@@ -119,7 +120,7 @@ class Participant:
                 request.progress += late
         leaving = any(one.message.kind == "leave" for one in self.asking.open.values())
         if leaving and now - self._heard > LEAVING * self._address.timeout:
-            return self._end("this process has left, and the coordinator may have gone before", clean=True)
+            return self._end(LEFT_UNHEARD, clean=True)
         patience = self._address.timeout if self.view is not None else self._address.appear
         if now - self._heard > patience:
             return self._end(

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from cnnstrategies.paramserver.coordinator.participant import Participant
+from cnnstrategies.paramserver.coordinator.participant import LEFT_UNHEARD, Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
@@ -193,7 +193,7 @@ class Invariants:
         """Whether a process has ended as planned. One that nobody has heard leave has told nobody what it knew."""
         process = self._world.processes[peer.role, peer.id]
         ended = process.ended
-        heard = ended is not None and ended.clean and "may have gone before" not in ended.reason
+        heard = ended is not None and ended.clean and ended.reason != LEFT_UNHEARD
         return heard and process.peer == peer and process.alive
 
     def _check_ends(self) -> None:
