@@ -10,6 +10,9 @@ from test_hybrid_pipeline import COMMON, ONE, assert_same_run, checkpoint, fit, 
 from test_parameter_server import served
 from torch import nn
 
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import ParameterServerStrategy
+
 NORMALISED = ["--model.init_args.network=test_parameter_server_features.NormalisedCNN"]
 
 
@@ -139,6 +142,13 @@ def test_refuses_nonsense_before_a_process_starts(run_cli, quick, reason):
     code, output = run_cli("fit", *quick, *COMMON, *served(), *arguments)
     assert code == 2, output
     assert message in output.splitlines()[-1]
+
+
+def test_servers_of_all_nodes_count_for_copies():
+    options = ParameterServerStrategy(replication=2).options
+    options.check_nodes(2)
+    with pytest.raises(ConfigurationError, match="replication=2 needs as many servers, but servers=1 are started on"):
+        options.check_nodes(1)
 
 
 def test_refuses_modules_it_cannot_train(run_cli, quick):

@@ -54,7 +54,9 @@ class Options:
     elastic: int
 
     def __post_init__(self) -> None:
-        Specification((), "torch.optim.SGD", (), 1, self.server_count(1), **self._engine())  # Has its own checks.
+        # As many servers as copies: how many nodes there are is not known yet.
+        servers = len(self.endpoints) or max(self.servers, self.replication)
+        Specification((), "torch.optim.SGD", (), 1, servers, **self._engine())  # Has its own checks.
         for name, accepted in (("data_dispatch", ("static", "dynamic")), ("security", ("auto", "curve", "none"))):
             value = getattr(self, name)
             if value not in accepted:
@@ -127,6 +129,21 @@ class Options:
             raise ConfigurationError(
                 f"elastic={self.elastic} with data_dispatch: {self.data_dispatch}: the shares of an epoch are divided "
                 "before anybody joins; use data_dispatch: dynamic"
+            )
+
+    def check_nodes(self, nodes: int) -> None:
+        """Refuse more copies than there are servers.
+
+        Args:
+            nodes: Of the run.
+
+        Raises:
+            ConfigurationError: There are too few servers.
+        """
+        if self.replication > self.server_count(nodes):
+            raise ConfigurationError(
+                f"replication={self.replication} needs as many servers, but servers={self.servers} are started on "
+                f"each node, and num_nodes={nodes}: change one of them"
             )
 
     @property

@@ -136,6 +136,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         module = self.lightning_module
         if module is not None and module is not self._checked:
             check_module(module)
+            self.options.check_nodes(self.num_nodes)
             if self._layer_sync is not None:
                 raise ConfigurationError(
                     "sync_batchnorm=True: workers run independently of each other and exchange no statistics in a "
