@@ -48,6 +48,7 @@ class Watched:
     handle: Handle | None = None
     code: int | None = None
     stopped: float = 0.0  # for so many seconds
+    ended: float | None = None  # by itself, at this time, while the coordinator was not reached
 
     def __str__(self) -> str:
         number = "" if self.role == COORDINATOR else f" {self.id}"
@@ -58,9 +59,11 @@ class Watched:
 class Supervision:
     """Starts this node's processes and watches them until its workers have ended.
 
-    Killed processes (by a signal: a fault) are started again as often as they may be. One that ends with an error
-    ends the run: it would fail again. The coordinator learns of a death at once, and of what follows. One that is
-    started again learns of all that have ended before.
+    Killed processes (by a signal: a fault) are started again as often as they may be. So are those that end because
+    they were cut off from the coordinator, which has missed them; while it is not reached, they are waited with for as
+    long as a process may take to appear. One that ends with another error ends the run: it would fail again. The
+    coordinator learns of a death at once, and of what follows. One that is started again learns of all that have ended
+    before.
 
     Services end by themselves when every worker has left their session. Workers that open further sessions start the
     services of these themselves; no worker is started again from then on.
@@ -79,9 +82,10 @@ class Supervision:
         self.watched: list[Watched] = []
         self.deaths: list[str] = []
         self._spares = spares
-        self._asked_at = self._looked_at = self._started_at = time.monotonic()
+        self._asked_at = self._heard_at = self._looked_at = self._started_at = time.monotonic()
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
+        self._missed: set[tuple[str, int, int]] = set()  # role, number and life of those that it has heard too long ago
         self._stopping = False
         self._own = None if keys is None else KeyPair.create()
         self._peer = Peer(coordinator.role, coordinator.id, 0, process_number(self._own))
@@ -184,8 +188,11 @@ class Supervision:
             if one.role == WORKER and not self._stopping:
                 self._send("left", {"role": one.role, "id": one.id, "incarnation": one.incarnation})
             return
-        killed = code < 0
-        if killed and one.role == WORKER and not self._over:
+        cut_off = self._was_cut_off(one, code)
+        if cut_off is None:
+            return  # It is looked at again.
+        killed = code < 0 or cut_off
+        if code < 0 and one.role == WORKER and not self._over:
             self._ask()
         # Once a worker has finished, the others let no new one in.
         finished = any(worker.code == 0 for worker in self.workers)
@@ -218,12 +225,26 @@ class Supervision:
         if replaced:
             one.restarts -= 1
             one.incarnation += 1
+            one.ended = None
             one.handle = one.start(one.incarnation)
             self._started_at = time.monotonic()
             return
         one.code = code
         if one.role == WORKER and not killed:
             self._run_ends()
+
+    def _was_cut_off(self, one: Watched, code: int) -> bool | None:
+        """Whether a process has ended by itself after the coordinator had missed it; None if that is to be seen."""
+        if not 0 < code < 128 or one.role == COORDINATOR or self._over or self._ended_at is not None:
+            return False
+        if self._ask():
+            return (one.role, one.id, one.incarnation) in self._missed
+        now = time.monotonic()
+        if one.ended is None:
+            if not one.restarts or now - self._heard_at < self.coordinator.timeout / 2:
+                return False  # Where the coordinator was heard until now, it has ended the run and itself.
+            one.ended = now
+        return None if now - one.ended < self.coordinator.appear else False
 
     def _run_ends(self) -> None:
         if self._ended_at is None:
@@ -250,12 +271,14 @@ class Supervision:
         answer = self._send("status")
         if answer is None:
             return False
+        self._heard_at = time.monotonic()
         ended = answer.fields.get("ended")
         if ended is not None and ended["clean"]:
             self._over = True
         elif ended is not None:
             self._run_ends()
         for role, identity, incarnation in answer.fields.get("silent", []):
+            self._missed.add((role, identity, incarnation))
             for one in self.watched:
                 same = (one.role, one.id, one.incarnation) == (role, identity, incarnation)
                 if same and one.code is None and one.handle is not None:

@@ -1,0 +1,85 @@
+"""What becomes of processes that end: the supervision of a node, without any process."""
+
+import pytest
+
+from cnnstrategies.paramserver.coordinator.settings import Address
+from cnnstrategies.paramserver.core.node import Message
+from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.supervision import Supervision, Watched
+
+
+class Ended:
+    """A process that has ended with an exit code; None while it runs."""
+
+    pid = 1
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, sig: int) -> None:
+        assert self.code is not None, "the one that runs was not missed"
+
+
+class Node(Supervision):
+    """A supervision whose coordinator misses whom the test says; None while it is not reached."""
+
+    def __init__(self, appear: float = 60.0, timeout: float = 0.0) -> None:
+        super().__init__(Address("tcp://127.0.0.1:1", "supervision", 1, timeout=timeout, appear=appear))
+        self.missed: list[list[str | int]] | None = []
+        self.told: list[str] = []
+
+    def _send(self, kind, fields=None):
+        if kind != "status":
+            self.told.append(f"{kind}, replaced" if fields.get("replaced") else kind)
+        return None if self.missed is None else Message(DONE, {"silent": self.missed, "ended": None})
+
+    def look_at(self, role: str, code: int, restarts: int = 1) -> Watched:
+        """One whose first process has ended with an exit code, after one look at it; the next goes on."""
+        watched = Watched(role, 1, lambda life: Ended(None if life else code), restarts)
+        self.start(watched)
+        self.look()
+        return watched
+
+
+CUT_OFF = [["worker", 1, 0], ["server", 1, 0]]
+
+
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_who_ends_because_it_was_cut_off_is_started_again_and_ends_nobodys_run(role):
+    node = Node()
+    node.missed = CUT_OFF
+    assert node.look_at(role, 1).incarnation == 1
+    assert node.told == ["died, replaced"]
+
+
+def test_who_ends_while_the_coordinator_is_not_reached_is_started_again_when_it_is():
+    node = Node()
+    node.missed = None
+    watched = node.look_at("worker", 1)
+    node.look()
+    assert (watched.incarnation, watched.code, node.told) == (0, None, [])
+    node.missed = CUT_OFF
+    node.look()
+    assert watched.incarnation == 1
+    assert node.told == ["died, replaced"]
+
+
+def test_who_was_cut_off_and_may_not_be_started_again_ends_alone():
+    node = Node()
+    node.missed = CUT_OFF
+    watched = node.look_at("worker", 1, restarts=0)
+    assert (watched.code, watched.incarnation, node.told) == (1, 0, ["died"])
+
+
+@pytest.mark.parametrize(
+    ("node", "reached"),
+    [(Node(), True), (Node(timeout=60.0), False), (Node(appear=0.0), False)],
+    ids=["error", "heard until now", "not reached for long"],
+)
+def test_who_ends_with_an_error_ends_the_run(node, reached):
+    node.missed = [["worker", 2, 0]] if reached else None
+    watched = node.look_at("worker", 1)
+    assert (watched.code, watched.incarnation, node.told) == (1, 0, ["end"])
