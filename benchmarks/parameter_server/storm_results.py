@@ -1,0 +1,68 @@
+"""What the notes of a storm say: how much was done, and when the run was whole again after each fault."""
+
+from collections.abc import Sequence
+
+from storm_faults import KINDS, Fault
+from storm_host import Done, RepeatedDigits
+from storm_watch import Seen
+
+STEADY = 2  # batches of a worker after a fault: the second has used what the first has made
+
+
+def samples_of_epoch(repeats: int) -> int:
+    """Training samples in an epoch."""
+    data = RepeatedDigits(repeats)
+    data.setup("fit")
+    return len(data.train_source)
+
+
+def useful(batches: Sequence[Sequence[Done]], size: int, began: float, ended: float) -> int:
+    """Samples that were worked on between two moments. What is beyond an epoch's samples was worked on before.
+
+    Args:
+        batches: Of all hosts.
+        size: Samples of an epoch.
+        began: The first moment, in seconds.
+        ended: The second.
+    """
+    counted: dict[int, int] = {}
+    found = 0
+    for at, epoch, samples in sorted(one for host in batches for one in host):
+        before = counted.get(epoch, 0)
+        counted[epoch] = min(size, before + samples)
+        if began <= at < ended:
+            found += counted[epoch] - before
+    return found
+
+
+def trains(batches: Sequence[Sequence[Done]], after: float) -> float | None:
+    """When all workers had done some batches after a moment; None if one has not."""
+    later = [[one.at for one in host if one.at > after] for host in batches]
+    return max(host[STEADY - 1] for host in later) if all(len(host) >= STEADY for host in later) else None
+
+
+def whole(fault: Fault, hit: float, batches: Sequence[Sequence[Done]], answers: Sequence[Seen] | None) -> float | None:
+    """Seconds from the beginning of a fault until the run was whole again; None if it never was.
+
+    Args:
+        fault: What happened.
+        hit: When it began, in seconds.
+        batches: Of all hosts.
+        answers: The coordinator's; None of a run without one.
+    """
+    over = hit + fault.seconds
+    again = trains(batches, over)
+    if again is None or answers is None:
+        return None if again is None else again - hit
+    kind = KINDS[fault.kind]
+    before = max((one for one in answers if one.at < hit), key=lambda one: one.at, default=None)
+    for one in answers:
+        if one.at <= over or len(one.servers) < len(batches):
+            continue
+        if before is not None and kind.replaced:
+            if kind.what in ("server", "link") and one.servers[fault.host] <= before.servers.get(fault.host, -1):
+                continue
+            if kind.what == "coordinator" and one.term <= before.term:
+                continue
+        return max(again, one.at) - hit
+    return None
