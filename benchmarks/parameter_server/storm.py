@@ -37,7 +37,7 @@ STRATEGIES = ("parameter server", "ddp")
 CORES = 0.5
 AN_HOUR = 75  # faults
 CALM = 1 / 6  # of the storm's length: without faults, half of it before the storm and half of it after
-SETTLE = 5.0  # seconds after the quotas are set
+SETTLE = 30.0  # seconds after the quotas are set: each host starts a spare program for a server meanwhile
 PATIENCE = 180.0  # seconds after the storm, for the run to be whole again
 PRESENT = 5.0  # seconds for which all servers are there before one of them is hit: the copies are complete
 ABSENT = 30.0  # seconds to wait for what is to be hit
@@ -198,7 +198,8 @@ Processes are hit as the table of [what happens when something dies](../../docs/
 promises that the run goes on; a server only when all copies are complete. The process that has started `fit` is never
 hit, and the link of the coordinator's host is not down for as long as the time-out of 10 s: nothing is promised of
 them. DDP has neither servers nor a coordinator: there the rank of that host is hit. torchrun may start all ranks again
-1,000 times, and is itself started again when it ends.
+1,000 times, and is itself started again when it ends; so is `fit` on all hosts, from the last checkpoint, once it has
+ended on all of them.
 
 A bad link has {BAD_MEGABITS} Mbit/s, a queue of 50 ms, and loses {LOSS:.0%} of the packets in each direction by chance;
 the kernel of this machine has no netem.""",
