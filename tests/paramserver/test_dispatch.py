@@ -95,3 +95,17 @@ def test_beginning_twice_changes_nothing():
     assert positions([dispatcher.take(0, 0, 2, (0,))]) == [(0, 2), (0, 3)]
     assert not dispatcher.take(0, 0, 4, (0,))
     assert not dispatcher.take(0, 7, 0, (0,))
+
+
+def test_an_epoch_that_is_over_does_not_begin_again():
+    """For a worker that is started again begins to load the first epoch, before it hears where the others are."""
+    dispatcher = Dispatcher()
+    for epoch in range(4):
+        dispatcher.begin(epoch, 4, 2)
+        assert positions(dispatcher.take(0, epoch, processed, (0,)) for processed in (0, 2)) == [
+            (epoch, i) for i in range(4)
+        ]
+    dispatcher.begin(0, 4, 2)
+    assert not dispatcher.take(1, 0, 0, (0, 1))
+    dispatcher.begin(4, 4, 2)
+    assert positions(dispatcher.take(0, 4, processed, (0,)) for processed in (0, 2, 4)) == [(4, i) for i in range(4)]

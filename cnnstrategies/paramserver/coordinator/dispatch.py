@@ -71,6 +71,8 @@ class Dispatcher:
         """
         if number in self._epochs or chunk < 1 or samples > chunk * MOST_CHUNKS:
             return
+        if number < max(self._epochs, default=number):
+            return  # One that is started again begins to load before it has heard where the others are.
         left: list[Chunk] = []
         for old in [other for other in self._epochs if other < number]:
             left += self._epochs[old].waiting
