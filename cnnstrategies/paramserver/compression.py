@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
-from cnnstrategies.paramserver.specification import Compression, PullCompression
+from cnnstrategies.paramserver.specification import Compression
 
 ENCODINGS: dict[Compression, Encoding] = {
     "none": Encoding.DENSE,
@@ -19,8 +19,10 @@ ENCODINGS: dict[Compression, Encoding] = {
     "bf16": Encoding.BF16,
     "topk": Encoding.TOPK,
     "onebit": Encoding.ONEBIT,
+    "auto": Encoding.DENSE,  # until something else is chosen
 }
 _HALF = {Encoding.FP16: torch.float16, Encoding.BF16: torch.bfloat16}
+_WHOLE = {Encoding.DENSE, *_HALF}  # Nothing is left out.
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -43,6 +45,9 @@ class Encoder:
     Args:
         compression: The encoding.
         ratio: Share of the elements that ``topk`` sends; at least one.
+
+    Attributes:
+        encoding: Of the next gradient. It may change: what was left out before is in the next one all the same.
     """
 
     def __init__(self, compression: Compression, ratio: float) -> None:
@@ -52,6 +57,8 @@ class Encoder:
 
     def encode(self, gradient: Tensor) -> Any:
         """A payload for a flat, contiguous gradient; without compression the gradient's own memory."""
+        if self._left_out is not None and self.encoding in _WHOLE:
+            gradient, self._left_out = gradient + self._left_out.to(gradient.dtype), None
         if self.encoding == Encoding.DENSE:
             return as_bytes(gradient)
         if self.encoding in _HALF:
@@ -72,16 +79,15 @@ class Encoder:
         return payload.data
 
 
-def encode_values(values: Tensor, compression: PullCompression) -> tuple[Any, Encoding]:
-    """A payload of parameters, and its encoding; without compression their own memory.
+def encode_values(values: Tensor, encoding: Encoding) -> Any:
+    """A payload of parameters; without compression their own memory.
 
     In fp16 what is beyond its range becomes its largest number.
     """
-    encoding = ENCODINGS[compression]
     if encoding == Encoding.FP16:
         largest = torch.finfo(torch.float16).max
         values = values.clamp(-largest, largest)
-    return as_bytes(values.to(_HALF.get(encoding, values.dtype))), encoding
+    return as_bytes(values.to(_HALF.get(encoding, values.dtype)))
 
 
 def _mean(values: Tensor) -> Tensor:

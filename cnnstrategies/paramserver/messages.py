@@ -92,7 +92,8 @@ class Header(NamedTuple):
         length: Bytes of the payload.
         meta: Bytes of the JSON object at the payload's start.
         step: The step it belongs to.
-        base: Depends on the kind: a view's number, a version, a count, or the worker whose update is relayed.
+        base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, or which
+            values are pulled.
         weight: Samples, or a norm, or a factor, or the version that a relayed update leads to.
     """
 

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from cnnstrategies.errors import ConfigurationError
 
 Mode = Literal["sync", "async", "ssp", "local"]
-Compression = Literal["none", "fp16", "bf16", "topk", "onebit"]
-PullCompression = Literal["none", "fp16", "bf16"]
+Compression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
+PullCompression = Literal["none", "fp16", "bf16", "auto"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -67,9 +67,9 @@ class Specification:
             ``local``: workers make their own steps, and what they push is the difference to what they began with; the
             servers make the outer step on its mean.
         staleness: For ssp; 0 is sync.
-        compression: How pushed gradients are encoded.
+        compression: How pushed gradients are encoded; ``auto``: each worker measures and chooses.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
-        pull_compression: How pulled parameters are encoded. The servers' own keep their precision.
+        pull_compression: How pulled parameters are encoded, or ``auto``. The servers' own keep their precision.
         delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
         replication: Servers that hold each slice.
         clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
@@ -227,6 +227,11 @@ def _check(spec: Specification) -> None:
         )
     if not 0 < spec.compression_ratio <= 1:
         raise ConfigurationError(f"compression_ratio={spec.compression_ratio}: use more than 0 and at most 1")
+    if spec.compression == "auto" and spec.compression_ratio >= 0.25:
+        raise ConfigurationError(
+            f"compression_ratio={spec.compression_ratio} with compression='auto': topk sends 8 bytes for each element "
+            "of this share, no less than bf16 with 2 for all: use less than 0.25"
+        )
     if spec.staleness and spec.mode != "ssp":
         raise ConfigurationError(f"staleness={spec.staleness} is for mode='ssp', not mode={spec.mode!r}: leave it out")
     if spec.delay_compensation and spec.aggregates:

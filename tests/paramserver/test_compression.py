@@ -31,8 +31,8 @@ def test_half_precision_rounds(compression: Compression) -> None:
 
 
 def test_parameters_beyond_the_range_of_fp16_become_its_largest_number() -> None:
-    payload, encoding = encode_values(torch.tensor([1e6, -1e6, 0.5]), "fp16")
-    assert decode(payload, encoding, 3, torch.float32).tolist() == [65504, -65504, 0.5]
+    payload = encode_values(torch.tensor([1e6, -1e6, 0.5]), Encoding.FP16)
+    assert decode(payload, Encoding.FP16, 3, torch.float32).tolist() == [65504, -65504, 0.5]
 
 
 def test_topk_sends_the_largest_elements_first() -> None:

@@ -11,7 +11,7 @@ from training import specify
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.effects import Parcel, Say
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, pack_json
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, pack_json, pack_keys
 from cnnstrategies.paramserver.optimizers import SharedOptimizer
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.pushes import Begin, Pushes
@@ -200,6 +200,28 @@ def test_what_is_kept_to_be_applied_together_is_applied_before_anything_else_is_
         one.header.key: one.payload[one.header.meta :] for one in answers if isinstance(one, Parcel) and one.payload
     }
     assert states[key] == bytes(as_bytes(ones_for(shard, key)))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None:
+    """Its lowest bit left out, the pull's base names it; none for the specification's, and others are refused."""
+    specification = specify(PLAIN, 1, servers=1, mode=mode, pull_compression="bf16")
+    shard = shard_of(0, specification, Post())
+    server = Server(specification, 0, shard.store)
+    server.follow(0.0, View(1, VIEW.servers[:1], VIEW.workers))
+    hello = pack_json({"joins": True, "first": 0, "given": True, "request": None})
+    begin = Header(Kind.HELLO, 0, 0, 1, Encoding.KEYS, meta=len(hello), length=len(hello), base=1)
+    server.on_message(0.0, b"route", "", begin, memoryview(hello))
+    whole, got = 1, {}
+    for sequence, base in enumerate((0, Encoding.DENSE << 1, Encoding.FP16 << 1, Encoding.BF16 << 1, whole), 2):
+        pull = Header(Kind.PULL, 0, 0, sequence, Encoding.KEYS, length=4, base=base)
+        answers = server.on_message(0.0, b"route", "", pull, memoryview(pack_keys([0])))
+        (got[base],) = (a.header.encoding for a in answers if isinstance(a, Parcel) and a.header.kind == Kind.PULLED)
+    assert [*got.values()] == [Encoding.BF16, Encoding.DENSE, Encoding.FP16, Encoding.BF16, Encoding.DENSE]
+    for sequence, base in enumerate((Encoding.TOPK << 1, Encoding.KEYS << 1, 1 << 20), 10):
+        pull = Header(Kind.PULL, 0, 0, sequence, Encoding.KEYS, length=4, base=base)
+        server.on_message(0.0, b"route", "", pull, memoryview(pack_keys([0])))
+    assert server.dropped["a pull in an encoding that parameters do not have"] == 3
 
 
 def test_a_push_that_comes_twice_is_counted_once() -> None:

@@ -164,11 +164,11 @@ class Asynchronous:
         """Apply what is kept: nothing more is waiting."""
         self.settle()
 
-    def pull(self, who: tuple[int, int], keys: list[int], request: int) -> None:
+    def pull(self, who: tuple[int, int], keys: list[int], request: int, encoding: Encoding) -> None:
         """A worker has finished `request` steps and wants slices for the next, with its own pushes in them."""
         slowest = self.clock.slowest
         self.clock.finished(who[0], request)
-        self._held[who[0]] = keys, Pull(request, who=who, step=request - 1)
+        self._held[who[0]] = keys, Pull(request, who=who, step=request - 1, encoding=encoding)
         # What holds the others is the slowest: while it has not moved there is nothing to look for among them.
         self._release(self._held if self.clock.slowest != slowest else (who[0],))
 

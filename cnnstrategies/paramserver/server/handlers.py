@@ -27,6 +27,8 @@ from cnnstrategies.paramserver.specification import Specification
 
 Mode = Synchronous | Asynchronous
 
+_PULLED = {int(one): one for one in (Encoding.NOTHING, Encoding.DENSE, Encoding.FP16, Encoding.BF16)}
+
 
 class Handlers:
     """Acts on messages whose senders have been checked.
@@ -245,14 +247,17 @@ class Handlers:
         keys = unpack_keys(payload)
         if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
             raise InvalidMessageError("a pull of slices that another server is the primary of")
-        if header.base:
+        encoding = _PULLED.get(header.base >> 1)
+        if encoding is None:
+            raise InvalidMessageError("a pull in an encoding that parameters do not have")
+        if header.base & 1:
             # A newcomer to common steps begins with what the others have.
             version = header.step if isinstance(self._mode, Synchronous) else 0
             self._shard.pull(worker, keys, Pull(header.step, version, whole=True))
         elif isinstance(self._mode, Synchronous):
-            self._shard.pull(worker, keys, Pull(header.step, version=header.step))
+            self._shard.pull(worker, keys, Pull(header.step, version=header.step, encoding=encoding))
         else:
-            self._mode.pull((worker, header.incarnation), keys, header.step)
+            self._mode.pull((worker, header.incarnation), keys, header.step, encoding)
 
     # Of other servers
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import as_bytes, check_length, encode_values, from_bytes
+from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_length, encode_values, from_bytes
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
@@ -29,6 +29,7 @@ class Pull:
         who: The worker whose own push must be in it, where versions do not say that.
         step: The step of that push.
         whole: Send the values as they are here, without compression.
+        encoding: What they are sent in; `NOTHING` for that of the specification.
     """
 
     request: int
@@ -36,6 +37,7 @@ class Pull:
     who: Who | None = None
     step: int = -1
     whole: bool = False
+    encoding: Encoding = Encoding.NOTHING
 
 
 class Shard:
@@ -60,7 +62,7 @@ class Shard:
         self.owned: frozenset[int] = frozenset()
         self._replicas = Replicas(server, self.store.slices)
         self._outbox = outbox
-        self._pull_compression = specification.pull_compression
+        self._encoding = ENCODINGS[specification.pull_compression]
         self._order = {key: place for place, key in enumerate(self.store.slices)}
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
         self._relayed_options: dict[int, Options] = {}
@@ -119,7 +121,7 @@ class Shard:
         if not waiting or key not in self.owned:
             return
         version = self.store.versions[key]
-        compressed: tuple[Any, Encoding] | None = None
+        encoded: dict[Encoding, Any] = {Encoding.DENSE: self.store.memory[key]}
         for worker, pull in list(waiting.items()):
             if pull.who is not None:
                 if self.store.seen[key].get(pull.who, -1) < pull.step:
@@ -128,12 +130,11 @@ class Shard:
             if version < pull.version or not self._replicas.safe(key, pull.version):
                 continue
             del waiting[worker]
-            payload, encoding = self.store.memory[key], Encoding.DENSE
-            if self._pull_compression != "none" and not pull.whole:
-                compressed = compressed or encode_values(self.store.values[key], self._pull_compression)
-                payload, encoding = compressed
+            encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
+            if encoding not in encoded:
+                encoded[encoding] = encode_values(self.store.values[key], encoding)
             self._outbox.to_worker(
-                worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding
+                worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, encoding=encoding
             )
 
     # Updates and their copies

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.compression import Encoder
+from cnnstrategies.paramserver.compression import ENCODINGS, Encoder
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.messages import Encoding, Kind
 from cnnstrategies.paramserver.option_checks import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.specification import Compression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.placement import Placement
 
@@ -70,6 +70,11 @@ class Outgoing:
     def open_among(self, keys: Collection[int]) -> bool:
         """Whether the pushes of some of these slices are not answered."""
         return any(key in self._unanswered for key in keys)
+
+    def encode_as(self, compression: Compression) -> None:
+        """Encode the gradients of the next step in this way; those that are on their way stay as they are."""
+        for encoder in self._encoders:
+            encoder.encoding = ENCODINGS[compression]
 
     def begin(self, step: int, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; see :meth:`~cnnstrategies.paramserver.api.Worker.begin_step`."""

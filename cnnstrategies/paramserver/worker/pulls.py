@@ -24,6 +24,7 @@ class Pulls:
 
     Attributes:
         refreshing: Whether what was last asked for are the present values, not those after an own push.
+        encoding: In which values after an own push are asked for; `NOTHING` for that of the specification.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Pulls:
         copies: Sequence[Tensor] = (),
     ) -> None:
         self.refreshing = False
+        self.encoding = Encoding.NOTHING
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(parameters))
         self._targets = [Target(parameter) for parameter in parameters]
@@ -123,9 +125,9 @@ class Pulls:
             by_server.setdefault(self._placement.primary(key), []).append(key)
         for server, wanted in by_server.items():
             payload = pack_keys(wanted)
-            self._connections.send(
-                server, Kind.PULL, payload, step=self._step, base=int(self.refreshing), encoding=Encoding.KEYS
-            )
+            # Lowest bit: the present values. Above it: the encoding.
+            asked = 1 if self.refreshing else self.encoding << 1
+            self._connections.send(server, Kind.PULL, payload, step=self._step, base=asked, encoding=Encoding.KEYS)
 
 
 class Target:

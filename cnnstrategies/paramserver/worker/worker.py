@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cnnstrategies.paramserver.compression import ENCODINGS
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.messages import (
@@ -19,7 +20,7 @@ from cnnstrategies.paramserver.messages import (
 )
 from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.slicing import Slice
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.specification import Compression, PullCompression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.placement import Placement
@@ -190,6 +191,11 @@ class WorkerRole:
         return Wait(lambda: self._pulls.waits_for(index))
 
     # Steps
+
+    def encode_as(self, compression: Compression, pull_compression: PullCompression) -> None:
+        """From the next step on push and pull in these encodings; all parameters are up to date."""
+        self._outgoing.encode_as(compression)
+        self._pulls.encoding = ENCODINGS[pull_compression]
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; all parameters are up to date."""
