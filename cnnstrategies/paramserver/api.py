@@ -16,6 +16,7 @@ from cnnstrategies.paramserver.limits import allow_files, files_of_worker
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.worker.codecs import CodecChooser, Codecs, ladder
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 
 Result = TypeVar("Result")
@@ -92,7 +93,18 @@ class Worker:
             keys,
             insecure,
         )
+        self._ladder = ladder(specification)
+        self._chooser = CodecChooser(len(self._ladder)) if len(self._ladder) > 1 else None
+        self._began: float | None = None  # when the last step did
         self._follow()
+
+    @property
+    def codecs(self) -> Codecs:
+        """The encodings of pushes and pulls: those of the specification, or what was chosen last where they are auto.
+
+        Single steps may try others.
+        """
+        return self._ladder[self._chooser.chosen if self._chooser else 0]
 
     @property
     def step(self) -> int:
@@ -155,6 +167,7 @@ class Worker:
             ConfigurationError: One of these is no finite number, or no number any more: it is named.
         """
         self.wait_all()
+        self._choose()
         self._role.begin_step(groups, samples)
         self._links.send(self._role.take())
 
@@ -221,12 +234,20 @@ class Worker:
         """
         return self._run(self._role.optimizer_state())
 
+    def interrupt(self) -> None:
+        """Between two steps there is more than training, such as a validation.
+
+        What that takes does not count where the time of steps chooses the encodings.
+        """
+        self._began = None
+
     def close(self) -> None:
         """Close the sockets; nothing more is sent."""
         self._links.close()
 
     def _run(self, procedure: Generator[Wait, None, Result]) -> Result:
         """Do what a procedure waits for, to its end."""
+        self.interrupt()
         self._follow()
         try:
             while True:
@@ -235,6 +256,14 @@ class Worker:
             result: Result = end.value
         self._links.send(self._role.take())
         return result
+
+    def _choose(self) -> None:
+        """Choose the encodings of the step that begins by the time of those before."""
+        if self._chooser is not None:
+            now = time.monotonic()
+            rung = self._chooser.next(self.step, None if self._began is None else now - self._began)
+            self._role.encode_as(*self._ladder[rung])
+            self._began = now
 
     def _wait(self, wait: Wait) -> None:
         """Handle messages and changes of the view while something is waited for."""

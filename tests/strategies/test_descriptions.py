@@ -91,6 +91,10 @@ def test_a_parameter_server_says_what_is_rounded():
     assert of_servers(mode="local", compression="bf16")[2] == "differences are sent as bf16"
     assert of_servers(compression="topk")[0] == "0.01 of all gradients is sent, the rest later"
     assert of_servers(compression="onebit")[0] == "gradients are sent as one bit a value, the rest later"
+    assert of_servers(compression="auto", pull_compression="auto")[:2] == [
+        "gradients may be sent as bf16, or 0.01 of all, the rest later",
+        "forward and backward may use weights rounded to fp16",
+    ]
 
 
 @pytest.mark.parametrize(

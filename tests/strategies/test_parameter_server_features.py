@@ -11,6 +11,7 @@ from test_parameter_server import served
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
 
 NORMALISED = ["--model.init_args.network=test_parameter_server_features.NormalisedCNN"]
@@ -63,6 +64,24 @@ def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quic
     saved = torch.load(checkpoint("run"), weights_only=True)["state_dict"]
     assert any("running_mean" in name for name in saved)
     assert not any(name.endswith("grad") for name in saved)
+
+
+def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the_encodings(
+    run_cli, quick, monkeypatch, tmp_path
+):
+    def note(chooser, step, seconds):
+        with (tmp_path / f"{os.getpid()}").open("a") as notes:
+            print(step, seconds is None, file=notes)
+        return 0
+
+    monkeypatch.setattr(CodecChooser, "next", note)
+    size = ["--trainer.limit_train_batches=6", "--trainer.val_check_interval=3", "--trainer.max_epochs=2"]
+    code, output = run_cli("fit", *quick, *served(2, compression="auto"), *size)
+    assert code == 0, output
+    notes = [
+        sorted(file.read_text().splitlines(), key=lambda line: int(line.split()[0])) for file in tmp_path.glob("[0-9]*")
+    ]
+    assert notes == [[f"{step} {step % 3 == 0}" for step in range(12)]] * 2
 
 
 def test_weight_averaging_equals_one_process(run_cli, quick):

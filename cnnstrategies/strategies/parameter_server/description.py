@@ -75,8 +75,12 @@ def differences_of_servers(
         lines.append(f"{options.compression_ratio:.3g} of all {pushed} is sent, the rest later")
     elif options.compression == "onebit":
         lines.append(f"{pushed} are sent as one bit a value, the rest later")
+    elif options.compression == "auto":
+        lines.append(f"{pushed} may be sent as bf16, or {options.compression_ratio:.3g} of all, the rest later")
     elif options.compression != "none":
         lines.append(f"{pushed} are sent as {options.compression}")
-    if options.pull_compression != "none":
+    if options.pull_compression == "auto":
+        lines.append("forward and backward may use weights rounded to fp16")
+    elif options.pull_compression != "none":
         lines.append(f"forward and backward use weights rounded to {options.pull_compression}")
     return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")

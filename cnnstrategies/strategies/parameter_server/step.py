@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,6 +51,7 @@ class Stepper:
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self._in_step = False
+        self._codecs = worker.codecs
         self._pushed: set[int] = set()
         self._outer = [group.options for group in specification.groups]
         self._handles: list[Any] = []
@@ -104,6 +106,12 @@ class Stepper:
             self.worker.begin_step(options, max(self.samples, 1))
             self._in_step = True
             self._pushed.clear()
+            self._tell_of_codecs()
+
+    def _tell_of_codecs(self) -> None:
+        if self.worker.codecs != self._codecs:
+            self._codecs = pushes, pulls = self.worker.codecs
+            rank_zero_info(f"From step {self.worker.step} on compression: {pushes}, pull_compression: {pulls}")
 
     def _end(self) -> None:
         self.worker.end_step()

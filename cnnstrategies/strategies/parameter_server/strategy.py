@@ -63,9 +63,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
         coordinator: ``tcp://address:port`` on the machine of rank 0; by default a socket in a private directory on one
             machine, else Lightning's main address and port.
         compression: Of pushed gradients: ``none``, ``fp16``, ``bf16``, or with error feedback ``topk`` and ``onebit``.
+            ``auto`` uses the one of ``none``, ``bf16`` and ``topk`` with which steps take the least time, as measured
+            while it trains.
         compression_ratio: Share of the elements that ``topk`` sends.
         pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
-            weights; those of the servers keep their precision, and validation and checkpoints have them.
+            weights; those of the servers keep their precision, and validation and checkpoints have them. ``auto``
+            chooses between ``none`` and ``fp16``, as above.
         delay_compensation: The factor of DC-ASGD (Zheng et al., ICML 2017) for async and ssp; 0 turns it off.
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
         snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.
@@ -219,6 +222,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self._admitted:
             self._admitted = False  # It came in at this very boundary.
             return
+        self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
         state = trainer_state(self._trainer, self.optimizers[0], self._stepper.own_steps)
         if self.group.collectives.boundary(state).admitted:
@@ -289,8 +293,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return
         assert self.lightning_module is not None
         worker = self._stepper.worker
+        worker.interrupt()
         if self.options.mode == "local":
             self._stepper.outer_step()
+            worker.interrupt()  # It came early.
         worker.wait_all()
         if not self._buffers_are_equal:
             average_buffers(self.lightning_module, self.group)

@@ -1,0 +1,235 @@
+"""Encodings that are chosen by the time of steps: the right ones, soon, at little cost, and nothing is lost by it."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import Cluster
+from torch import nn
+from training import Replica, batches, make_network, specify
+
+from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.compression import Encoder, decode
+from cnnstrategies.paramserver.messages import Encoding
+from cnnstrategies.paramserver.specification import Compression, Specification
+from cnnstrategies.paramserver.worker.codecs import LONGEST_WAIT, CodecChooser, ladder
+
+PLAIN = {"name": "SGD", "lr": 0.3}
+SLOW, FAST = (1.6, 0.85, 0.45), (0.25, 0.25, 0.3)  # seconds of a step with each rung
+
+
+class Run:
+    """Steps of workers that wait for each other, each with a chooser of its own."""
+
+    def __init__(self, workers: int = 1, noise: float = 0.0, seed: int = 0) -> None:
+        self.choosers = [CodecChooser(3) for _ in range(workers)]
+        self.rungs: list[tuple[int, ...]] = []
+        self.times: list[float] = []
+        self._last: float | None = None
+        self._random, self._noise = random.Random(seed), noise
+
+    def steps(self, count: int, seconds: Sequence[float], interrupted: bool = False) -> "Run":
+        """Make steps with a link on which rungs take these times; the share of the least time that is reached."""
+        for _ in range(count):
+            last = None if interrupted else self._last
+            rungs = tuple(chooser.next(len(self.times), last) for chooser in self.choosers)
+            self._last = max(seconds[rung] for rung in rungs) * max(0.5, self._random.gauss(1, self._noise))
+            self.rungs.append(rungs)
+            self.times.append(self._last)
+        return self
+
+    def share(self, count: int, seconds: Sequence[float]) -> float:
+        """Of the speed of the best rung that the last steps have reached, but for the noise."""
+        reached = sum(max(seconds[rung] for rung in rungs) for rungs in self.rungs[-count:])
+        return count * min(seconds) / reached
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("noise", "least"), [(0.0, 0.9), (0.1, 0.9), (0.2, 0.8)])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_phase_of_a_link_has_nearly_the_speed_of_its_best_rung(
+    workers: int, noise: float, least: float, seed: int
+) -> None:
+    run = Run(workers, noise, seed)
+    for seconds in (FAST, SLOW, (0.3, 0.2, 0.25), FAST, SLOW):
+        run.steps(150, seconds)
+        assert run.share(150, seconds) > least
+
+
+@pytest.mark.light
+def test_where_nothing_is_to_be_gained_nothing_lossy_is_used_and_trying_costs_little() -> None:
+    for seconds in ((0.2, 0.2, 0.3), (0.2, 0.21, 0.4), (0.2, 0.29, 0.4), (0.2, 2.0, 2.0)):
+        run = Run().steps(1000, seconds)
+        assert run.choosers[0].chosen == 0
+        assert run.share(900, seconds) > 0.98
+
+
+@pytest.mark.light
+def test_rounds_without_a_find_become_seldom() -> None:
+    run = Run(noise=0.05).steps(6 * LONGEST_WAIT, (0.3, 0.32, 0.4))
+    tried = [step for step, (rung,) in enumerate(run.rungs) if rung != 0]
+    assert max(after - before for before, after in itertools.pairwise(tried)) > LONGEST_WAIT // 2
+    assert sum(step >= 3 * LONGEST_WAIT for step in tried) <= 5 * 4
+
+
+@pytest.mark.light
+def test_what_costs_much_to_try_is_tried_seldom() -> None:
+    """The exact rung is slow here."""
+    run = Run().steps(1500, (10.0, 0.2, 0.2))
+    assert run.choosers[0].chosen == 1
+    assert run.share(1300, (10.0, 0.2, 0.2)) > 0.97
+
+
+@pytest.mark.light
+def test_one_long_step_is_no_change_and_two_are() -> None:
+    for long, begins in ((1, False), (2, True)):
+        run = Run().steps(145, (0.2, 0.2, 0.3)).steps(long, (3.0, 3.0, 3.0)).steps(8, (0.2, 0.2, 0.3))
+        assert any(rung != 0 for (rung,) in run.rungs[145:]) == begins
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("seed", range(5))
+def test_what_differs_all_the_time_is_a_change_no_more_and_a_great_change_still_is(seed: int) -> None:
+    run = Run(noise=0.3, seed=seed).steps(1500, (0.2, 0.24, 0.3))
+    assert run.share(1000, (0.2, 0.24, 0.3)) > 0.975
+    assert run.steps(100, SLOW).share(70, SLOW) > 0.9
+
+
+@pytest.mark.light
+def test_after_a_change_that_way_is_tried_first_in_which_the_best_will_be() -> None:
+    """Smaller encodings where steps take longer, more exact ones where they take less."""
+    for seconds, first in (((0.8, 0.6, 0.4), 2), ((0.1, 0.1, 0.2), 0)):
+        run = Run().steps(100, (0.45, 0.3, 0.45))
+        assert run.choosers[0].chosen == 1
+        run.steps(20, seconds)
+        assert next(rung for (rung,) in run.rungs[100:] if rung != 1) == first
+
+
+@pytest.mark.light
+def test_a_small_gain_is_not_worth_a_lossy_encoding() -> None:
+    assert Run().steps(100, (0.2, 0.195, 0.3)).choosers[0].chosen == 0
+    assert Run().steps(100, (0.2, 0.185, 0.3)).choosers[0].chosen == 1
+
+
+@pytest.mark.light
+def test_a_slow_start_does_not_choose() -> None:
+    run = Run().steps(6, (2.0, 2.0, 2.0)).steps(80, FAST)
+    assert run.choosers[0].chosen == 0
+
+
+@pytest.mark.light
+def test_what_is_between_two_steps_does_not_count() -> None:
+    run = Run().steps(40, FAST)
+    before = run.choosers[0].chosen
+    run.steps(20, SLOW, interrupted=True)
+    assert {rung for (rung,) in run.rungs[40:]} == {before}
+
+
+@pytest.mark.light
+def test_workers_that_step_together_try_at_the_same_time() -> None:
+    """Also if one has noticed a step later than the other: alone neither would see that it gains."""
+    run = Run(workers=2).steps(100, (0.45, 0.3, 0.45))
+    assert run.rungs[-1] == (1, 1)
+    ahead, _ = run.choosers
+    run.steps(1, SLOW)
+    ahead.next(0, SLOW[1])  # It takes the first slow step for two.
+    run.steps(60, SLOW)
+    assert run.rungs[-1] == (2, 2)
+    assert sum(one != other for one, other in run.rungs[100:]) <= 2
+    assert run.share(50, SLOW) > 0.9
+
+
+@pytest.mark.light
+def test_the_ladder_has_what_is_left_open() -> None:
+    def rungs(**options: Any) -> list[tuple[str, str]]:
+        return list(ladder(specify(PLAIN, 1, **options)))
+
+    assert rungs() == [("none", "none")]
+    assert rungs(compression="auto") == [("none", "none"), ("bf16", "none"), ("topk", "none")]
+    assert rungs(compression="auto", pull_compression="bf16")[1] == ("bf16", "bf16")
+    assert rungs(compression="onebit", pull_compression="auto") == [("onebit", "none"), ("onebit", "fp16")]
+    both = rungs(compression="auto", pull_compression="auto")
+    assert both == [("none", "none"), ("bf16", "fp16"), ("topk", "fp16")]
+    half = [("w", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))]
+    optimizer = torch.optim.SGD([half[0][1]], lr=0.1)
+    narrow = Specification.of(half, optimizer, 1, compression="auto", pull_compression="auto")
+    assert ladder(narrow) == [("none", "none"), ("topk", "none")], "16 bits cannot be halved to 16"
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_sent_and_what_is_kept_are_all_gradients_whatever_the_encodings(seed: int) -> None:
+    """Small whole numbers, which bf16 holds as they are."""
+    choices: list[Compression] = ["none", "bf16", "topk", "fp16", "onebit"]
+    from_here, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    encoder, pushed, came = Encoder("auto", 0.1), torch.zeros(64), torch.zeros(64)
+    for _ in range(30):
+        encoder.encoding = Encoding[{"none": "DENSE"}.get(name := from_here.choice(choices), name.upper())]
+        exact = encoder.encoding not in (Encoding.ONEBIT,)
+        gradient = torch.randint(-3, 4, (64,), generator=generator).float() if exact else torch.zeros(64)
+        payload = memoryview(encoder.encode(gradient)).cast("B")
+        pushed += gradient
+        came += decode(payload, encoder.encoding, 64, torch.float32)
+        kept = encoder._left_out if encoder._left_out is not None else torch.zeros(64)
+        torch.testing.assert_close(came + kept, pushed, rtol=0, atol=0.5)
+    encoder.encoding = Encoding.DENSE
+    came += decode(memoryview(encoder.encode(torch.zeros(64))).cast("B"), Encoding.DENSE, 64, torch.float32)
+    torch.testing.assert_close(came, pushed, rtol=0, atol=0.5)
+    assert encoder._left_out is None
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
+    """The time of a step is made up, as over a slow link; all else is real."""
+
+    def train(connect: Callable[..., Any], id: int) -> Any:
+        replica = Replica(connect, PLAIN)
+        replica.scheduler.step_size = 10**6
+        worker: Worker = replica.worker
+        assert worker._chooser is not None
+        choose, given, codecs = worker._chooser.next, [], []
+
+        def next(step: int, seconds: float | None) -> int:
+            given.append(seconds)
+            rung = choose(step, None if seconds is None else SLOW[codecs[-1]])
+            codecs.append(rung)
+            return rung
+
+        worker._chooser.next = next  # type: ignore[method-assign]
+        worker.initialise()
+        worker.join()
+        losses, sizes = [], []
+        for number, batch in enumerate(batches(1, 12) * 50):
+            if number == 40:
+                worker.wait_all()
+                worker.interrupt()
+            before = worker.counters.bytes_sent, worker.counters.bytes_received
+            losses.append(replica.step(*batch))
+            worker.wait_all()
+            after = worker.counters.bytes_sent, worker.counters.bytes_received
+            sizes.append((after[0] - before[0], after[1] - before[1]))
+        return losses[0], losses[-1], sizes, codecs, worker.codecs, given
+
+    options = specify(
+        PLAIN, 2, mode=mode, compression="auto", pull_compression="auto", compression_ratio=0.05, slice_bytes=1 << 16
+    )
+    count = sum(p.numel() for p in make_network().parameters())
+    with Cluster(options, tmp_path) as cluster:
+        cluster.start_workers(train)
+        results = cluster.results()
+    for first, last, sizes, rungs, codecs, given in results:
+        assert codecs == ("topk", "fp16")
+        assert rungs[-3:] == [2, 2, 2]
+        assert last < 0.6 * first
+        assert set(rungs) == {0, 1, 2}
+        header = 72 * 6
+        for rung, (sent, received) in zip(rungs, sizes, strict=True):
+            assert sent == pytest.approx(header + count * (8, 2, 8 * 0.05)[rung], abs=40)
+            assert received == count * (8, 2, 2)[rung]
+        assert [number for number, seconds in enumerate(given) if seconds is None] == [0, 40]
+        assert all(seconds > 0 for seconds in given if seconds is not None)
