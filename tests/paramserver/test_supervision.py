@@ -75,11 +75,12 @@ def test_who_was_cut_off_and_may_not_be_started_again_ends_alone():
 
 
 @pytest.mark.parametrize(
-    ("node", "reached"),
-    [(Node(), True), (Node(timeout=60.0), False), (Node(appear=0.0), False)],
+    ("options", "reached"),
+    [({}, True), ({"timeout": 1e6}, False), ({"appear": 0.0}, False)],
     ids=["error", "heard until now", "not reached for long"],
 )
-def test_who_ends_with_an_error_ends_the_run(node, reached):
+def test_who_ends_with_an_error_ends_the_run(options, reached):
+    node = Node(**options)
     node.missed = [["worker", 2, 0]] if reached else None
     watched = node.look_at("worker", 1)
     assert (watched.code, watched.incarnation, node.told) == (1, 0, ["end"])

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.light
 class Recorder:
     """In the place of a worker's connection: keeps what it is told."""
 
+    codecs = ("none", "none")
+
     def __init__(self):
         self.begun, self.pushed = [], 0
 
