@@ -9,7 +9,6 @@ Lightning meanwhile, which is most of the time that it takes to join.
 """
 
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -77,18 +76,6 @@ def wait_for(folder: Path, host: int, batches: int, process: subprocess.Popen[by
             raise SystemExit(f"host {host} has ended:\n{(folder / f'log-{host}').read_text()[-2000:]}")
 
 
-def end(groups: list[Group]) -> None:
-    """Kill whatever still runs on the hosts."""
-    for group in groups:
-        while processes := (group.folder / "cgroup.procs").read_text().split():
-            for process in processes:
-                try:
-                    os.kill(int(process), signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            time.sleep(0.05)
-
-
 def measure(name: str) -> dict[str, float]:
     """Samples per second before and after, and seconds until the first batch of the third worker."""
     config = ["--config", str(HERE / "one_more.yaml")]
@@ -96,7 +83,8 @@ def measure(name: str) -> dict[str, float]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         groups = stack.enter_context(quotas(3))
         names = stack.enter_context(hosts(3, MEGABITS))
-        stack.callback(end, groups)
+        for group in groups:
+            stack.callback(group.end)
         keys = [sys.executable, "-c", "from cnnstrategies.cli import server; server()", "--make-keys", "run.key"]
         subprocess.run(keys, cwd=folder, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         own = [start(host, names[host], groups[host], folder, "fit", *config) for host in range(2)]

@@ -119,13 +119,7 @@ class Run:
             self._watch.kill()
             self._watch.wait()
         for group in self._groups:
-            while processes := (group.folder / "cgroup.procs").read_text().split():
-                for process in map(int, processes):
-                    try:
-                        os.kill(process, signal.SIGKILL)
-                    except ProcessLookupError:
-                        continue
-                time.sleep(0.05)
+            group.end()
 
     def _start(self, host: int) -> None:
         fit = [str(ROOT / "cli.py"), "fit", "--config", str(HERE / "storm.yaml")]

@@ -1,8 +1,10 @@
 """Processor quotas for groups of processes, by the cpu controller of cgroups, version 1 or 2. Needs root."""
 
 import os
+import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -46,6 +48,14 @@ class Group:
     def enter(self) -> None:
         """Put the calling process into it; those that it starts follow."""
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    def end(self) -> None:
+        """Kill its processes, those that they start meanwhile too, and wait until there are none."""
+        while processes := (self.folder / "cgroup.procs").read_text().split():
+            for process in map(int, processes):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(0.05)
 
 
 @contextmanager

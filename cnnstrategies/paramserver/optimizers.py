@@ -43,7 +43,10 @@ def load_optimizer(path: str) -> type[Optimizer]:
 
 def is_elementwise(path: str) -> bool:
     """Whether an optimizer may work on parts of a tensor: true of those of torch.optim that are known to."""
-    kind = load_optimizer(path)
+    return _is_known(load_optimizer(path))
+
+
+def _is_known(kind: type[Optimizer]) -> bool:
     return any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
@@ -68,7 +71,7 @@ class SharedOptimizer:
         accepted = inspect.signature(kind).parameters
         arguments = {name: tupled(value) for name, value in options.items() if name in accepted}
         self._is_fused = (
-            any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)
+            _is_known(kind)
             and "fused" in accepted
             and options.get("fused") is None
             and options.get("foreach") is None
