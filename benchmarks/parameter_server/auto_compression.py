@@ -24,7 +24,7 @@ from fits import data, sgd
 from hosts import hosts, limit
 from hosts import missing as no_hosts
 from lightning.pytorch import seed_everything
-from one_more import Notes, done, end, wait_for
+from one_more import Notes, done, wait_for
 from pieces import Pieces, parser
 from quotas import Group, quotas
 from quotas import missing as no_quotas
@@ -87,7 +87,8 @@ def measure(name: str) -> list[float]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         groups = stack.enter_context(quotas(2))
         names = stack.enter_context(hosts(2, MEGABITS[0]))
-        stack.callback(end, groups)
+        for group in groups:
+            stack.callback(group.end)
         processes = [start(host, names[host], groups[host], folder, codecs) for host in range(2)]
         for host, process in enumerate(processes):
             wait_for(folder, host, 1, process)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import fits  # noqa: F401  # First: it makes the pipeline's benchmarks importable.
-from hosts import hosts
+from hosts import environment, hosts
 from hosts import missing as no_hosts
 from lightning.pytorch import Callback, LightningModule, Trainer
 from pieces import Pieces, parser
@@ -53,19 +53,10 @@ def done(folder: Path, host: int) -> list[float]:
 
 def start(host: int, name: str, group: Group, folder: Path, *words: str) -> subprocess.Popen[bytes]:
     """Run a command of the package on a host."""
-    paths = [ROOT, HERE, HERE.parent / "pipeline"]
-    variables = {
-        "HOST": host,
-        "NODE_RANK": host,
-        "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": 29700,
-        "OMP_NUM_THREADS": 1,
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-    }
     command = ["ip", "netns", "exec", name, sys.executable, str(ROOT / "cli.py"), *words]
-    environment = {**os.environ, **{one: str(value) for one, value in variables.items()}}
+    variables = environment(host, [ROOT, HERE, HERE.parent / "pipeline"])
     with (folder / f"log-{host}").open("wb") as log:
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, preexec_fn=group.enter)
+        return subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log, preexec_fn=group.enter)
 
 
 def wait_for(folder: Path, host: int, batches: int, process: subprocess.Popen[bytes]) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hosts import environment
 from quotas import Group
 from storm_faults import find
 from storm_host import Done, batches
@@ -131,22 +132,12 @@ class Run:
         self._processes[host] = self._popen(host, [sys.executable, *fit])
 
     def _popen(self, host: int, words: Sequence[str]) -> "subprocess.Popen[bytes]":
-        paths = [ROOT, HERE, HERE.parent / "pipeline"]
-        variables = {
-            "HOST": host,
-            "NODE_RANK": host,
-            "MASTER_ADDR": "10.77.0.1",
-            "MASTER_PORT": 29700,
-            "OMP_NUM_THREADS": 1,
-            "PYTHONUNBUFFERED": 1,
-            "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        }
-        environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+        variables = environment(host, [ROOT, HERE, HERE.parent / "pipeline"], PYTHONUNBUFFERED=1)
         enter = self._groups[host].enter if host < HOSTS else None
         process = subprocess.Popen(
             ["ip", "netns", "exec", self._names[host], *words],
             cwd=self._folder,
-            env=environment,
+            env=variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             preexec_fn=enter,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from ranks import sh
 
@@ -73,6 +74,26 @@ def limit(names: Sequence[str], megabits: int) -> None:
     for number, name in enumerate(names):
         sh(f"ip netns exec {name} tc qdisc replace dev eth0 {shape}")
         sh(f"ip netns exec {SWITCH} tc qdisc replace dev port{number} {shape}")
+
+
+def environment(host: int, paths: Sequence[Path], **more: object) -> dict[str, str]:
+    """For one of several commands of a run, each on a host of its own, that find each other by Lightning's variables.
+
+    Args:
+        host: Its number.
+        paths: Where Python looks for modules.
+        more: Further variables.
+    """
+    variables = {
+        "HOST": host,
+        "NODE_RANK": host,
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": 29700,
+        "OMP_NUM_THREADS": 1,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        **more,
+    }
+    return {**os.environ, **{name: str(value) for name, value in variables.items()}}
 
 
 def run_on(names: Sequence[str], command: Sequence[str], timeout: float) -> str:

@@ -9,7 +9,6 @@ The hosts are network namespaces with a processor quota each and links of 1 Gbit
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import HERE, ROOT
-from hosts import hosts
+from hosts import environment, hosts
 from hosts import missing as no_hosts
 from pieces import Pieces, parser
 from quotas import missing as no_quotas
@@ -78,17 +77,9 @@ def train(name: str) -> dict[str, Any]:
         command = [sys.executable, str(HERE / "sources_host.py"), key, seed, str(folder)]
         processes = []
         for number, (host, group) in enumerate(zip(names, groups, strict=True)):
-            variables = {
-                "NODE_RANK": number,
-                "MASTER_ADDR": "10.77.0.1",
-                "MASTER_PORT": 29700,
-                "GLOO_SOCKET_IFNAME": "eth0",
-                "OMP_NUM_THREADS": 1,
-                "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE), str(HERE.parent / "pipeline")]),
-            }
-            environment = {**os.environ, **{one: str(value) for one, value in variables.items()}}
+            variables = environment(number, [ROOT, HERE, HERE.parent / "pipeline"], GLOO_SOCKET_IFNAME="eth0")
             words = ["ip", "netns", "exec", host, *command]
-            processes.append(subprocess.Popen(words, env=environment, preexec_fn=group.enter))
+            processes.append(subprocess.Popen(words, env=variables, preexec_fn=group.enter))
         while len(list(folder.glob("ready*"))) < len(names):
             time.sleep(0.05)
             if any(process.poll() for process in processes):
