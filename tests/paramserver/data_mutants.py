@@ -130,6 +130,13 @@ MUTANTS = [
         seed=0,
     ),
     ProtocolMutant(
+        "a lost update is counted for each slice",
+        "server.handlers:Handlers",
+        "lost = max(self._lost.values())",
+        "lost = sum(self._lost.values())",
+        seed=10,
+    ),
+    ProtocolMutant(
         "a server stays where its snapshot was",
         "server.handlers:Handlers",
         "if behind and self._restored:",

@@ -51,6 +51,8 @@ class Watch:
         self.clipped = specification.clip_norm is not None
         self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
         self._states: dict[Content, set[Content]] = {}
+        self._made: dict[int, set[Token]] = {}
+        self._unmade: dict[int, set[Token]] = {}
         self._visible: dict[tuple[int, int, int], bytes] = {}
         self._epochs: dict[int, int] = {}
         self._forgiven: dict[int, int] = {}
@@ -110,6 +112,7 @@ class Watch:
         """A server has a new content, and the optimizer's state beside it."""
         content = _content(key, value)
         self._made_of[content] = made_of
+        self._made.setdefault(key, set()).update(made_of[1])
         self._states.setdefault(content, set()).add(_content(key, state))
 
     # What workers see
@@ -184,6 +187,7 @@ class Watch:
         before = self._lost.get(key, set()) | self._lost_before.get(key, set())
         self._lost_before[key] = before - kept
         self._lost[key] = {token for token in self._answered.get(key, {}) if token not in kept}
+        self._unmade[key] = self._made.get(key, set()) - kept
         self._restored[key] = now, kept
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
         for place, (members, keys) in list(self._members.items()):
@@ -197,11 +201,12 @@ class Watch:
     def lost(self, key: int) -> tuple[int, int]:
         """How many updates that workers have seen were lost when a slice was last restored.
 
-        Without those that were lost before, by another server that the last one had been filled from, and that nobody
-        could make here, and with them.
+        Without those that were lost before, by another server that the last one had been filled from, that nobody could
+        make here, and that workers were only told of before their values were lost on the way, and with them.
         """
-        lost = self._lost.get(key, set())
-        return self._updates(lost), self._updates(lost | self._lost_before.get(key, set()) | self._stranded(key))
+        lost, unmade = self._lost.get(key, set()), self._unmade.get(key, set())
+        most = lost | unmade | self._lost_before.get(key, set()) | self._stranded(key)
+        return self._updates(lost), self._updates(most)
 
     def _stranded(self, key: int) -> set[Token]:
         """What workers have seen in other slices, of workers that have died: nobody can push that here again."""
