@@ -268,6 +268,13 @@ MUTANTS = [
         "if False]",
         seed=111021,
     ),
+    ProtocolMutant(
+        "who was missed after a restart is not missed after the next",
+        "coordinator.admission:Admission",
+        "self._roster.gone[member.peer] = False",
+        "pass",
+        seed=270147,
+    ),
 ]
 
 

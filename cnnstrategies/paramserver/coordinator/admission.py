@@ -180,6 +180,8 @@ class Admission:
             return
         self._roster.bury(*member.peer[:3])
         self._roster.account_for(*member.peer[:2])
+        if not self._roster.is_elastic(*member.peer[:2]):
+            self._roster.gone[member.peer] = False  # A coordinator after this one must miss it, too.
         self._gone(now, member, how)
 
     def _hears_nobody(self, now: float) -> bool:
