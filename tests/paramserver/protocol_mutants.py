@@ -275,6 +275,20 @@ MUTANTS = [
         "pass",
         seed=270147,
     ),
+    ProtocolMutant(
+        "nobody can begin to train when those are gone who were told that training begins",
+        "coordinator.meetings:Rounds",
+        "sequence >= self._roster.sealed_at",
+        "sequence > self._roster.sealed_at",
+        seed=306594,
+    ),
+    ProtocolMutant(
+        "an old question that is answered late takes the place of the last",
+        "coordinator.meetings:Rounds",
+        "last.asked <= one.asked",
+        "True",
+        seed=318212,
+    ),
 ]
 
 

@@ -308,8 +308,8 @@ class Rounds:
 
     def lose(self, now: float, sequence: int) -> str | None:
         """Nobody has a result any more: it counts for nothing; why the run cannot go on, if it cannot."""
-        if sequence == self.sequence - 1 and sequence > self._roster.sealed_at:
-            self.sequence = sequence
+        if sequence == self.sequence - 1 and sequence >= self._roster.sealed_at:
+            self.sequence = sequence  # The end of the set-up, too: who has been told is gone, the others make it again.
         return self._found(now, sequence)
 
     def _found(self, now: float, sequence: int) -> str | None:
@@ -334,5 +334,8 @@ class Rounds:
         return self._roster.not_seen(result.view) + (self._roster.not_here(result.view) if result.admitted else [])
 
     def _tell(self, one: _Contribution, result: _Result, joined: bool) -> None:
-        self._answers[one.peer.id] = _Answer(one.peer, one.asked, result, joined)
+        last = self._answers.get(one.peer.id)
+        # A question that was held may be answered when the worker has been told and has gone on to the next.
+        if last is None or last.peer != one.peer or last.asked <= one.asked:
+            self._answers[one.peer.id] = _Answer(one.peer, one.asked, result, joined)
         self._answer(one.peer, result.message(one.request, joined))
