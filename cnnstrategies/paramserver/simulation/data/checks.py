@@ -68,6 +68,7 @@ class Checks:
             elif process.ended is not None and not process.ended.clean and process.alive:
                 self._check_end(process)
                 process.alive = False
+                self._members.died_at = self._world.now  # Who takes its place may wait as long as it has.
                 self._members.dead(process)
         since = max(self._progressed, self._last_fault())
         patience = WITHIN * self._specification.timeout + (self._specification.patience - self._specification.timeout)
