@@ -140,9 +140,7 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((11455,), id="one that joins before training begins is the first to report after a restart"),
         pytest.param((111021,), id="a joiner that has left tells the next coordinator less than it had worked on"),
         pytest.param((415971,), id="a worker is let in while another one that is cut off waits in the next collective"),
-        pytest.param(
-            (306594,), id="a coordinator is killed with the only one that it has told that training begins"
-        ),
+        pytest.param((306594,), id="a coordinator is killed with the only one that it has told that training begins"),
         pytest.param((318212,), id="a question that a worker has repeated is answered when it has gone on to the next"),
         pytest.param(
             (270147, 311001), id="a coordinator that misses a member after a restart is killed before it is heard"
