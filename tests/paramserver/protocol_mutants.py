@@ -138,7 +138,7 @@ MUTANTS = [
     ProtocolMutant(
         "the first half of a restart is skipped",
         "coordinator.recovery:Recovery",
-        "now > (self._until if self._number >= 0 else self._latest) or not self.missing()",
+        "now > (self._until if self._number >= 0 else self._latest) or not (self.missing() or self._successors())",
         "bool(self.hellos)",
         seed=20,
     ),
@@ -288,6 +288,20 @@ MUTANTS = [
         "last.asked <= one.asked",
         "True",
         seed=318212,
+    ),
+    ProtocolMutant(
+        "a coordinator that follows another does not wait for those that have begun anew before training",
+        "coordinator.recovery:Recovery",
+        "not (self.missing() or self._successors())",
+        "not self.missing()",
+        seed=361490,
+    ),
+    ProtocolMutant(
+        "a worker's contribution that comes a second time is taken for one to an older collective",
+        "coordinator.meetings:Rounds",
+        "        member.told = sequence\n",
+        "",
+        seed=371715,
     ),
 ]
 

@@ -93,10 +93,26 @@ def test_who_leaves_is_kept_until_the_others_know_what_it_alone_could_tell() -> 
     assert leaving() is None
     run.coordinate(1)
     run.holds = lambda peer, message: False
+    run.beat(second)
+    assert run.coordinator.recovers, "who leaves is a member still, and has not reported"
     for _ in range(4):
         run.beat(first, second)
     assert isinstance(told := lost(), Message)
     assert told.fields["ids"] == [0, 1], "the result that only the first knew"
+    assert leaving() is not None
+
+
+def test_who_leaves_is_kept_until_somebody_else_has_the_view_without_it() -> None:
+    run, (first, second) = trained(2)
+    run.beat(second)
+    run.holds = lambda peer, message: message.kind == "view"
+    leaving = run.call(first, "leave")
+    run.beat(first)
+    assert leaving() is None, "the next coordinator would wait for it, and miss it"
+    run.holds = lambda peer, message: False
+    run.beat(second)
+    run.beat(second)
+    run.beat(first)
     assert leaving() is not None
 
 

@@ -145,6 +145,13 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param(
             (270147, 311001), id="a coordinator that misses a member after a restart is killed before it is heard"
         ),
+        pytest.param((361490,), id="a coordinator that follows another hears first who knows of no training yet"),
+        pytest.param(
+            (357771,), id="a worker that leaves knows alone what all have agreed on when a coordinator is killed"
+        ),
+        pytest.param((371715,), id="a contribution comes a second time when its answer is no longer kept"),
+        pytest.param((344713,), id="a coordinator is cut off for as long as all others have to appear"),
+        pytest.param((392524, 394598), id="training begins anew when only those are left that were started again"),
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
     ],
 )

@@ -332,6 +332,8 @@ class Coordinator:
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
+        for member in self._departures.ready(self._ended is not None):
+            self._go(now, member)
         self._departures.let_go(self._ended is not None)
         if self._stopping is not None and not self._roster.members:
             late = now - self._stopping > self._settings.timeout
@@ -363,11 +365,10 @@ class Coordinator:
         self._send(sender, Message(DONE, request=message.request))
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
-        told = known_results(member.peer, message)
+        member.told = max(member.told, known_results(member.peer, message))
         if "epoch" in message.fields:
             self._dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
-        self._go(now, member)
-        self._departures.ask(member.peer, message.request, told)
+        self._departures.ask(member.peer, message.request, member.told)
 
     def _go(self, now: float, member: Member) -> None:
         self._roster.remove(member, left=True)

@@ -3,21 +3,24 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from cnnstrategies.paramserver.coordinator.roster import WORKER, Roster
+from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
 
 class _Leaving(NamedTuple):
-    """Who leaves: its request, the view without it, and how many collectives it knows the results of."""
+    """Who leaves: its request, how many collectives it knows the results of, and the first view without it."""
 
     request: int
-    number: int
     told: int
+    number: int | None
 
 
 class Departures:
-    """Answers those that leave, as soon as the others know what they alone could tell the next coordinator.
+    """Takes those out that leave, and answers them, as soon as they know nothing that the others do not.
+
+    The next coordinator waits for members alone: who knows the result of a collective that another worker does not know
+    stays one. It is answered when another has the view without it, and when it has handed over what it was asked for.
 
     Args:
         restartable: Whether a coordinator that is killed is started again.
@@ -40,23 +43,37 @@ class Departures:
         self._leaving: dict[Peer, _Leaving] = {}
 
     def ask(self, peer: Peer, request: int, told: int) -> None:
-        """One that has left wants to be let go; it may ask again.
+        """One wants to leave, or has left and wants to be let go; it may ask again.
 
         Args:
             peer: Who.
             request: The last number of its request.
             told: How many collectives it knows the results of.
         """
-        number = self._leaving[peer].number if peer in self._leaving else self._roster.number
-        self._leaving[peer] = _Leaving(request, number, told)
+        number = self._leaving[peer].number if peer in self._leaving else None
+        self._leaving[peer] = _Leaving(request, told, number)
+
+    def ready(self, over: bool) -> list[Member]:
+        """Who is to be taken out now.
+
+        Args:
+            over: Whether the run is over.
+        """
+        members = {peer: member for peer in self._leaving if (member := self._roster.find(peer)) is not None}
+        stays = self._restartable and not over
+        return [one for peer, one in members.items() if not stays or not self._knows_more(self._leaving[peer])]
 
     def let_go(self, over: bool) -> None:
         """Answer those that need not stay.
 
         Args:
-            over: Whether the run is.
+            over: Whether the run is over.
         """
         for peer, leaving in list(self._leaving.items()):
+            if self._roster.find(peer) is not None:
+                continue
+            if leaving.number is None:
+                leaving = self._leaving[peer] = leaving._replace(number=self._roster.number)
             if not over and self._restartable and self._is_needed(peer, leaving):
                 continue
             del self._leaving[peer]
@@ -64,9 +81,12 @@ class Departures:
 
     def _is_needed(self, peer: Peer, leaving: _Leaving) -> bool:
         members = self._roster.members
-        workers = [one for one in members if one.peer.role == WORKER and one.peer.id in self._roster.group]
-        known = not members or any(one.here >= leaving.number for one in members)
-        return self._needs(peer) or not known or any(one.told < leaving.told for one in workers)
+        known = not members or any(one.here >= (leaving.number or 0) for one in members)
+        return self._needs(peer) or not known
+
+    def _knows_more(self, leaving: _Leaving) -> bool:
+        workers = [self._roster.at(WORKER, one) for one in self._roster.group]
+        return any(one is not None and one.told < leaving.told for one in workers)
 
 
 def known_results(peer: Peer, message: Message) -> int:

@@ -108,6 +108,7 @@ class Rounds:
         contribution = _Contribution(peer, message.request, sequence, operation, message.frames)
         if sequence < member.told:
             return None  # It came late: its sender knows that result, perhaps from a coordinator before this one.
+        member.told = sequence
         told = self._answers.get(identity)
         if told is not None and told.peer == peer and told.asked == sequence:
             self._hold(told.result, [(contribution, told.joined)])

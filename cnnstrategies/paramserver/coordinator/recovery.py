@@ -89,7 +89,7 @@ class Recovery:
 
     def complete(self, now: float) -> bool:
         """Whether nobody else has to be waited for."""
-        return now > (self._until if self._number >= 0 else self._latest) or not self.missing()
+        return now > (self._until if self._number >= 0 else self._latest) or not (self.missing() or self._successors())
 
     def missing(self) -> list[Life]:
         """Who has not reported: members of the newest view, and before training all that are expected.
@@ -108,6 +108,21 @@ class Recovery:
             (*place, life)
             for place, life in sorted(members.items())
             if lives.get(place, -1) < life and ended.get(place, -1) < life
+        ]
+
+    def _successors(self) -> list[Life]:
+        """Who takes the place of one that has ended before training, as far as is known, and has not reported.
+
+        Nobody is told of these then, and they may have been told that training begins.
+        """
+        if self._number < 0 or self.state["sealed"] >= 0:
+            return []
+        lives = {peer[:2]: peer.life for peer in self.hellos}
+        last = {life[:2]: fate for life, fate in sorted(self.fates.items())}
+        return [
+            (role, identity, fate.life[2] + 1)
+            for (role, identity), fate in last.items()
+            if fate.replaced and lives.get((role, identity), -1) <= fate.life[2]
         ]
 
     # What was told

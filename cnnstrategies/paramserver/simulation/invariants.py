@@ -97,6 +97,8 @@ class Invariants:
                 return
             if term not in self._counted:  # It begins where the one before has stopped.
                 self._counted[term] = coordinator.collectives
+                if not coordinator.collectives:
+                    self._forget_those_that_are_gone()
             if self._counted[term] < coordinator.collectives:
                 members = {one.peer.id: one.peer.life for one in coordinator.members if one.peer.role == WORKER}
                 for sequence in range(self._counted[term], coordinator.collectives):
@@ -113,6 +115,16 @@ class Invariants:
         if view is not None and begun not in (0, view.begun):
             raise ViolationError(f"11: training begins for {process} with view {begun} and with {view.begun}")
         self._known[process.peer] = number, 0 if view is None else view.begun
+
+    def _forget_those_that_are_gone(self) -> None:
+        """Training begins anew where nobody is left that a coordinator could ask: what others knew counts no more."""
+        for heard in self._toys.log.results.values():
+            for peer in [peer for peer in heard if self._is_gone(peer)]:
+                del heard[peer]
+
+    def _is_gone(self, peer: Peer) -> bool:
+        process = self._world.processes[peer.role, peer.id]
+        return process.peer != peer or not process.alive or process.ended is not None
 
     def look(self) -> None:
         """Raise if nothing has gone on for long; to be called now and then.
@@ -210,6 +222,7 @@ class Invariants:
             # One that is cut off knows only whom it does not hear.
             named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
             named = {*named, "was silent"} if "coordinator" in victims else named
+            named = {*named, "did not appear"} if self._could_not_be_reached() else named
             if not any(victim in ended.reason for victim in named):
                 raise ViolationError(f"17: {process} ends naming no cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
@@ -260,12 +273,20 @@ class Invariants:
     def _never_came(self, victim: str, process: Process) -> bool:
         """Whether a member was cut off from the start for as long as it had to appear, or died with its supervision."""
         assert process.ended is not None
-        long = self._settings.appear - self._settings.timeout / 2
         nodes = [node for place, node in self._toys.hosts.items() if _name(*place) == victim]
         return f"{victim} did not appear" in process.ended.reason and any(
-            fault.id in nodes if fault.kind == "crash" else _name(*fault[1:3]) == victim and fault.seconds > long
+            fault.id in nodes if fault.kind == "crash" else _name(*fault[1:3]) == victim and fault.seconds > self._long
             for fault in self._world.faults.timed
         )
+
+    @property
+    def _long(self) -> float:
+        """Seconds for which one who is cut off from the start cannot register."""
+        return self._settings.appear - self._settings.timeout / 2
+
+    def _could_not_be_reached(self) -> bool:
+        """Whether the coordinator was cut off for as long as the others had to appear."""
+        return any(fault.role == "coordinator" and fault.seconds > self._long for fault in self._world.faults.timed)
 
     def _joins(self, peer: Peer) -> bool:
         """Whether a process is none of the run's own workers."""
