@@ -87,19 +87,20 @@ class NetworkModule(LightningModule):
             )
 
     def setup(self, stage: str) -> None:
-        """Check the data against the model and compile the network."""
+        """Check the data against the model, start the metrics anew and compile the network.
+
+        `validate` leaves metrics with tensors that only inference mode may update, and ranks that are spawned get the
+        tensors of one and the same metric in shared memory.
+        """
         self.check_data(getattr(self.trainer, "datamodule", None))
+        for module in self.modules():
+            if isinstance(module, Metric):
+                module.reset()
         if self.compile_backend is not None:
             # A forked rank's first use of torch's thread pool replaces it. With a compiled network backward starts
             # several threads, whose first uses at once can end the process ("Invalid thread pool!"); so use it here.
             torch.set_num_threads(torch.get_num_threads())
             self.network.compile(backend=self.compile_backend)
-
-    def on_fit_start(self) -> None:
-        """Start the metrics anew: `validate` leaves them with tensors that only inference mode may update."""
-        for module in self.modules():
-            if isinstance(module, Metric):
-                module.reset()
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Seed the random numbers of this training step (dropout, mixup) from (seed, step, rank).

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import DoublePrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import Metric
 
 from cnnstrategies import ImageClassifier
 
@@ -96,6 +97,11 @@ class Leftovers(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rows: dict[int, list[float]] = {}
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        for metric in filter(lambda module: isinstance(module, Metric), pl_module.modules()):
+            shared = [name for name, state in metric.metric_state.items() if state.is_shared()]
+            assert not shared, f"{shared} of {type(metric).__name__} are those of all ranks"
 
     def on_predict_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.rows |= zip(outputs["index"].tolist(), outputs["logits"].tolist(), strict=True)

@@ -42,6 +42,7 @@ from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_ra
 from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
+from cnnstrategies.strategies.metric_states import own_metric_states
 from cnnstrategies.strategies.resumable import warn_of_weights_alone
 
 
@@ -190,8 +191,10 @@ class HybridPipelineStrategy(DDPStrategy):
 
     @override
     def setup_environment(self) -> None:
+        assert self.lightning_module is not None
         existed = dist.is_initialized()
         super().setup_environment()
+        own_metric_states(self.lightning_module)
         if not existed:
             # Its threads would still run while the interpreter ends, which can abort a process that is done.
             atexit.register(_end_default_group)

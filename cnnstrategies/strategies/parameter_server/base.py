@@ -15,6 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.membership import STOP
 from cnnstrategies.paramserver.supervision import Supervision
+from cnnstrategies.strategies.metric_states import own_metric_states
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import Options
@@ -71,8 +72,10 @@ class CoordinatedStrategy(DDPStrategy):
     @override
     def setup_distributed(self) -> None:
         """Register with the coordinator; there is no torch process group."""
+        assert self.lightning_module is not None
         reset_seed()
         self.set_world_ranks()
+        own_metric_states(self.lightning_module)
         if not self.group.is_open:
             self.open_session()
 
