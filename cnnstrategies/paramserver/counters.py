@@ -15,6 +15,7 @@ class Counters:
         samples: That the pushed gradients are means of.
         staleness: Updates that others made between the values that this worker has computed with and its own update,
             as its first slice has seen them.
+        dropped: Steps that were made without this worker: it pushed too late, or left them out to catch up.
     """
 
     bytes_sent: int = 0
@@ -23,6 +24,7 @@ class Counters:
     steps: int = 0
     samples: float = 0.0
     staleness: int = 0
+    dropped: int = 0
 
     def figures(self) -> dict[str, float]:
         """The same, under the names that the coordinator takes."""

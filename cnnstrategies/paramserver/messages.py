@@ -94,7 +94,8 @@ class Header(NamedTuple):
         step: The step it belongs to.
         base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, or which
             values are pulled.
-        weight: Samples, or a norm, or a factor, or the version that a relayed update leads to.
+        weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice 1 if
+            the step before was made without the worker.
     """
 
     kind: Kind

@@ -70,6 +70,7 @@ class Specification:
         compression: How pushed gradients are encoded; ``auto``: each worker measures and chooses.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
         pull_compression: How pulled parameters are encoded, or ``auto``. The servers' own keep their precision.
+        backup_workers: For sync: workers that a step does not wait for (Chen et al. 2016).
         delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
         replication: Servers that hold each slice.
         clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
@@ -92,6 +93,7 @@ class Specification:
     compression: Compression = "none"
     compression_ratio: float = 0.01
     pull_compression: PullCompression = "none"
+    backup_workers: int = 0
     delay_compensation: float = 0.0
     replication: int = 1
     clip_norm: float | None = None
@@ -110,6 +112,11 @@ class Specification:
     def aggregates(self) -> bool:
         """Whether a step waits for all workers: sync, local, and ssp that allows no staleness."""
         return self.mode in ("sync", "local") or (self.mode == "ssp" and self.staleness == 0)
+
+    @property
+    def quorum(self) -> int:
+        """Workers whose gradients make a common step: of those that live, no more are waited for."""
+        return self.workers - self.backup_workers
 
     @property
     def most_workers(self) -> int:
@@ -212,7 +219,7 @@ def _plain(name: str, value: Any) -> Any:
 def _check(spec: Specification) -> None:
     at_least: Mapping[str, float] = {
         "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
-        "delay_compensation": 0, "timeout": 0,
+        "delay_compensation": 0, "timeout": 0, "backup_workers": 0,
     }  # fmt: skip
     for name, least in at_least.items():
         if getattr(spec, name) < least:
@@ -238,6 +245,20 @@ def _check(spec: Specification) -> None:
         raise ConfigurationError(
             f"delay_compensation={spec.delay_compensation} is for async and ssp: gradients have no delay in "
             f"mode={spec.mode!r}, so leave it out"
+        )
+    if spec.backup_workers and spec.mode != "sync":
+        raise ConfigurationError(
+            f"backup_workers={spec.backup_workers} is for mode='sync', not mode={spec.mode!r}: leave it out"
+        )
+    if spec.backup_workers >= spec.workers:
+        raise ConfigurationError(
+            f"backup_workers={spec.backup_workers} of workers={spec.workers} leaves none whose gradient a step waits "
+            f"for: use at most {spec.workers - 1}"
+        )
+    if spec.backup_workers and spec.elastic:
+        raise ConfigurationError(
+            f"backup_workers={spec.backup_workers} with elastic={spec.elastic}: nobody joins common steps while they "
+            "are made; leave one of them out"
         )
     if spec.mode == "local" and (spec.clip_norm is not None or spec.clip_value is not None):
         raise ConfigurationError("mode='local' pushes no gradients: clip them in the worker's own optimizer step")

@@ -128,15 +128,17 @@ class Handlers:
         step = None if header.step == NO_STEP else header.step
         said = unpack_json(payload, header)
         behind: dict[int, int] = {}
+        first = 0 if step is None else int(said["first"])
         if step is not None:
-            answered, who = frozenset(unpack_keys(payload[header.meta :])), (worker, header.incarnation)
-            first, given = int(said["first"]), said["given"] is True
+            answered, given = frozenset(unpack_keys(payload[header.meta :])), said["given"] is True
             if not given and self._is_missed(step - 1):
                 answered = self._shard.owned  # As if it were there: a newcomer cannot push it, and would wait for ever.
-            behind = self._behind(who, step if given else step - 1, answered, first)
-            if behind and self._restored:
-                self._catch_up(who, behind, first)
-                behind = {}
+            behind = self._behind((worker, header.incarnation), step if given else step - 1, answered, first)
+        if self._restored and self._shard.attendance is not None:
+            behind = self._lag(said["had"], behind)
+        if behind and self._restored:
+            self._catch_up((worker, header.incarnation), behind, first)
+            behind = {}
         # Only a question, at first: a newcomer becomes a member when it says from which step on.
         joins, request = said.get("joins") is True, said.get("request")
         begins = self._mode.join(worker, step) if joins else 0
@@ -189,6 +191,28 @@ class Handlers:
             else:
                 missing[key] = last - max(store.seen[key].get(who, -1), first - 1)
         return {key: count for key, count in missing.items() if count > 0}
+
+    def _lag(self, had: list[list[int]], behind: dict[int, int]) -> dict[int, int]:
+        """The own slices that lack updates that nobody can push again where steps do not wait for all.
+
+        Who has had them may be dead. A late worker may have had some that it did not wait for; and a step is decided
+        when values with all those before are there.
+
+        Args:
+            had: Slices with the last version that a worker had of each.
+            behind: What is known to be missing.
+        """
+        assert isinstance(self._mode, Synchronous)
+        store, lag = self._shard.store, dict(behind)
+        least = dict.fromkeys(self._shard.own, self._mode.decided)
+        for key, version in had:
+            if key in least:
+                least[key] = max(least[key], int(version))
+        for key, version in least.items():
+            missing = version - max(0, store.versions[key])
+            if missing > lag.get(key, 0):
+                lag[key] = missing
+        return lag
 
     def _catch_up(self, who: Who, behind: dict[int, int], first: int) -> None:
         """Go on from a snapshot where a worker is, and say what is missing.

@@ -13,6 +13,7 @@ from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageE
 from cnnstrategies.paramserver.optimizers import StateValue
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Who
+from cnnstrategies.paramserver.server.quorum import Attendance
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.specification import Specification
@@ -53,6 +54,7 @@ class Shard:
         store: The values.
         own: Keys of the slices that this server is the primary of, in the order of use.
         owned: The same as a set.
+        attendance: Of the workers, where steps do not wait for all of them.
     """
 
     def __init__(self, specification: Specification, server: int, outbox: Outbox, store: Store) -> None:
@@ -64,6 +66,7 @@ class Shard:
         self._outbox = outbox
         self._encoding = ENCODINGS[specification.pull_compression]
         self._order = {key: place for place, key in enumerate(self.store.slices)}
+        self.attendance = Attendance() if specification.backup_workers else None
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
         self._relayed_options: dict[int, Options] = {}
         self._copied_states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
@@ -127,15 +130,19 @@ class Shard:
                 if self.store.seen[key].get(pull.who, -1) < pull.step:
                     continue
                 pull = waiting[worker] = replace(pull, version=version, who=None)
-            if version < pull.version or not self._replicas.safe(key, pull.version):
+            # Who is late gets a later version than it asked for, and begins with it.
+            least = pull.version if self.attendance is None else version
+            if version < pull.version or not self._replicas.safe(key, least):
                 continue
             del waiting[worker]
             encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
             if encoding not in encoded:
                 encoded[encoding] = encode_values(self.store.values[key], encoding)
+            late = self.attendance is not None and not pull.whole and self.attendance.missed(worker, pull.request - 1)
             self._outbox.to_worker(
-                worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, encoding=encoding
-            )
+                worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, weight=float(late),
+                encoding=encoding,
+            )  # fmt: skip
 
     # Updates and their copies
 

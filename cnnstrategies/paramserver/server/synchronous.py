@@ -42,7 +42,8 @@ class Synchronous:
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
-        self.clock = SyncClock(specification.workers)
+        waits = specification.backup_workers == 0
+        self.clock = SyncClock(specification.workers, None if waits else specification.quorum)
         self.roll = RollCall()
         self._clips = specification.clip_norm is not None
         self._server = server
@@ -190,6 +191,11 @@ class Synchronous:
         """The last decision that counts."""
         return None if self._decision is self._remembered and self._is_past else self._decision
 
+    @property
+    def decided(self) -> int:
+        """The last step that is known to be decided; -1 if none is."""
+        return -1 if self._known is None else self._known.step
+
     def replaced(self, step: int) -> None:
         """A copy, which counts as that of a step, has taken the place of a snapshot's slice."""
         if not self._is_past:
@@ -291,6 +297,7 @@ class Synchronous:
             return  # One that comes back with its snapshot may know a decision that nobody else has heard of.
         self._go_on()
         self._go_back()
+        self._go_forward()
         step = self.clock.step
         complete = self._reports.complete(step)
         ready = None if complete is None else self.clock.ready(complete)
@@ -320,7 +327,19 @@ class Synchronous:
         if known + 1 < self.clock.step:  # It has heard of the steps between from workers, or has them in a snapshot.
             # Those that all workers are past were applied everywhere, or count as lost: nobody would make them up.
             steps = [step for step in self._reports.steps_after(known) if not self.clock.all_after(step)]
-            self.clock.go_back(min(steps, default=self.clock.step))
+            # Without a quorum's late workers there is one at most; of these all but the last have been made.
+            which = min if self._shard.attendance is None else max
+            self.clock.go_back(which(steps, default=self.clock.step))
+
+    def _go_forward(self) -> None:
+        """Leave out steps that late workers push, and that those who are further have made: they have seen the values.
+
+        A leader that is new to that may have heard of a late worker only.
+        """
+        newest = max(self._reports.steps_after(self.clock.step), default=self.clock.step)
+        if self._shard.attendance is not None and newest > self.clock.step:
+            self.clock.decide(newest - 1, ())
+            self._ask_the_early()
 
     def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
         for server in self._view.servers:
@@ -336,6 +355,8 @@ class Synchronous:
             self._forget_before(decision.step)
         self._decision, self._shard.store.decided = decision, decision.as_dict()
         self.clock.decide(decision.step, decision.members)
+        if self._shard.attendance is not None:
+            self._shard.attendance.note(decision.step, decision.members)
         self._ask_the_early()
         self._plan()
 

@@ -107,6 +107,9 @@ class WorkerRole:
         self._id = id
         self._moved = False  # The parameters are no longer those of the run's start.
         self._version: int | None = None  # of the first slice's values
+        self._backed_up = specification.backup_workers > 0
+        self._newest = 0  # step whose values have come, maybe not of all slices
+        self._had: dict[int, int] = {}  # the last version of each slice
         self._asked = 0  # Number of the last message that asks for what is under way.
         self._state: StateReceipt | None = None
 
@@ -138,25 +141,20 @@ class WorkerRole:
     def join(self, now: float) -> Generator[Wait, None, int]:
         """Become a member at a step boundary, and take the parameters; the step to begin with."""
         yield from self._meet(now)
-        aggregates = self._specification.aggregates
-        while True:
-            # In common steps one server counts. One that dies before it has answered is no longer there to be asked,
-            # and one that has said before that it leads may be another by now, or an older one be back.
-            answers = yield from self._ask(self._leaders() if aggregates else self._everyone(), joins=True)
-            if answers and (not aggregates or all(told["leader"] is True for _, _, told in answers.values())):
-                break
-            yield from self._meet(self._now)
-        steps = [step for step, _, _ in answers.values()]
+        steps = yield from self._ask_where_to_begin(NO_STEP)
         # Never back where servers take a push with the number of an older one for the same push again.
-        self.step = max(steps) if aggregates else max(self.step, *steps)
-        self._moved = self._moved or self.step > 0
-        self._joined, self._first, self._given = True, self.step, False
-        self._request(refresh=True)
-        for server in self.view.servers:
-            self._hello(server.id)
-        yield self.all_here()
-        self._given = True
+        yield from self._begin_with(max(steps) if self._specification.aggregates else max(self.step, *steps))
         return self.step
+
+    def catch_up(self) -> Generator[Wait, None, int]:
+        """Go on where the others are, without the steps that they have made meanwhile; how many that are."""
+        yield self.all_here()
+        before = self._newest = self.step
+        steps = yield from self._ask_where_to_begin(before)
+        if max(steps) > before:
+            yield from self._begin_with(max(steps))
+        self.counters.dropped += self.step - before
+        return self.step - before
 
     def leave(self) -> Generator[Wait]:
         """Wait for the pulls that are under way, and no longer be waited for."""
@@ -191,6 +189,11 @@ class WorkerRole:
         return Wait(lambda: self._pulls.waits_for(index))
 
     # Steps
+
+    @property
+    def late(self) -> bool:
+        """Whether others have made the step that this worker would begin next, as far as the values tell that came."""
+        return self._backed_up and self._newest > self.step
 
     def encode_as(self, compression: Compression, pull_compression: PullCompression) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date."""
@@ -268,6 +271,9 @@ class WorkerRole:
         self.counters.bytes_received += len(payload)
         if header.key == 0:
             self._count_others(header.base)
+            self.counters.dropped += header.weight == 1
+        if self._backed_up:
+            self._had[header.key], self._newest = header.base, max(self._newest, header.base)
         self._outgoing.answered(header.key)
         index = self._slices[header.key].parameter
         if not self._pulls.waits_for(index):
@@ -329,8 +335,30 @@ class WorkerRole:
     def _everyone(self) -> set[int]:
         return {server.id for server in self.view.servers}
 
+    def _ask_where_to_begin(self, step: int) -> Generator[Wait, None, list[int]]:
+        """Ask those who count steps from which one on this worker takes part, which is at a step, or at none."""
+        aggregates = self._specification.aggregates
+        while True:
+            # In common steps one server counts. One that dies before it has answered is no longer there to be asked,
+            # and one that has said before that it leads may be another by now, or an older one be back.
+            answers = yield from self._ask(self._leaders() if aggregates else self._everyone(), joins=True, step=step)
+            if answers and (not aggregates or all(told["leader"] is True for _, _, told in answers.values())):
+                return [first for first, _, _ in answers.values()]
+            yield from self._meet(self._now)
+
+    def _begin_with(self, step: int) -> Generator[Wait]:
+        """Be a member from a step on, and take its values."""
+        self.step = step
+        self._moved = self._moved or self.step > 0
+        self._joined, self._first, self._given = True, self.step, False
+        self._request(refresh=True)
+        for server in self.view.servers:
+            self._hello(server.id)
+        yield self.all_here()
+        self._given = True
+
     def _ask(
-        self, servers: set[int], joins: bool, leaves: bool = False
+        self, servers: set[int], joins: bool, leaves: bool = False, step: int = NO_STEP
     ) -> Generator[Wait, None, dict[int, tuple[int, int, dict[str, Any]]]]:
         """Say hello, or goodbye, until those of some servers that live have answered; their answers."""
         asked: set[int] = set()
@@ -340,7 +368,7 @@ class WorkerRole:
             for server in servers & self._everyone():
                 if leaves:
                     self._connections.send(server, Kind.LEAVE, step=self.step)
-                self._say_hello(server, NO_STEP, joins)
+                self._say_hello(server, step, joins)
                 asked.add(self._connections.sequence)
 
         def answers() -> dict[int, tuple[int, int, dict[str, Any]]]:
@@ -377,7 +405,9 @@ class WorkerRole:
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
         view, keys = self.view.number, pack_keys(answered)
         request = self._pulls.step if self._pulls.under_way else None
-        said = {"joins": joins, "first": self._first, "given": self._given, "request": request}
+        said: dict[str, Any] = {"joins": joins, "first": self._first, "given": self._given, "request": request}
+        if self._backed_up:
+            said["had"] = self._more_than_said(server, step)
         self._connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
 
     def _hello(self, server: int) -> None:
@@ -392,6 +422,12 @@ class WorkerRole:
             self._say_hello(server, self.step - 1, True, answered)
         else:
             self._say_hello(server, self.step, True)
+
+    def _more_than_said(self, server: int, step: int) -> list[tuple[int, int]]:
+        """A server's slices of which this worker has had later versions than what it says of its step tells."""
+        told = 0 if step == NO_STEP else self.step - (self._outgoing.unanswered or not self._given)
+        had = ((key, self._had.get(key, 0)) for key in self._placement.of(server))
+        return [(key, version) for key, version in had if version > told]
 
     # Sending again
 

@@ -34,7 +34,9 @@ class Checks:
     def _begun(self, worker: Peer, step: int) -> None:
         """A worker begins a step."""
         self._progressed = self._world.now
-        self._members.watch.begun(step, self._world.now)
+        simulated = self._members.workers[worker.id].role
+        assert isinstance(simulated, SimulatedWorker)
+        self._members.watch.begun(worker, step, simulated.steps, self._world.now)
         if self._specification.mode != "ssp" or worker[:3] in self._members.gone:
             return  # One that counts as dead, maybe as replaced, is held by nobody, and ends when it hears of that.
         for other, process in self._members.workers.items():

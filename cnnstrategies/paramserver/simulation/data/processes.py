@@ -173,6 +173,9 @@ class SimulatedWorker:
         seconds: Draws how long things take.
         clock: The world's time.
         progress: Called with each step that is begun.
+
+    Attributes:
+        steps: To train.
     """
 
     def __init__(
@@ -194,12 +197,14 @@ class SimulatedWorker:
         self._specification = specification
         self._local = specification.mode == "local"
         self._peer = peer
-        self._steps = steps
+        self.steps = steps
         self._wires = wires
         self._watch = watch
         self._seconds = seconds
         self._clock = clock
         self._progress = progress
+        # Where nobody waits for the last ones, some are.
+        self._slow = seconds(0.0, 1.0) ** 3 * 0.2 if specification.backup_workers else 0.0
         self._now = 0.0
         self._program = self._train()
         self._wait: Wait | None = None
@@ -220,8 +225,11 @@ class SimulatedWorker:
             yield from role.initialise(self._now, None)
         yield from role.join(self._now)
         self.joined = True
-        while role.step < self._steps:
+        while role.step < self.steps:
             yield role.all_here()
+            if role.late:
+                yield from role.catch_up()
+                continue
             self._progress(self._peer, role.step)
             step = role.step
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
@@ -230,7 +238,7 @@ class SimulatedWorker:
                 # In mode local it makes a step of its own, and pushes where that has taken it.
                 role.push(index, self.values[index].sub_(brought) if self._local else brought)
                 yield self._seconds(0.0, 0.01)
-            yield self._seconds(0.0, 0.06)
+            yield self._slow + self._seconds(0.0, 0.06)
             role.end_step()
             for index in range(len(self.values)):
                 yield role.here(index)
@@ -307,6 +315,7 @@ class SimulatedWorker:
                 value,
                 header.step,
                 whole,
+                header.weight == 1,
                 server,
                 message.fields["sent"],
                 self._clock(),

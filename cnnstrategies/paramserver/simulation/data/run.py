@@ -14,6 +14,7 @@ from cnnstrategies.paramserver.specification import Group, ParameterInfo, Specif
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
+BACKED_UP = 4498  # the draw of whether steps wait for all: none whose seeds have found faults before
 HORIZON = 300.0  # no run takes longer
 MODES: tuple[Mapping[str, Any], ...] = (
     {"mode": "sync"},
@@ -35,19 +36,23 @@ def specification_of(seed: int) -> Specification:
     servers = 1 + int(3 * draw(seed, 62))
     snapshots = 3 if draw(seed, 65) < 0.4 else 0
     parameters = 2 + int(3 * draw(seed, 67))
+    workers = 1 + int(3 * draw(seed, 61))
+    mode = MODES[int(len(MODES) * draw(seed, 63))]
+    backed_up = workers > 1 and mode["mode"] == "sync" and draw(seed, BACKED_UP) < 0.2
     return Specification(
         tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(parameters)),
         "torch.optim.sgd.SGD",
         (Group(tuple(range(parameters)), dict(_OPTIONS)),),
-        1 + int(3 * draw(seed, 61)),
+        workers,
         servers,
+        backup_workers=1 + int((workers - 1) * draw(seed, BACKED_UP, 1)) if backed_up else 0,
         replication=2 if servers > 1 and draw(seed, 64) < 0.5 else 1,
         snapshot_every=snapshots,
         snapshot_directory="simulated" if snapshots else None,
         slice_bytes=64,
         timeout=TIMEOUT,
         session=1,
-        **MODES[int(len(MODES) * draw(seed, 63))],
+        **mode,
     )
 
 

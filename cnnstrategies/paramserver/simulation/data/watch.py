@@ -49,6 +49,7 @@ class Watch:
     def __init__(self, specification: Specification) -> None:
         self.aggregates = specification.aggregates
         self.clipped = specification.clip_norm is not None
+        self._quorum = specification.quorum if specification.backup_workers else None
         self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
         self._states: dict[Content, set[Content]] = {}
         self._made: dict[int, set[Token]] = {}
@@ -62,6 +63,7 @@ class Watch:
         self._lost: dict[int, set[Token]] = {}
         self._lost_before: dict[int, set[Token]] = {}
         self._begun: dict[int, float] = {}
+        self._trains: dict[tuple[int, int], range] = {}  # the steps of which a worker's life is a member
         self._deaths: dict[str, list[tuple[float, Peer]]] = {"worker": [], "server": []}
 
     @property
@@ -69,9 +71,10 @@ class Watch:
         """The last step that a worker has begun."""
         return max(self._begun, default=-1)
 
-    def begun(self, step: int, now: float) -> None:
-        """A worker begins a step."""
+    def begun(self, worker: Peer, step: int, steps: int, now: float) -> None:
+        """A worker that leaves after a number of steps begins one."""
         self._begun.setdefault(step, now)
+        self._trains.setdefault((worker.id, worker.life), range(step, steps))
 
     def died(self, peer: Peer, now: float) -> None:
         """A process has died, or counts as dead."""
@@ -126,6 +129,7 @@ class Watch:
         value: Tensor,
         request: int,
         whole: bool,
+        late: bool,
         server: Peer,
         sent: float,
         now: float,
@@ -152,8 +156,12 @@ class Watch:
             self._seen(key, tokens if self.aggregates else (), server, sent, now)
             return
         own = (worker, request - 1, 0 if self.clipped else life)
-        if own not in tokens and not forgiven:
+        if late and own in tokens and not forgiven:
+            raise ViolationError(f"9: worker {worker} is told that step {request - 1} was made without it: it was not")
+        if own not in tokens and not forgiven and not self._may_miss(request - 1, late):
             raise ViolationError(f"3: worker {worker} gets slice {key} without its own push of step {request - 1}")
+        if last and not forgiven and self._quorum is not None:
+            self._count(key, version - 1, len(last))
         if self.aggregates and last and not forgiven:
             told, keys = self._members.setdefault((epoch, version), (last, set()))
             keys.add(key)
@@ -170,6 +178,25 @@ class Watch:
                 self._lost[key].add(token)
             else:
                 answered.setdefault(token, now)
+
+    def _may_miss(self, step: int, late: bool) -> bool:
+        """Whether a step may be made without a worker that has pushed: who comes too late is told so.
+
+        A server that takes another's place does not know of whom the steps before were made.
+        """
+        since = self._begun.get(step, 0.0)
+        return self._quorum is not None and (late or any(at >= since for at, _ in self._deaths["server"]))
+
+    def _count(self, key: int, step: int, members: int) -> None:
+        """Look whether a step has enough members, or all that live."""
+        assert self._quorum is not None
+        since = self._begun.get(step, 0.0)
+        dead = {peer[1:3] for _, peer in self._deaths["worker"]}
+        live = sum(step in steps and one not in dead for one, steps in self._trains.items())
+        torn = sum(at >= since - HEARD for at, _ in self._deaths["worker"])
+        lost = any(at >= since for at, _ in self._deaths["server"])  # with what the dead have pushed there
+        if members < min(self._quorum, live) - torn * lost:
+            raise ViolationError(f"9: step {step} of slice {key} is made of {members}; {live} live")
 
     def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
         """Whether workers have died, and a server with what they had pushed: nobody can push that again."""
