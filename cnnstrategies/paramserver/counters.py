@@ -11,7 +11,7 @@ class Counters:
         bytes_sent: Bytes of pushes, headers included.
         bytes_received: Bytes of pulls, headers included.
         seconds_waited: Time in a worker's ``wait`` and ``wait_all``.
-        steps: Steps finished.
+        steps: Steps finished, or left out to catch up.
         samples: That the pushed gradients are means of.
         staleness: Updates that others made between the values that this worker has computed with and its own update,
             as its first slice has seen them.

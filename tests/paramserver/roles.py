@@ -32,12 +32,15 @@ class Roles:
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.5, momentum=0.5)
         named = [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
         options = {"timeout": 60.0} | options
-        self.specification = Specification.of(named, self.optimizer, workers, **options)
+        self._open(Specification.of(named, self.optimizer, workers, **options))
+
+    def _open(self, specification: Specification) -> None:
+        self.specification = specification
         self.servers: dict[int, ServerService] = {}
         self.threads: dict[int, threading.Thread] = {}
         self.workers: list[Worker] = []
-        infos = tuple(ServerInfo(number, f"ipc://{directory}/{number}") for number in range(self.specification.servers))
-        self.view = View(1, infos, tuple(WorkerInfo(number) for number in range(workers)))
+        infos = tuple(ServerInfo(one, f"ipc://{self.directory}/{one}") for one in range(specification.servers))
+        self.view = View(1, infos, tuple(WorkerInfo(number) for number in range(specification.workers)))
         for number in range(self.specification.servers):
             self.show(f"server-{number}", self.view)
             self.serve(number)

@@ -44,6 +44,7 @@ class Run:
         late: The second server hears of the view later.
         life: Of the workers; those that made the last step had the first.
         restored: Whether the second server goes on from a snapshot.
+        backup_workers: Workers that a step does not wait for.
 
     Attributes:
         begins: The steps that workers were told to begin with by the server that leads.
@@ -59,9 +60,11 @@ class Run:
         late: bool = False,
         life: int = 0,
         restored: bool = True,
+        backup_workers: int = 0,
     ) -> None:
         optimizer = {"name": "SGD", "lr": 0.5}
-        self.specification: Specification = specify(optimizer, workers, servers=2, replication=replication)
+        options = {"replication": replication, "backup_workers": backup_workers}
+        self.specification: Specification = specify(optimizer, workers, servers=2, **options)
         self.servers = []
         self.life = life
         self.sequence = 0

@@ -1,8 +1,7 @@
 """Steps that do not wait for all workers: who has come too late.
 
-Chen et al. 2016, "Revisiting Distributed Synchronous SGD": with backup workers a step is made of the gradients that come
-first, and those that come later are dropped. What the others need not know of a worker that is late, it is told itself
-with the values that it gets.
+Chen et al. 2016, "Revisiting Distributed Synchronous SGD": with backup workers a step is made of the gradients that
+come first, and those that come later are dropped. A worker is told so with the values that it gets.
 """
 
 from collections.abc import Collection

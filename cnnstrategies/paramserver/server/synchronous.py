@@ -327,14 +327,12 @@ class Synchronous:
         if known + 1 < self.clock.step:  # It has heard of the steps between from workers, or has them in a snapshot.
             # Those that all workers are past were applied everywhere, or count as lost: nobody would make them up.
             steps = [step for step in self._reports.steps_after(known) if not self.clock.all_after(step)]
-            # Without a quorum's late workers there is one at most; of these all but the last have been made.
-            which = min if self._shard.attendance is None else max
-            self.clock.go_back(which(steps, default=self.clock.step))
+            self.clock.go_back(min(steps, default=self.clock.step))
 
     def _go_forward(self) -> None:
-        """Leave out steps that late workers push, and that those who are further have made: they have seen the values.
+        """Where steps do not wait for all, leave out those that late workers push and others are past.
 
-        A leader that is new to that may have heard of a late worker only.
+        All servers have some worker's pushes of a later step: it has had values in which the steps before are made.
         """
         newest = max(self._reports.steps_after(self.clock.step), default=self.clock.step)
         if self._shard.attendance is not None and newest > self.clock.step:

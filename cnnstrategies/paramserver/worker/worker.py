@@ -153,8 +153,10 @@ class WorkerRole:
         steps = yield from self._ask_where_to_begin(before)
         if max(steps) > before:
             yield from self._begin_with(max(steps))
-        self.counters.dropped += self.step - before
-        return self.step - before
+        left_out = self.step - before
+        self.counters.dropped += left_out
+        self.counters.steps += left_out
+        return left_out
 
     def leave(self) -> Generator[Wait]:
         """Wait for the pulls that are under way, and no longer be waited for."""

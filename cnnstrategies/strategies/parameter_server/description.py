@@ -35,6 +35,8 @@ def describe_servers(options: Options, specification: Specification, nodes: int)
     if options.replication > 1:
         text += f"; each part is on {options.replication} of them"
     mode = options.mode + (f", staleness {options.staleness}" if options.mode == "ssp" else "")
+    if options.backup_workers:
+        mode += f", backup_workers {options.backup_workers}"
     return [("mode", mode), ("servers", text)]
 
 
@@ -66,6 +68,9 @@ def differences_of_servers(
             lines.append(f"no worker is more than {options.staleness} steps ahead of the slowest")
         else:
             lines.append("of weights that may be any number of updates old")
+    if options.backup_workers:
+        first = workers - options.backup_workers
+        lines.append(f"a step takes the first {first} of {workers} gradients, and those that are there by then")
     if options.delay_compensation:
         lines.append(f"gradients are corrected for their delay (factor {options.delay_compensation:g})")
     if options.data_dispatch == "dynamic":

@@ -32,6 +32,7 @@ class Options:
 
     mode: Mode
     staleness: int
+    backup_workers: int
     sync_every: int
     outer_lr: float
     outer_momentum: float
@@ -56,7 +57,8 @@ class Options:
     def __post_init__(self) -> None:
         # As many servers as copies: how many nodes there are is not known yet.
         servers = len(self.endpoints) or max(self.servers, self.replication)
-        Specification((), "torch.optim.SGD", (), 1, servers, **self._engine())  # Has its own checks.
+        workers = max(1, self.backup_workers + 1)  # As few as it takes, for the same reason.
+        Specification((), "torch.optim.SGD", (), workers, servers, **self._engine())  # Has its own checks.
         for name, accepted in (("data_dispatch", ("static", "dynamic")), ("security", ("auto", "curve", "none"))):
             value = getattr(self, name)
             if value not in accepted:
@@ -146,6 +148,21 @@ class Options:
                 f"each node, and num_nodes={nodes}: change one of them"
             )
 
+    def check_workers(self, workers: int) -> None:
+        """Refuse backup workers that leave none to wait for.
+
+        Args:
+            workers: Of the run.
+
+        Raises:
+            ConfigurationError: There are too few workers.
+        """
+        if self.backup_workers >= workers:
+            raise ConfigurationError(
+                f"backup_workers={self.backup_workers} of {workers} workers leaves none whose gradient a step waits "
+                f"for: use at most {workers - 1}, or more devices"
+            )
+
     @property
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time."""
@@ -190,6 +207,7 @@ class Options:
         return {
             "mode": self.mode,
             "staleness": self.staleness,
+            "backup_workers": self.backup_workers,
             "compression": self.compression,
             "compression_ratio": self.compression_ratio,
             "pull_compression": self.pull_compression,
@@ -237,6 +255,11 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
             raise ConfigurationError(
                 f"LearningRateFinder with max_restarts={options.max_restarts}: a worker that is started again in the "
                 "middle of the search has not seen its beginning; search with max_restarts: 0, and train without it"
+            )
+        if options.backup_workers:
+            raise ConfigurationError(
+                f"LearningRateFinder with backup_workers={options.backup_workers}: a worker that is late leaves steps "
+                "out, and their losses with them; search with backup_workers: 0, and train without it"
             )
         if options.endpoints:
             raise ConfigurationError(

@@ -25,6 +25,7 @@ class Stepper:
         eager: Wait for all parameters at the end of each step, since something else reads them.
         local_every: In mode ``local``, own steps between two outer steps; 0 in the other modes.
         own_steps: In mode ``local``, those that were made since the last outer step when this worker came.
+        catches_up: Leave out steps that the others have made without this worker.
 
     Attributes:
         own_steps: In mode ``local``, own steps since the last outer step.
@@ -39,6 +40,7 @@ class Stepper:
         eager: bool,
         local_every: int,
         own_steps: int,
+        catches_up: bool = False,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
@@ -47,6 +49,8 @@ class Stepper:
         self.own_steps = own_steps
         self.accumulating = False
         self.samples = 0
+        self._catches_up = catches_up
+        self._left_out = 0  # steps, the present one among them
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
@@ -72,9 +76,20 @@ class Stepper:
             handle.remove()
         self._handles.clear()
 
+    def leaves_out(self) -> bool:
+        """Whether the batch that comes is of a step that the others have made already: it would be worked on in vain.
+
+        The steps' numbers stay those of the trainer, and with them schedules and the end of the epoch.
+        """
+        if self._catches_up and not self._left_out and not self.samples:
+            self.worker.wait(0)  # The forward waits for it anyway. It says how far the others are.
+            if self.worker.late:
+                self._left_out = self.worker.catch_up()
+        return self._left_out > 0
+
     def before_backward(self) -> None:
         """The next backward is the last one of a step, unless gradients are being accumulated."""
-        if not (self.accumulating or self.local_every):
+        if not (self.accumulating or self.local_every or self._left_out):
             self._begin()
 
     def after_step(self) -> None:
@@ -139,6 +154,9 @@ class Stepper:
 
         def closure_then_push() -> Any:
             output = closure()
+            if self._left_out:
+                self._left_out -= 1
+                return output
             self._begin()
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None and index not in self._pushed:

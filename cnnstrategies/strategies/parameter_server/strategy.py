@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -54,6 +55,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             al., NeurIPS 2013). In ``local`` workers are independent for ``sync_every`` steps of their own optimizer;
             then the servers make an outer step on the mean of the differences (DiLoCo, Douillard et al. 2023).
         staleness: For ssp; 0 is sync.
+        backup_workers: For sync: so many workers no step waits for. It is made of the gradients that come first; who is
+            later goes on with the step that the others are at (Chen et al. 2016, "Revisiting Distributed Synchronous
+            SGD").
         sync_every: For local: optimizer steps between two outer steps.
         outer_lr: For local: learning rate of the outer step, which is SGD's. 1 without momentum averages the weights
             (local SGD); DiLoCo's are 0.7 and 0.9.
@@ -96,6 +100,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self,
         mode: Mode = "sync",
         staleness: int = 0,
+        backup_workers: int = 0,
         sync_every: int = 1,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
@@ -140,6 +145,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if module is not None and module is not self._checked:
             check_module(module)
             self.options.check_nodes(self.num_nodes)
+            self.options.check_workers(self.num_nodes * self.num_processes)
             if self._layer_sync is not None:
                 raise ConfigurationError(
                     "sync_batchnorm=True: workers run independently of each other and exchange no statistics in a "
@@ -211,6 +217,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             eager=self._averages_weights,
             local_every=self.options.sync_every if self.options.mode == "local" else 0,
             own_steps=start.own_steps,
+            catches_up=self.has_backup_workers,
         )
 
     @override
@@ -238,6 +245,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
                 "weights were loaded in the middle of training, which the servers go on with as they have them: save "
                 "a checkpoint, and give it to a new fit as ckpt_path"
             )
+        if self._stepper.leaves_out():
+            return torch.zeros((), device=self.root_device, requires_grad=True)  # No parameter has a gradient of it.
         self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
@@ -393,6 +402,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def counters(self) -> Counters | None:
         """What this worker has sent, received and waited; None when it does not train."""
         return None if self._stepper is None else self._stepper.worker.counters
+
+    @property
+    def has_backup_workers(self) -> bool:
+        """Whether steps are made without workers that come too late."""
+        return self.options.backup_workers > 0
 
     @property
     def membership(self) -> Membership | None:
