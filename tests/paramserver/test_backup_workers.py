@@ -7,11 +7,14 @@ import pytest
 import torch
 from roles import Roles
 from test_leader import MEMBER, Run
+from test_shard import Post, ones_for, shard_of
 from torch import Tensor
 from training import SGD, Replica, batches, specify, train_alone
 
 from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.messages import Kind, unpack_json
 from cnnstrategies.paramserver.server.quorum import Attendance
+from cnnstrategies.paramserver.server.shard import Pull
 
 pytestmark = pytest.mark.light
 STEPS = 5
@@ -59,8 +62,10 @@ def test_steps_that_one_of_two_makes_alone_are_those_of_one_process(options: dic
         late.step(*data[STEPS])
         late.worker.wait_all()
         assert (late.worker.step, late.worker.late, late.worker.counters.dropped) == (1, True, 1)
+        assert versions_told(late.worker) == {STEPS}, "not only those that it has waited for"
         assert late.worker.catch_up() == STEPS - 1
         assert (late.worker.step, late.worker.late, late.worker.counters.dropped) == (STEPS, False, STEPS)
+        assert versions_told(late.worker) == set(), "its step tells"
         assert late.worker.counters.steps == STEPS
         assert_equal(late, expected)
 
@@ -75,6 +80,16 @@ def test_steps_that_one_of_two_makes_alone_are_those_of_one_process(options: dic
         assert quick.worker.counters.dropped == 0
     finally:
         networks.close()
+
+
+def versions_told(worker: Worker) -> set[int]:
+    """Versions of slices that a worker says to servers that it had, beside the step that it is at."""
+    role = worker._role
+    role.take()
+    for server in role.view.servers:
+        role._hello(server.id)
+    said = [unpack_json(memoryview(one.payload), one.header) for one in role.take() if one.header.kind == Kind.HELLO]
+    return {version for one in said for _, version in one["had"]}
 
 
 def assert_equal(replica: Replica, expected: dict[str, Tensor]) -> None:
@@ -112,6 +127,20 @@ def test_who_has_missed_a_step_is_known_as_far_as_decisions_are() -> None:
     assert not attendance.missed(0, 1), "this server has not heard who made the steps between"
     attendance.note(8, (1,))
     assert [attendance.missed(0, step) for step in (7, 8)] == [False, True]
+
+
+def test_a_late_worker_sees_no_version_that_a_death_can_take_back() -> None:
+    """It has asked for an older one, which every copy has; what it is sent is what is there."""
+    specification, post = specify(SGD, 2, servers=2, replication=2, backup_workers=1), Post()
+    shard = shard_of(0, specification, post)
+    key, *_ = shard.own
+    for step in range(2):
+        shard.update({key: ones_for(shard, key)}, [group.options for group in specification.groups], (0, 0), step)
+    shard.acknowledged(1, key, 1)
+    shard.pull(0, [key], Pull(request=1, version=1))
+    assert (Kind.PULLED, key) not in post.sent
+    shard.acknowledged(1, key, 2)
+    assert (Kind.PULLED, key) in post.sent
 
 
 # What a server that has come back hears of a late worker only, since the others have died.

@@ -145,6 +145,7 @@ class ByHand(LightningModule):
 REFUSALS = {
     "staleness of another mode": (["staleness=3"], "is for mode='ssp'"),
     "sync_every of another mode": (["sync_every=3"], "is for mode: local"),
+    "no worker to wait for": (["backup_workers=2"], "of 2 workers leaves none"),
     "more copies than servers": (["replication=2"], "needs as many servers"),
     "dynamic dispatch in sync": (["data_dispatch=dynamic"], "dynamic is for mode: async and ssp"),
     "a time-out of one heartbeat": (["heartbeat=5"], "a process that misses one heartbeat"),
