@@ -122,11 +122,13 @@ def test_who_has_missed_a_step_is_known_as_far_as_decisions_are() -> None:
     attendance.note(0, (0, 1))
     attendance.note(1, (1,))
     assert [attendance.missed(0, step) for step in range(3)] == [False, True, False]
-    attendance.note(7, (0, 1))
-    attendance.note(7, (0, 1))
-    assert not attendance.missed(0, 1), "this server has not heard who made the steps between"
-    attendance.note(8, (1,))
-    assert [attendance.missed(0, step) for step in (7, 8)] == [False, True]
+    attendance.note(7, (1,))
+    attendance.note(7, (1,))
+    assert not attendance.missed(0, 5), "this server has not heard who made the steps between"
+    attendance.note(8, (0, 1))
+    assert [attendance.missed(1, step) for step in (7, 8)] == [False, False]
+    attendance.note(9, (1,))
+    assert [attendance.missed(0, step) for step in (8, 9, 10)] == [False, True, False]
 
 
 def test_a_late_worker_sees_no_version_that_a_death_can_take_back() -> None:
