@@ -82,6 +82,7 @@ ARGS = {
     ],
     "experiments/digits_smallcnn_parameter_server_cpu.yaml": TWO,
     "experiments/digits_smallcnn_diloco_cpu.yaml": ["--trainer.strategy.init_args.start_method=fork"],
+    "experiments/digits_smallcnn_slow_link_cpu.yaml": ["--trainer.strategy.init_args.start_method=fork"],
     "experiments/digits_smallcnn_elastic_cpu.yaml": ["--trainer.strategy.init_args.start_method=fork"],
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,

@@ -14,7 +14,7 @@ from cnnstrategies.errors import ConfigurationError
 
 Mode = Literal["sync", "async", "ssp", "local"]
 Compression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
-PullCompression = Literal["none", "fp16", "bf16", "auto"]
+PullCompression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -69,7 +69,8 @@ class Specification:
         staleness: For ssp; 0 is sync.
         compression: How pushed gradients are encoded; ``auto``: each worker measures and chooses.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
-        pull_compression: How pulled parameters are encoded, or ``auto``. The servers' own keep their precision.
+        pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
+            each common step. The servers' own keep their precision.
         backup_workers: For sync: workers that a step does not wait for (Chen et al. 2016).
         delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
         replication: Servers that hold each slice.
@@ -112,6 +113,11 @@ class Specification:
     def aggregates(self) -> bool:
         """Whether a step waits for all workers: sync, local, and ssp that allows no staleness."""
         return self.mode in ("sync", "local") or (self.mode == "ssp" and self.staleness == 0)
+
+    @property
+    def pulls_changes(self) -> bool:
+        """Whether workers pull compressed changes of the parameters, and not the parameters."""
+        return self.pull_compression in ("topk", "onebit")
 
     @property
     def quorum(self) -> int:
@@ -238,6 +244,16 @@ def _check(spec: Specification) -> None:
         raise ConfigurationError(
             f"compression_ratio={spec.compression_ratio} with compression='auto': topk sends 8 bytes for each element "
             "of this share, no less than bf16 with 2 for all: use less than 0.25"
+        )
+    if spec.pulls_changes and not spec.aggregates:
+        raise ConfigurationError(
+            f"pull_compression={spec.pull_compression!r} with mode={spec.mode!r}: servers send one change to all "
+            "workers, which they have in common steps only: use mode='sync' or 'local', or pull_compression='fp16'"
+        )
+    if spec.pulls_changes and spec.backup_workers:
+        raise ConfigurationError(
+            f"pull_compression={spec.pull_compression!r} with backup_workers={spec.backup_workers}: a worker that is "
+            "late lacks the changes meanwhile: use pull_compression='fp16', or backup_workers=0"
         )
     if spec.staleness and spec.mode != "ssp":
         raise ConfigurationError(f"staleness={spec.staleness} is for mode='ssp', not mode={spec.mode!r}: leave it out")

@@ -298,6 +298,13 @@ MUTANTS = [
         seed=61178,
     ),
     ProtocolMutant(
+        "a copy does not count what workers have had",
+        "server.shard:Shard",
+        "                changes.apply(header.key, sent, known)",
+        "                pass",
+        seed=14,
+    ),
+    ProtocolMutant(
         "a push that comes after the decision is applied with the others",
         "server.updater:Updater",
         "self._mean(pushes, key, decision.who, start)",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cnnstrategies.paramserver.compression import Encoder, check_length, decode, encode_values
+from cnnstrategies.paramserver.compression import SAMPLE, Encoder, check_length, decode, encode_values, largest
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.specification import Compression
 
@@ -38,6 +38,23 @@ def test_parameters_beyond_the_range_of_fp16_become_its_largest_number() -> None
 def test_topk_sends_the_largest_elements_first() -> None:
     gradient = torch.tensor([0.1, -5.0, 0.2, 3.0])
     assert sent(Encoder("topk", 0.5), gradient).tolist() == [0, -5, 0, 3]
+
+
+@pytest.mark.parametrize("total", [7, SAMPLE, 8 * SAMPLE, 12 * SAMPLE + 5])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 1.0])
+def test_a_selection_by_sample_is_that_among_all(total: int, share: float) -> None:
+    torch.manual_seed(0)
+    spread = torch.randperm(total).float()  # No two are equal.
+    rare = torch.zeros(total)
+    rare[torch.randperm(total)[: total // 100 + 1]] = 1.0 + torch.rand(total // 100 + 1)
+    broken = spread.clone()
+    broken[total // 2] = float("nan")
+    count = max(1, round(share * total))
+    for values in (spread, rare, torch.zeros(total), broken):
+        chosen = largest(values, count)
+        assert torch.equal(chosen, chosen.unique()), "each once, in rising order"
+        expected = values.topk(count).values.nan_to_num(nan=-1.0).sort().values
+        assert torch.equal(values[chosen].nan_to_num(nan=-1.0).sort().values, expected)
 
 
 @pytest.mark.parametrize("compression", ["topk", "onebit"])

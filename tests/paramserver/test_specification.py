@@ -37,7 +37,12 @@ def test_json_gives_back_the_same_specification() -> None:
         ({"compression_ratio": 0.0}, r"compression_ratio=0.0: use more than 0"),
         ({"compression": "auto", "compression_ratio": 0.25}, r"compression_ratio=0.25 with compression='auto'"),
         ({"mode": "local", "clip_norm": 1.0}, r"mode='local' pushes no gradients"),
-        ({"pull_compression": "topk"}, r"pull_compression='topk': use one of none, fp16, bf16"),
+        ({"pull_compression": "top"}, r"pull_compression='top': use one of none, fp16, bf16, topk, onebit"),
+        (
+            {"pull_compression": "topk", "mode": "async"},
+            r"pull_compression='topk' with mode='async': .* use mode='sync'",
+        ),
+        ({"pull_compression": "onebit", "backup_workers": 1}, r"pull_compression='onebit' with backup_workers=1"),
         ({"clip_norm": 1.0, "clip_value": 1.0}, r"give one of them"),
         ({"clip_norm": -1.0}, r"clip_norm=-1.0: use a positive number"),
         ({"snapshot_every": 5}, r"snapshot_every=5 needs a snapshot_directory"),

@@ -93,6 +93,9 @@ def test_a_parameter_server_says_what_is_rounded():
     assert of_servers(mode="local", compression="bf16")[2] == "differences are sent as bf16"
     assert of_servers(compression="topk")[0] == "0.01 of all gradients is sent, the rest later"
     assert of_servers(compression="onebit")[0] == "gradients are sent as one bit a value, the rest later"
+    changes = of_servers(compression="topk", pull_compression="topk", compression_ratio=0.05)
+    assert changes[1] == "forward and backward use weights of which 0.05 is renewed in a step"
+    assert "one bit a value" in of_servers(pull_compression="onebit")[0]
     assert of_servers(compression="auto", pull_compression="auto")[:2] == [
         "gradients may be sent as bf16, or 0.01 of all, the rest later",
         "forward and backward may use weights rounded to fp16",

@@ -92,7 +92,8 @@ class ServerService:
         self._views = views
         self._keys = keys
         slices = cut(specification)
-        self._bounds = Bounds(max(largest_payload(slices), 4 * len(slices)) + LARGEST_JSON, len(slices))
+        largest = largest_payload(slices) * (2 if specification.pulls_changes else 1)  # Changes stand behind updates.
+        self._bounds = Bounds(max(largest, 4 * len(slices)) + LARGEST_JSON, len(slices))
         self._largest = self._bounds.payload + HEADER_BYTES
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None
@@ -110,7 +111,7 @@ class ServerService:
     def declared_memory(self) -> int:
         """Bytes that the server may come to need beside what it has now."""
         held = sum(slice_.nbytes for slice_ in self.role.store.slices.values())
-        copies = MOST_STATES + self._specification.replication
+        copies = MOST_STATES + self._specification.replication + self._specification.pulls_changes
         return memory_of_server(held, copies, self._specification.most_workers, self._bounds.payload)
 
     def run(self) -> None:

@@ -226,7 +226,7 @@ class Handlers:
         self._lost.update(behind)
         for key, count in behind.items():
             if isinstance(self._mode, Synchronous):
-                store.versions[key] += count
+                store.skip(key, count)
             else:
                 store.seen[key][who] = max(store.seen[key].get(who, -1), first - 1) + count
         if isinstance(self._mode, Synchronous):
@@ -279,7 +279,7 @@ class Handlers:
             version = header.step if isinstance(self._mode, Synchronous) else 0
             self._shard.pull(worker, keys, Pull(header.step, version, whole=True))
         elif isinstance(self._mode, Synchronous):
-            self._shard.pull(worker, keys, Pull(header.step, version=header.step, encoding=encoding))
+            self._shard.pull(worker, keys, Pull(header.step, header.step, encoding=encoding, mark=header.weight))
         else:
             self._mode.pull((worker, header.incarnation), keys, header.step, encoding)
 

@@ -19,6 +19,8 @@ from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
 
+KNOWN = "what workers have"  # beside the parts of an optimizer's state, in a copy
+
 
 @dataclass(frozen=True, slots=True)
 class Pull:
@@ -31,6 +33,7 @@ class Pull:
         step: The step of that push.
         whole: Send the values as they are here, without compression.
         encoding: What they are sent in; `NOTHING` for that of the specification.
+        mark: Where changes are sent: of what it has of the version before; 0 if it has another, or none.
     """
 
     request: int
@@ -39,6 +42,7 @@ class Pull:
     step: int = -1
     whole: bool = False
     encoding: Encoding = Encoding.NOTHING
+    mark: float = 0.0
 
 
 class Shard:
@@ -135,6 +139,14 @@ class Shard:
             if version < pull.version or not self._replicas.safe(key, least):
                 continue
             del waiting[worker]
+            changes = None if pull.whole else self.store.changes
+            if changes is not None:
+                payload, encoding = changes.answer(key, pull.mark, version == pull.version)
+                self._outbox.to_worker(
+                    worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding,
+                    weight=changes.mark(key),
+                )  # fmt: skip
+                continue
             encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
             if encoding not in encoded:
                 encoded[encoding] = encode_values(self.store.values[key], encoding)
@@ -151,19 +163,23 @@ class Shard:
         self.store.apply(changes, options)
         for key, change in changes.items():
             self.store.seen[key][who] = step
-            self._relay(key, change, options, who, step)
+            sent = b"" if self.store.changes is None else self.store.changes.make(key)
+            self._relay(key, change, options, who, step, sent)
             self.answer(key)
 
-    def _relay(self, key: int, change: Tensor | None, options: Options, who: Who, step: int) -> None:
+    def _relay(
+        self, key: int, change: Tensor | None, options: Options, who: Who, step: int, sent: bytes | memoryview
+    ) -> None:
         for backup in self._replicas.backups(key):
             if self._options_sent[:2] != (who, step):
                 for server in {backup for key in self.own for backup in self._replicas.backups(key)}:
                     self._outbox.to_server(server, Kind.RELAY_BEGIN, json=self.store.decided or {"options": options})
                 self._options_sent = who, step
+            payload = b"" if change is None else as_bytes(change)
             self._outbox.to_server(
                 backup,
                 Kind.RELAY,
-                b"" if change is None else as_bytes(change),
+                b"".join((payload, sent)) if sent else payload,
                 key=key,
                 step=step,
                 base=who[1] << 32 | who[0],
@@ -186,14 +202,21 @@ class Shard:
             InvalidMessageError: It is not the primary, or the payload does not fit.
         """
         self._from_primary(primary, header.key)
-        slice_ = self.store.slices[header.key]
-        check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        slice_, changes = self.store.slices[header.key], self.store.changes
+        size = len(payload)
+        if changes is not None:  # What workers are sent stands behind the update.
+            size = slice_.nbytes if header.encoding == Encoding.DENSE else 0
+            sent = payload[size:]
+            known = changes.decoded(header.key, sent)
+        check_length(size, header.encoding, slice_.numel, slice_.dtype)
         if primary not in self._relayed_options:
             raise InvalidMessageError("an update without hyper-parameters")
         # After lost messages a whole copy comes before updates go on.
         if self.store.versions[header.key] == header.weight - 1:
-            change = from_bytes(payload, slice_.dtype) if header.encoding == Encoding.DENSE else None
+            change = from_bytes(payload[:size], slice_.dtype) if header.encoding == Encoding.DENSE else None
             self.store.apply({header.key: change}, self._relayed_options[primary])
+            if changes is not None:
+                changes.apply(header.key, sent, known)
             self.store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
             self._acknowledge(header.key)
 
@@ -216,9 +239,11 @@ class Shard:
             self._copy(key, backup)
 
     def _copy(self, key: int, backup: int) -> None:
-        version, state = self.store.versions[key], self.store.state(key)
+        version, state, changes = self.store.versions[key], self.store.state(key), self.store.changes
         if version < 0:
             return
+        if changes is not None:
+            state = {**state, KNOWN: changes.known[key]}
         for name, value in state.items():
             described, raw = pack_state(name, value)
             self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, base=version, json=described)
@@ -230,7 +255,12 @@ class Shard:
             bytes(self.store.memory[key]),
             key=key,
             base=version,
-            json={"seen": seen, "parts": len(state), "decided": self.store.decided},
+            json={
+                "seen": seen,
+                "parts": len(state),
+                "decided": self.store.decided,
+                "lineage": 0 if changes is None else changes.lineages[key],
+            },
         )
 
     def copied(self, primary: int, header: Header, described: dict[str, object], payload: memoryview) -> None:
@@ -257,11 +287,16 @@ class Shard:
         assert isinstance(seen, list)
         if len(state) != described["parts"]:
             raise InvalidMessageError("a copy without all of its optimizer's state")
+        changes, known = self.store.changes, state.pop(KNOWN, None)
+        if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
+            raise InvalidMessageError("a copy without what workers have")
         self._copied_states.pop(header.key, None)
         for name, value in state.items():
             self.store.set_state(header.key, name, value)
         self.store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
         self.store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
+        if changes is not None and isinstance(known, Tensor):
+            changes.take_over(header.key, known, int(str(described["lineage"])))
         self._acknowledge(header.key)
 
     # Lost messages

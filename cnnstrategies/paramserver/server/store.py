@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes
 from cnnstrategies.paramserver.optimizers import SharedOptimizer, StateValue, load_optimizer
+from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 
@@ -31,6 +32,7 @@ class Store:
         seen: For each slice the last step of each worker (id, incarnation) that was applied to it.
         decided: In common steps, who makes up the last one that is decided, as a message says it. It goes wherever the
             values go: nobody who has what came of a decision may lack it.
+        changes: What workers have of the values, if they are sent changes.
     """
 
     def __init__(self, specification: Specification, slices: Iterable[Slice]) -> None:
@@ -40,6 +42,10 @@ class Store:
         self.versions = dict.fromkeys(self.slices, -1)
         self.seen: dict[int, dict[tuple[int, int], int]] = {key: {} for key in self.slices}
         self.decided: dict[str, Any] | None = None
+        self.changes: Changes | None = None
+        if specification.pulls_changes:
+            encoding = ENCODINGS[specification.pull_compression]
+            self.changes = Changes(encoding, specification.compression_ratio, self.values)
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._group = {key: group_of[slice_.parameter] for key, slice_ in self.slices.items()}
         kind = load_optimizer(specification.optimizer)
@@ -56,6 +62,15 @@ class Store:
         """Replace a slice's values."""
         self.values[key].copy_(value.view(self.values[key].shape))
         self.versions[key] = version
+        if self.changes is not None:
+            self.changes.begin(key)
+
+    def skip(self, key: int, count: int) -> None:
+        """Count updates of a slice that were made and are lost."""
+        version = self.versions[key]
+        self.versions[key] += count
+        if self.changes is not None:
+            self.changes.jump(key, version, self.versions[key])
 
     def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
         """One update of some slices.
@@ -89,6 +104,8 @@ class Store:
             "seen": {key: [[*who, step] for who, step in seen.items()] for key, seen in self.seen.items()},
             "states": {key: self.state(key) for key in self.slices},
             "decided": self.decided,
+            "known": {} if self.changes is None else self.changes.known,
+            "lineages": {} if self.changes is None else dict(self.changes.lineages),
         }
 
     def restore(self, contents: Mapping[str, Any]) -> None:
@@ -98,4 +115,7 @@ class Store:
             self.seen[key] = {(worker, incarnation): step for worker, incarnation, step in contents["seen"][key]}
             for name, part in contents["states"][key].items():
                 self.set_state(key, name, part)
+        if self.changes is not None:
+            for key, known in contents["known"].items():
+                self.changes.take_over(key, known, contents["lineages"][key])
         self.decided = contents["decided"]

@@ -21,6 +21,7 @@ class Pulls:
         connections: The connections to the servers.
         placement: The slices' primaries.
         copies: Further tensors, one for each parameter, that the same is written to.
+        changes: Whether what comes are changes of what came before.
 
     Attributes:
         refreshing: Whether what was last asked for are the present values, not those after an own push.
@@ -34,6 +35,7 @@ class Pulls:
         connections: Connections,
         placement: Placement,
         copies: Sequence[Tensor] = (),
+        changes: bool = False,
     ) -> None:
         self.refreshing = False
         self.encoding = Encoding.NOTHING
@@ -41,6 +43,7 @@ class Pulls:
         self._by_parameter = keys_by_parameter(slices, len(parameters))
         self._targets = [Target(parameter) for parameter in parameters]
         self._copies = [Target(copy) for copy in copies]
+        self._had = Had(slices) if changes else None
         self._connections = connections
         self._placement = placement
         self._step = 0
@@ -106,9 +109,17 @@ class Pulls:
         """
         if header.key not in self._pending or header.step != self._step:
             return False
+        changed = header.weight > 0
+        if self._had is not None and self.refreshing == changed:
+            return False  # It answers the question before, and says something else.
         slice_ = self._slices[header.key]
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
+        if self._had is not None and not self.refreshing:
+            known = self._had.take(header, values)
+            if known is None:
+                return False
+            values = known
         target = self._targets[slice_.parameter]
         target.write(slice_.start, values)
         if self._copies:
@@ -123,11 +134,49 @@ class Pulls:
         by_server: dict[int, list[int]] = {server.id: [] for server in self._connections.view.servers}
         for key in keys:
             by_server.setdefault(self._placement.primary(key), []).append(key)
+        # Lowest bit: the present values. Above it: the encoding.
+        asked = 1 if self.refreshing else self.encoding << 1
         for server, wanted in by_server.items():
-            payload = pack_keys(wanted)
-            # Lowest bit: the present values. Above it: the encoding.
-            asked = 1 if self.refreshing else self.encoding << 1
-            self._connections.send(server, Kind.PULL, payload, step=self._step, base=asked, encoding=Encoding.KEYS)
+            parts = {0.0: wanted} if self._had is None else self._had.by_mark(wanted, self._step - 1)
+            for mark, part in parts.items():
+                payload = pack_keys(part)
+                self._connections.send(
+                    server, Kind.PULL, payload, step=self._step, base=asked, weight=mark, encoding=Encoding.KEYS
+                )
+
+
+class Had:
+    """What has come of slices that come as changes, from which their values were put together.
+
+    The parameters themselves do not do for that: now and then they are the servers' own, with what changes left out.
+
+    Args:
+        slices: All slices.
+    """
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self._values = [torch.empty(0, dtype=slice_.dtype) for slice_ in slices]
+        self._versions = [-1] * len(slices)
+        self._marks = [0.0] * len(slices)
+
+    def by_mark(self, keys: Sequence[int], version: int) -> dict[float, list[int]]:
+        """Slices by what to tell a server of what is here of a version; 0 where that is another."""
+        parts: dict[float, list[int]] = {}
+        for key in keys:
+            parts.setdefault(self._marks[key] if self._versions[key] == version else 0.0, []).append(key)
+        return parts or {0.0: []}
+
+    def take(self, header: Header, values: Tensor) -> Tensor | None:
+        """A slice's values after an answer; None if it is a change of something else."""
+        key = header.key
+        if header.encoding == Encoding.DENSE:
+            self._values[key] = values.clone()
+        elif (header.base, header.weight) == (self._versions[key] + 1, self._marks[key]):
+            self._values[key].add_(values)
+        else:
+            return None
+        self._versions[key], self._marks[key] = header.base, header.weight
+        return self._values[key]
 
 
 class Target:

@@ -90,7 +90,8 @@ class WorkerRole:
         began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
         self._began_with = began_with
         self._outgoing = Outgoing(specification, slices, self._connections, self._placement, self.counters, began_with)
-        self._pulls = Pulls(slices, parameters, self._connections, self._placement, began_with)
+        changes = specification.pulls_changes
+        self._pulls = Pulls(slices, parameters, self._connections, self._placement, began_with, changes)
         self._now = 0.0
         self._repeat: Callable[[], object] | None = None
         self._next_repeat = 0.0
@@ -200,7 +201,8 @@ class WorkerRole:
     def encode_as(self, compression: Compression, pull_compression: PullCompression) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date."""
         self._outgoing.encode_as(compression)
-        self._pulls.encoding = ENCODINGS[pull_compression]
+        if not self._specification.pulls_changes:
+            self._pulls.encoding = ENCODINGS[pull_compression]
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; all parameters are up to date."""
@@ -273,8 +275,8 @@ class WorkerRole:
         self.counters.bytes_received += len(payload)
         if header.key == 0:
             self._count_others(header.base)
-            self.counters.dropped += header.weight == 1
         if self._backed_up:
+            self.counters.dropped += header.key == 0 and header.weight == 1
             self._had[header.key], self._newest = header.base, max(self._newest, header.base)
         self._outgoing.answered(header.key)
         index = self._slices[header.key].parameter

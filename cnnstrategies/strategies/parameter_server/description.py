@@ -86,6 +86,10 @@ def differences_of_servers(
         lines.append(f"{pushed} are sent as {options.compression}")
     if options.pull_compression == "auto":
         lines.append("forward and backward may use weights rounded to fp16")
+    elif options.pull_compression == "topk":
+        lines.append(f"forward and backward use weights of which {options.compression_ratio:.3g} is renewed in a step")
+    elif options.pull_compression == "onebit":
+        lines.append("forward and backward use weights that a step changes by one bit a value, the rest later")
     elif options.pull_compression != "none":
         lines.append(f"forward and backward use weights rounded to {options.pull_compression}")
     return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")

@@ -72,7 +72,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         compression_ratio: Share of the elements that ``topk`` sends.
         pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
             weights; those of the servers keep their precision, and validation and checkpoints have them. ``auto``
-            chooses between ``none`` and ``fp16``, as above.
+            chooses between ``none`` and ``fp16``, as above. For ``sync`` and ``local`` also ``topk`` and ``onebit``:
+            of what each step changes, with error feedback (DoubleSqueeze, Tang et al., ICML 2019).
         delay_compensation: The factor of DC-ASGD (Zheng et al., ICML 2017) for async and ssp; 0 turns it off.
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
         snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.

@@ -195,6 +195,7 @@ class SimulatedWorker:
         self.joined = False
         self.finished = False
         self._specification = specification
+        self._slices = slices
         self._local = specification.mode == "local"
         self._peer = peer
         self.steps = steps
@@ -305,8 +306,8 @@ class SimulatedWorker:
         waited = header.kind == Kind.PULLED and pulls.open_among([header.key]) and header.step == pulls.step
         whole = pulls.refreshing
         self.role.on_message(server.id, header, payload)
-        if waited:
-            value = torch.frombuffer(payload, dtype=torch.float64)
+        if waited and not pulls.open_among([header.key]):
+            value = self.values[self._slices[header.key].parameter]  # Each has one slice.
             self._watch.received(
                 self._peer.id,
                 self._peer.life,
@@ -315,7 +316,7 @@ class SimulatedWorker:
                 value,
                 header.step,
                 whole,
-                header.weight == 1,
+                self._specification.backup_workers > 0 and header.weight == 1,
                 server,
                 message.fields["sent"],
                 self._clock(),

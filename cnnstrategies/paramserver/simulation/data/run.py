@@ -16,6 +16,7 @@ TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
 BACKED_UP = 4498  # the draw of whether steps wait for all: none whose seeds have found faults before
 HORIZON = 300.0  # no run takes longer
+CHANGES = 126  # the draw of whether workers pull compressed changes
 MODES: tuple[Mapping[str, Any], ...] = (
     {"mode": "sync"},
     {"mode": "sync", "clip_norm": 0.5},
@@ -39,6 +40,7 @@ def specification_of(seed: int) -> Specification:
     workers = 1 + int(3 * draw(seed, 61))
     mode = MODES[int(len(MODES) * draw(seed, 63))]
     backed_up = workers > 1 and mode["mode"] == "sync" and draw(seed, BACKED_UP) < 0.2
+    changes = mode["mode"] in ("sync", "local") and not backed_up and draw(seed, CHANGES) < 0.3
     return Specification(
         tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(parameters)),
         "torch.optim.sgd.SGD",
@@ -52,6 +54,8 @@ def specification_of(seed: int) -> Specification:
         slice_bytes=64,
         timeout=TIMEOUT,
         session=1,
+        pull_compression="topk" if changes else "none",
+        compression_ratio=0.5,
         **mode,
     )
 

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cnnstrategies.paramserver.compression import ENCODINGS
 from cnnstrategies.paramserver.core.node import Peer
+from cnnstrategies.paramserver.messages import Encoding
+from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.slicing import Slice
@@ -49,12 +52,13 @@ class Watch:
     def __init__(self, specification: Specification) -> None:
         self.aggregates = specification.aggregates
         self.clipped = specification.clip_norm is not None
+        self._changes = specification.pulls_changes
         self._quorum = specification.quorum if specification.backup_workers else None
         self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
         self._states: dict[Content, set[Content]] = {}
+        self._visible: dict[tuple[int, int, int, bool], bytes] = {}
         self._made: dict[int, set[Token]] = {}
         self._unmade: dict[int, set[Token]] = {}
-        self._visible: dict[tuple[int, int, int], bytes] = {}
         self._epochs: dict[int, int] = {}
         self._forgiven: dict[int, int] = {}
         self._members: dict[tuple[int, int], tuple[frozenset[Token], set[int]]] = {}  # and the slices that have them
@@ -118,6 +122,10 @@ class Watch:
         self._made.setdefault(key, set()).update(made_of[1])
         self._states.setdefault(content, set()).add(_content(key, state))
 
+    def sent(self, key: int, known: Tensor, value: Tensor) -> None:
+        """What workers will have of a content: changes leave something out, and the rest of it with the next."""
+        self._made_of[_content(key, known)] = self._made_of[_content(key, value)]
+
     # What workers see
 
     def received(
@@ -139,7 +147,8 @@ class Watch:
             return  # It counts as dead, and ends when it hears of that: what it takes until then does no harm.
         content = value.view(-1).numpy().tobytes()
         epoch = self._epochs.get(key, 0)
-        seen = self._visible.setdefault((epoch, key, version), content)
+        kind = whole and self._changes  # Else what workers have leaves nothing out.
+        seen = self._visible.setdefault((epoch, key, version, kind), content)
         tokens, last = self._made_of.get((key, content), (None, frozenset()))
         forgiven = request - 1 <= self._forgiven.get(key, -1)
         if self.aggregates and seen != content and not forgiven:
@@ -250,6 +259,26 @@ def _content(key: int, value: Tensor | None) -> Content:
     return key, b"" if value is None else value.view(-1).numpy().tobytes()
 
 
+class WatchedChanges(Changes):
+    """What the workers have of some slices, of which each change is looked at.
+
+    Args:
+        encoding: Of the changes.
+        ratio: Share of the elements that ``topk`` sends.
+        values: The slices' values.
+        watch: Looks at them.
+    """
+
+    def __init__(self, encoding: Encoding, ratio: float, values: Mapping[int, Tensor], watch: Watch) -> None:
+        super().__init__(encoding, ratio, values)
+        self._watch = watch
+
+    def apply(self, key: int, payload: memoryview, change: Tensor) -> None:
+        """Workers will have a change."""
+        super().apply(key, payload, change)
+        self._watch.sent(key, self.known[key], self._values[key])
+
+
 class WatchedStore(Store):
     """A server's slices, of which each update is looked at.
 
@@ -266,6 +295,9 @@ class WatchedStore(Store):
         super().__init__(specification, slices)
         self._watch = watch
         self.whole: set[int] = set()
+        if specification.pulls_changes:
+            encoding = ENCODINGS[specification.pull_compression]
+            self.changes = WatchedChanges(encoding, specification.compression_ratio, self.values, watch)
 
     def look(self, keys: Iterable[int]) -> None:
         """See which slices have everything in them that was answered."""

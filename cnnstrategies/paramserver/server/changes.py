@@ -1,0 +1,93 @@
+"""What workers have of a server's slices, where they are sent the compressed changes of each common step.
+
+A change is compressed from the difference of the values to what workers have, so what one leaves out is in the next:
+error feedback on the way back (Tang et al., "DoubleSqueeze", ICML 2019). It adds up to what the workers have only where
+they have what it was made from. So what workers have goes wherever the values go, to copies and to snapshots, and has a
+lineage: another one where values jump, as after a snapshot that lacks updates.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from cnnstrategies.paramserver.compression import as_bytes, check_length, compress, decode
+from cnnstrategies.paramserver.messages import Encoding
+
+
+class Changes:
+    """What the workers have of some slices, and the last change of each.
+
+    Args:
+        encoding: Of the changes.
+        ratio: Share of the elements that ``topk`` sends; at least one.
+        values: The slices' values.
+
+    Attributes:
+        known: What workers have of each slice that have had all changes up to its version.
+        lineages: Tells values apart that have the same version and another history.
+    """
+
+    def __init__(self, encoding: Encoding, ratio: float, values: Mapping[int, Tensor]) -> None:
+        self.known = {key: value.clone() for key, value in values.items()}
+        self.lineages = dict.fromkeys(values, 0)
+        self._encoding = encoding
+        self._ratio = ratio
+        self._values = values
+        self._last: dict[int, memoryview] = {}
+
+    def begin(self, key: int, lineage: int = 0) -> None:
+        """Workers get a slice's values as they are."""
+        self.known[key].copy_(self._values[key])
+        self.lineages[key] = lineage
+        self._last.pop(key, None)
+
+    def jump(self, key: int, version: int, to: int) -> None:
+        """A slice's version goes up without an update: what workers have of that version is not what is here."""
+        self.begin(key, zlib.crc32(f"{version} {to}".encode(), self.lineages[key]))
+
+    def take_over(self, key: int, known: Tensor, lineage: int) -> None:
+        """Go on where another server, or a snapshot, was."""
+        self.known[key].copy_(known.view(self.known[key].shape))
+        self.lineages[key] = lineage
+        self._last.pop(key, None)
+
+    def make(self, key: int) -> memoryview:
+        """The change that brings workers nearer to a slice's values, which have just had an update."""
+        difference = (self._values[key] - self.known[key]).view(-1)
+        payload = compress(difference.float(), self._encoding, self._ratio)
+        self.apply(key, payload, self.decoded(key, payload))
+        return payload
+
+    def decoded(self, key: int, payload: memoryview) -> Tensor:
+        """A change as numbers.
+
+        Raises:
+            InvalidMessageError: It does not fit the slice.
+        """
+        known = self.known[key]
+        check_length(len(payload), self._encoding, known.numel(), known.dtype)
+        return decode(payload, self._encoding, known.numel(), known.dtype)
+
+    def apply(self, key: int, payload: memoryview, change: Tensor) -> None:
+        """Workers will have a change."""
+        self.known[key].view(-1).add_(change)
+        self._last[key] = payload
+
+    def answer(self, key: int, mark: float, next_version: bool) -> tuple[Any, Encoding]:
+        """What a worker is sent: the last change, or all where it lacks what that was made from.
+
+        Args:
+            key: The slice.
+            mark: Of what the worker has; 0 for nothing.
+            next_version: Whether the slice's version comes next after the one that it has.
+        """
+        last = self._last.get(key)
+        if last is not None and next_version and mark == self.mark(key):
+            return last, self._encoding
+        return bytes(as_bytes(self.known[key])), Encoding.DENSE  # The original changes, maybe before it has been sent.
+
+    def mark(self, key: int) -> float:
+        """A slice's lineage as the weight of a message: 0 stands for none."""
+        return float(self.lineages[key] + 1)

@@ -1,0 +1,178 @@
+"""Pulled changes: workers have the servers' values but for what is left out, and that comes with the next ones."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from local_cluster import Cluster
+from ranks import run_apart
+from roles import Roles, roles
+from test_sync import shares_of, train
+from torch import Tensor
+from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
+
+from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.server.changes import Changes
+from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.worker.pulls import Had
+
+STEPS, RATIO = 5, 0.2
+
+
+def changes_of(*values: float) -> tuple[Changes, Tensor]:
+    """With half of the elements in each change, and the values, which the test moves."""
+    value = torch.tensor(values)
+    return Changes(Encoding.TOPK, 0.5, {0: value}), value
+
+
+def test_what_a_change_leaves_out_is_in_the_next() -> None:
+    changes, value = changes_of(1.0, 2.0, 3.0, 4.0)
+    value.add_(torch.tensor([0.5, -2.0, 0.25, 1.0]))
+    changes.make(0)
+    assert changes.known[0].tolist() == [1.0, 0.0, 3.0, 5.0]
+    changes.make(0)
+    assert changes.known[0].tolist() == [1.5, 0.0, 3.25, 5.0]
+
+
+def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
+    changes, value = changes_of(1.0, 2.0)
+    assert changes.answer(0, changes.mark(0), True) == (bytes(value.numpy()), Encoding.DENSE), "none was made"
+    value.add_(1.0)
+    payload = changes.make(0)
+    mark = changes.mark(0)
+    assert changes.answer(0, mark, True) == (payload, Encoding.TOPK)
+    whole = bytes(changes.known[0].numpy()), Encoding.DENSE
+    for other, next_version in ((mark, False), (0.0, True), (mark + 1, True)):
+        assert changes.answer(0, other, next_version) == whole
+
+
+def test_values_that_jump_have_another_history() -> None:
+    """Two servers that go on from the same snapshot count differently, unless they lack the same."""
+    marks = []
+    for version, to in ((3, 5), (3, 6), (4, 5), (3, 5)):
+        changes, value = changes_of(1.0, 2.0)
+        value.add_(1.0)
+        changes.make(0)
+        changes.jump(0, version, to)
+        assert torch.equal(changes.known[0], value), "workers get all anew"
+        assert changes.answer(0, changes.mark(0), True)[1] == Encoding.DENSE
+        marks.append(changes.mark(0))
+    assert len(set(marks)) == 3
+    assert marks[0] == marks[3]
+
+
+def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
+    slices = cut(specify(SGD, 1))
+    had, change = Had(slices), torch.ones(slices[0].numel, dtype=torch.float64)
+    header = Header(Kind.PULLED, 0, 0, 1, Encoding.DENSE, base=3, weight=5.0)
+    whole = had.take(header, change)
+    assert whole is not None
+    for base, mark in ((3, 5.0), (5, 5.0), (4, 6.0)):
+        assert had.take(header._replace(encoding=Encoding.TOPK, base=base, weight=mark), change) is None
+    nearer = had.take(header._replace(encoding=Encoding.TOPK, base=4), change)
+    assert nearer is not None
+    assert nearer.unique().tolist() == [2.0]
+
+
+def test_a_snapshot_has_what_workers_have() -> None:
+    specification = specify(SGD, 1, pull_compression="topk", compression_ratio=0.1)
+    store, other = (Store(specification, cut(specification)) for _ in range(2))
+    assert store.changes is not None
+    assert other.changes is not None
+    store.values[0].add_(torch.arange(store.values[0].numel()).view_as(store.values[0]))
+    store.changes.make(0)
+    store.skip(1, 2)
+    other.restore(store.contents())
+    assert torch.equal(other.changes.known[0], store.changes.known[0])
+    assert not torch.equal(other.changes.known[0], other.values[0])
+    assert other.changes.lineages == store.changes.lineages
+
+
+def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:
+    """Steps of the servers' values by gradients at the workers', slice by slice as servers and workers have them."""
+    values, network = make_network(), make_network()
+    optimizer = make_optimizer(values, optimizer_options)
+    scheduler = make_scheduler(optimizer)
+    slices = cut(specify(optimizer_options, 1))
+    for images, targets in batches(STEPS, size):
+        network.zero_grad()
+        F.cross_entropy(network(images), targets).backward()
+        for value, known in zip(values.parameters(), network.parameters(), strict=True):
+            value.grad = known.grad
+        optimizer.step()
+        scheduler.step()
+        pairs = [*zip(values.parameters(), network.parameters(), strict=True)]
+        for one in slices:
+            value, known = (each.data.view(-1)[one.start : one.stop] for each in pairs[one.parameter])
+            left = (value - known).float()
+            largest = left.abs().topk(max(1, round(RATIO * one.numel))).indices
+            known[largest] += left[largest].double()
+    return network.state_dict()
+
+
+@pytest.mark.parametrize(("workers", "options"), [(1, {"servers": 1}), (2, {"servers": 2, "replication": 2})])
+def test_training_equals_one_process_that_leaves_out_the_same(
+    workers: int, options: dict[str, int], tmp_path: Path
+) -> None:
+    expected = run_apart(in_one_process, SGD, 12)
+    specification = specify(SGD, workers, pull_compression="topk", compression_ratio=RATIO, **options)
+    with Cluster(specification, tmp_path) as cluster:
+        cluster.start_workers(train, SGD, shares_of(workers, 12), 12)
+        for network, _ in cluster.results():
+            for name, value in expected.items():
+                torch.testing.assert_close(network[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("compression", ["topk", "onebit"])
+def test_a_servers_death_changes_no_bit(compression: str, tmp_path: Path) -> None:
+    """Its copy knows what workers have, and goes on with the same changes."""
+
+    def follow(run: Roles, dies: bool) -> list[Tensor]:
+        worker, values = run.worker()
+        worker.initialise()
+        worker.join()
+        torch.manual_seed(0)
+        for step in range(8):
+            if dies and step == 4:
+                run.kill(0)
+                after = replace(run.view, number=2, servers=run.view.servers[1:], lost=(0,))
+                run.show("server-1", after)
+                run.show("worker-0", after)
+            worker.begin_step([{**group.options} for group in run.specification.groups], 1)
+            for index, value in enumerate(values):
+                worker.push(index, torch.randn_like(value))
+            worker.end_step()
+            worker.wait_all()
+        before = [value.clone() for value in values]
+        worker.refresh()
+        assert not any(torch.equal(had, value) for had, value in zip(before, values, strict=True)), "nothing left out"
+        return [*before, *values]
+
+    options = {"servers": 2, "replication": 2, "pull_compression": compression, "compression_ratio": 0.1}
+    results = []
+    for dies in (False, True):
+        (tmp_path / str(dies)).mkdir()
+        with roles(tmp_path / str(dies), (40, 30), **options) as run:
+            assert {slice_.servers[0] for slice_ in cut(run.specification)} == {0, 1}
+            results.append(follow(run, dies))
+            if dies:
+                run.servers.pop(0)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_validation_has_the_values_of_the_servers_and_training_goes_on_from_those_of_changes(tmp_path: Path) -> None:
+    with roles(tmp_path, (40,), workers=1, pull_compression="topk", compression_ratio=0.1) as run:
+        worker, (value,) = run.worker()
+        worker.initialise()
+        worker.join()
+        run.step(worker)
+        had = value.clone()
+        worker.refresh()
+        assert not torch.equal(value, had)
+        assert value.unique().tolist() == [-0.5], "the servers' own values, as validation and checkpoints have them"
+        run.step(worker, 0.0)
+        assert (value == 0).sum() == 32, "training goes on with what changes have brought"
