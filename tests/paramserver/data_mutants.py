@@ -83,8 +83,8 @@ MUTANTS = [
     ProtocolMutant(
         "a common step's values are sent before it is made",
         "server.handlers:Handlers",
-        "version=header.step, encoding",
-        "version=0, encoding",
+        "Pull(header.step, header.step, encoding",
+        "Pull(header.step, 0, encoding",
         seed=0,
     ),
     ProtocolMutant(

@@ -40,7 +40,7 @@ def specification_of(seed: int) -> Specification:
     workers = 1 + int(3 * draw(seed, 61))
     mode = MODES[int(len(MODES) * draw(seed, 63))]
     backed_up = workers > 1 and mode["mode"] == "sync" and draw(seed, BACKED_UP) < 0.2
-    changes = mode["mode"] in ("sync", "local") and not backed_up and draw(seed, CHANGES) < 0.3
+    changes = mode["mode"] in ("sync", "local") and not backed_up and draw(seed, CHANGES) < 0.24
     return Specification(
         tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(parameters)),
         "torch.optim.sgd.SGD",
