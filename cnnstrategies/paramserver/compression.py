@@ -51,11 +51,12 @@ class Encoder:
 
     Attributes:
         encoding: Of the next gradient. It may change: what was left out before is in the next one all the same.
+        ratio: Of the next gradient.
     """
 
     def __init__(self, compression: Compression, ratio: float) -> None:
         self.encoding = ENCODINGS[compression]
-        self._ratio = ratio
+        self.ratio = ratio
         self._left_out: Tensor | None = None
 
     def encode(self, gradient: Tensor) -> Any:
@@ -67,7 +68,7 @@ class Encoder:
         if self.encoding in _HALF:
             return as_bytes(gradient.to(_HALF[self.encoding]))
         wanted = gradient.float() if self._left_out is None else gradient.float() + self._left_out
-        payload = compress(wanted, self.encoding, self._ratio)
+        payload = compress(wanted, self.encoding, self.ratio)
         self._left_out = wanted - decode(payload, self.encoding, wanted.numel(), torch.float32)
         return payload
 
@@ -148,6 +149,11 @@ def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype
         raise InvalidMessageError("a payload of another size than its slice needs")
 
 
+def indices_in(payload: memoryview) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Which elements a payload of top-k holds."""
+    return np.frombuffer(payload[: len(payload) // 2], "<u4").astype(np.int64)
+
+
 def decode(payload: memoryview, encoding: Encoding, numel: int, dtype: torch.dtype) -> Tensor:
     """The gradient in a payload, flat; it may lie on the payload's memory.
 
@@ -166,7 +172,7 @@ def decode(payload: memoryview, encoding: Encoding, numel: int, dtype: torch.dty
         return from_bytes(payload, _HALF[encoding]).to(dtype)
     if encoding == Encoding.TOPK:
         count = len(payload) // 8
-        indices = np.frombuffer(payload[: 4 * count], "<u4").astype(np.int64)
+        indices = indices_in(payload)
         if indices[-1] >= numel or (np.diff(indices) <= 0).any():
             raise InvalidMessageError("indices that are out of range or not in order")
         gradient = torch.zeros(numel, dtype=dtype)

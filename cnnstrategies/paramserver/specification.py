@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.correction_checks import check_clipping, check_correction, check_momentum, check_warmup
 
 Mode = Literal["sync", "async", "ssp", "local"]
 Compression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
@@ -69,6 +70,8 @@ class Specification:
         staleness: For ssp; 0 is sync.
         compression: How pushed gradients are encoded; ``auto``: each worker measures and chooses.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
+        compression_warmup: Steps over which the share falls to `compression_ratio`, from a quarter; 0 for none.
+        momentum_correction: Each worker makes SGD's momentum and weight decay before it compresses, not the servers.
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
         backup_workers: For sync: workers that a step does not wait for (Chen et al. 2016).
@@ -81,6 +84,7 @@ class Specification:
         slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
         timeout: Seconds of silence after which a worker gives up a server.
         elastic: Workers that may join beside these.
+        steps_before: Steps that were made before, in a run that goes on from a checkpoint: the warm-up counts them.
         session: Random number of this run: messages of another run are dropped.
     """
 
@@ -93,6 +97,8 @@ class Specification:
     staleness: int = 0
     compression: Compression = "none"
     compression_ratio: float = 0.01
+    compression_warmup: int = 0
+    momentum_correction: bool = False
     pull_compression: PullCompression = "none"
     backup_workers: int = 0
     delay_compensation: float = 0.0
@@ -104,6 +110,7 @@ class Specification:
     slice_bytes: int = 1 << 21
     timeout: float = 60.0
     elastic: int = 0
+    steps_before: int = 0
     session: int = field(default_factory=lambda: secrets.randbits(63))
 
     def __post_init__(self) -> None:
@@ -225,7 +232,7 @@ def _plain(name: str, value: Any) -> Any:
 def _check(spec: Specification) -> None:
     at_least: Mapping[str, float] = {
         "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
-        "delay_compensation": 0, "timeout": 0, "backup_workers": 0,
+        "delay_compensation": 0, "timeout": 0, "backup_workers": 0, "compression_warmup": 0, "steps_before": 0,
     }  # fmt: skip
     for name, least in at_least.items():
         if getattr(spec, name) < least:
@@ -255,6 +262,14 @@ def _check(spec: Specification) -> None:
             f"pull_compression={spec.pull_compression!r} with backup_workers={spec.backup_workers}: a worker that is "
             "late lacks the changes meanwhile: use pull_compression='fp16', or backup_workers=0"
         )
+    if spec.compression_warmup:
+        check_warmup(spec.compression_warmup, spec.compression, spec.compression_ratio)
+    if spec.momentum_correction:
+        check_correction(spec.mode, spec.compression, spec.delay_compensation)
+        if spec.aggregates:
+            check_clipping(spec.clip_norm or spec.clip_value, spec.mode)
+        if spec.groups:
+            check_momentum(spec.optimizer, [group.options for group in spec.groups])
     if spec.staleness and spec.mode != "ssp":
         raise ConfigurationError(f"staleness={spec.staleness} is for mode='ssp', not mode={spec.mode!r}: leave it out")
     if spec.delay_compensation and spec.aggregates:

@@ -15,6 +15,7 @@ from cnnstrategies.paramserver.option_checks import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import Compression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections
+from cnnstrategies.paramserver.worker.momentum import MomentumCorrection, share
 from cnnstrategies.paramserver.worker.placement import Placement
 
 
@@ -26,6 +27,7 @@ class Outgoing:
     Args:
         specification: What all processes of the run agree on.
         slices: All slices.
+        parameters: The parameters in the specification's order, with the values that gradients are computed with.
         connections: The connections to the servers.
         placement: The slices' primaries.
         counters: Its bytes sent are counted.
@@ -39,6 +41,7 @@ class Outgoing:
         self,
         specification: Specification,
         slices: Sequence[Slice],
+        parameters: Sequence[Tensor],
         connections: Connections,
         placement: Placement,
         counters: Counters,
@@ -49,6 +52,7 @@ class Outgoing:
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
         self._encoders = [Encoder(specification.compression, specification.compression_ratio) for _ in slices]
+        self._correction = MomentumCorrection(specification, slices, parameters)
         self._connections = connections
         self._placement = placement
         self._counters = counters
@@ -85,7 +89,10 @@ class Outgoing:
             {name: values[name] for name in group.options}
             for group, values in zip(self._specification.groups, groups, strict=True)
         ]
-        self._begin = step, {"options": self.options}, float(samples)
+        self._begin = step, {"options": self._correction.begin(self.options)}, float(samples)
+        ratio = share(self._specification, step)
+        for encoder in self._encoders:
+            encoder.ratio = ratio
         self._unanswered.clear()
         self._pushed.clear()
         for server in self._connections.view.servers:
@@ -154,7 +161,7 @@ class Outgoing:
         for key in self._by_parameter[index]:
             slice_, encoder = self._slices[key], self._encoders[key]
             part = flat if slice_.numel == flat.numel() else flat[slice_.start : slice_.stop]
-            self._unanswered[key] = encoder.encode(part), encoder.encoding
+            self._unanswered[key] = self._correction.encode(encoder, slice_, part), encoder.encoding
             self._send(key)
 
     def _send_begin(self, server: int) -> None:

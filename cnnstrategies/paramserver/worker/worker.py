@@ -89,7 +89,9 @@ class WorkerRole:
         local = specification.mode == "local"
         began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
         self._began_with = began_with
-        self._outgoing = Outgoing(specification, slices, self._connections, self._placement, self.counters, began_with)
+        self._outgoing = Outgoing(
+            specification, slices, parameters, self._connections, self._placement, self.counters, began_with
+        )
         changes = specification.pulls_changes
         self._pulls = Pulls(slices, parameters, self._connections, self._placement, began_with, changes)
         self._now = 0.0
@@ -133,6 +135,8 @@ class WorkerRole:
         """Have the first values ready, for the case that those die that were to give them."""
         self._stands_in = True
         values = self._parameters
+        if self._specification.momentum_correction:
+            optimizer_state = None  # Momentum is each worker's own, and begins anew.
         if self._began_with:  # Its own steps move the parameters before others know of them.
             values = self._began_with
             for value, parameter in zip(values, self._parameters, strict=True):

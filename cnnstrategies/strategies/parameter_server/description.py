@@ -2,6 +2,7 @@
 
 from torch import nn
 
+from cnnstrategies.paramserver.correction_checks import FIRST_SHARE
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.differences import differences_of_replicas
@@ -84,6 +85,10 @@ def differences_of_servers(
         lines.append(f"{pushed} may be sent as bf16, or {options.compression_ratio:.3g} of all, the rest later")
     elif options.compression != "none":
         lines.append(f"{pushed} are sent as {options.compression}")
+    if options.compression_warmup:
+        lines[-1] += f" (at first {FIRST_SHARE:g}, over {options.compression_warmup} steps less)"
+    if options.momentum_correction:
+        lines.append("each worker makes the momentum of its own gradients")
     if options.pull_compression == "auto":
         lines.append("forward and backward may use weights rounded to fp16")
     elif options.pull_compression == "topk":

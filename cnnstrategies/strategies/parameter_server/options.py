@@ -12,8 +12,15 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from cnnstrategies._lightning_private import ends_after_search
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.correction_checks import check_clipping, check_momentum
 from cnnstrategies.paramserver.security import check_endpoint, is_local
-from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression, Specification
+from cnnstrategies.paramserver.specification import (
+    Compression,
+    Mode,
+    PullCompression,
+    Specification,
+    hyperparameters,
+)
 
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
@@ -41,6 +48,8 @@ class Options:
     coordinator: str | None
     compression: Compression
     compression_ratio: float
+    compression_warmup: int
+    momentum_correction: bool
     pull_compression: PullCompression
     delay_compensation: float
     replication: int
@@ -133,6 +142,28 @@ class Options:
                 "before anybody joins; use data_dispatch: dynamic"
             )
 
+    def check_momentum(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer whose momentum the workers are to make and cannot.
+
+        Raises:
+            ConfigurationError: `momentum_correction` is not for it.
+        """
+        if self.momentum_correction:
+            kind = type(optimizer)
+            check_momentum(f"{kind.__module__}.{kind.__qualname__}", hyperparameters(optimizer))
+
+    def check_clipping(self, limit: float | None) -> None:
+        """Refuse clipping where the servers would clip something else than gradients.
+
+        Args:
+            limit: The trainer's `gradient_clip_val`.
+
+        Raises:
+            ConfigurationError: `momentum_correction` is not for it.
+        """
+        if self.momentum_correction and self.steps_together:
+            check_clipping(limit, self.mode)
+
     def check_nodes(self, nodes: int) -> None:
         """Refuse more copies than there are servers.
 
@@ -210,6 +241,8 @@ class Options:
             "backup_workers": self.backup_workers,
             "compression": self.compression,
             "compression_ratio": self.compression_ratio,
+            "compression_warmup": self.compression_warmup,
+            "momentum_correction": self.momentum_correction,
             "pull_compression": self.pull_compression,
             "delay_compensation": self.delay_compensation,
             "replication": self.replication,

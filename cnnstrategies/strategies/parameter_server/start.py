@@ -55,7 +55,8 @@ def meet_servers(
     """
     run, membership = group.collectives, group.membership
     if group.rank == 0:
-        whole = options.specification(module, optimizer, nodes, group.world_size, **_clipping(trainer, options.mode))
+        changes = {"steps_before": trainer.global_step, **_clipping(trainer, options.mode)}
+        whole = options.specification(module, optimizer, nodes, group.world_size, **changes)
         run.put(SPECIFICATION, [whole.to_json().encode()])
     (text,) = run.get(SPECIFICATION)
     specification = Specification.from_json(bytes(text).decode())

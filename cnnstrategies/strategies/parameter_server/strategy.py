@@ -70,6 +70,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
             ``auto`` uses the one of ``none``, ``bf16`` and ``topk`` with which steps take the least time, as measured
             while it trains.
         compression_ratio: Share of the elements that ``topk`` sends.
+        compression_warmup: Steps over which ``topk`` sends less and less, from a quarter to ``compression_ratio``.
+        momentum_correction: Each worker makes the momentum and the weight decay of SGD itself, before it compresses
+            (Deep Gradient Compression, Lin et al., ICLR 2018); the servers add what comes. For ``topk``, ``onebit`` and
+            ``auto``.
         pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
             weights; those of the servers keep their precision, and validation and checkpoints have them. ``auto``
             chooses between ``none`` and ``fp16``, as above. For ``sync`` and ``local`` also ``topk`` and ``onebit``:
@@ -110,6 +114,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         coordinator: str | None = None,
         compression: Compression = "none",
         compression_ratio: float = 0.01,
+        compression_warmup: int = 0,
+        momentum_correction: bool = False,
         pull_compression: PullCompression = "none",
         delay_compensation: float = 0.0,
         replication: int = 1,
@@ -175,7 +181,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._outer_state = None
-            check_optimizers(self.optimizers)
+            self.options.check_momentum(check_optimizers(self.optimizers))
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
