@@ -27,7 +27,7 @@ def check_warmup(steps: int, compression: str, ratio: float) -> None:
 
 
 def check_correction(mode: str, compression: str, delay_compensation: float) -> None:
-    """Refuse momentum correction where nothing is left out, or where the servers need gradients.
+    """Refuse momentum correction where nothing comes late, or where the servers need gradients.
 
     Raises:
         ConfigurationError: The options contradict it.
@@ -37,10 +37,10 @@ def check_correction(mode: str, compression: str, delay_compensation: float) -> 
             "momentum_correction=True is not for mode='local': there each worker's optimizer has its own momentum; "
             "leave it out"
         )
-    if compression not in ("topk", "onebit", "auto"):
+    if compression not in ("topk", "auto"):
         raise ConfigurationError(
-            f"momentum_correction=True is for compression='topk', 'onebit' and 'auto', which leave something out, not "
-            f"compression={compression!r}: leave it out"
+            f"momentum_correction=True is for compression='topk' and 'auto', with which elements wait for later steps, "
+            f"not compression={compression!r}: leave it out"
         )
     if delay_compensation:
         raise ConfigurationError(

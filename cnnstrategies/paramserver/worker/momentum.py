@@ -4,8 +4,7 @@ Error feedback alone hands over old gradients in a lump, to which the servers' m
 new one. With momentum correction each worker makes the velocity of its own gradients, what is left out of a push are
 parts of velocities, and the servers add what comes by SGD without momentum. What top-k sends is late, and its velocity
 points where the weights were: momentum factor masking forgets it. Where a whole slice is sent nothing is late, and
-nothing is masked, as in the authors' program; nor is it with one bit for each element (Zheng et al.,
-"Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", NeurIPS 2019).
+nothing is masked, as in the authors' program.
 """
 
 from collections.abc import Mapping, Sequence

@@ -72,8 +72,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         compression_ratio: Share of the elements that ``topk`` sends.
         compression_warmup: Steps over which ``topk`` sends less and less, from a quarter to ``compression_ratio``.
         momentum_correction: Each worker makes the momentum and the weight decay of SGD itself, before it compresses
-            (Deep Gradient Compression, Lin et al., ICLR 2018); the servers add what comes. For ``topk``, ``onebit`` and
-            ``auto``.
+            (Deep Gradient Compression, Lin et al., ICLR 2018); the servers add what comes. For ``topk`` and ``auto``.
         pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
             weights; those of the servers keep their precision, and validation and checkpoints have them. ``auto``
             chooses between ``none`` and ``fp16``, as above. For ``sync`` and ``local`` also ``topk`` and ``onebit``:
