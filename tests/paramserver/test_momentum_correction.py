@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from training import SGD, batches, make_network, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.compression import ENCODINGS, Encoder, decode
+from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Compression, Specification, hyperparameters
 from cnnstrategies.paramserver.worker.momentum import MomentumCorrection, share
@@ -107,7 +109,7 @@ def test_a_worker_sends_fewer_bytes_in_each_step_of_the_warm_up(tmp_path: Path) 
     """8 bytes for each of 16, 8, 4, 2, 1 and 1 elements."""
     options = {"compression": "topk", "compression_ratio": 1 / 64, "compression_warmup": 4}
     with roles(tmp_path, (64,), **options) as run:
-        worker = begin(run)
+        worker, _ = begin(run)
         sent = [0]
         for _ in range(6):
             run.step(worker)
@@ -153,7 +155,7 @@ def test_async_clips_a_gradient_before_it_becomes_velocity(limit: dict[str, floa
 def test_a_push_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
     """The third push goes to a server that has died; the copy gets it. The numbers are those of the test above."""
     with roles(tmp_path, (4,), servers=2, replication=2, **CORRECTED) as run:
-        worker = begin(run)
+        worker, values = begin(run)
         for number in range(4):
             worker.begin_step(hyperparameters(run.optimizer), 1)
             if number == 2:
@@ -167,14 +169,42 @@ def test_a_push_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
                 run.show(f"server-{1 - dead}", after)
                 run.show("worker-0", after)
             worker.wait_all()
-        assert run.values.tolist() == [-0.5 * sent for sent in (4 + 10, 5, 6.125, 0)]
+        assert values.tolist() == [-0.5 * sent for sent in (4 + 10, 5, 6.125, 0)]
 
 
-def begin(run: Roles) -> Any:
-    worker, (run.values,) = run.worker()
+def test_who_takes_a_workers_place_begins_without_velocity_and_goes_on_with_the_warm_up(tmp_path: Path) -> None:
+    """Of 64 elements the steps send 16, 8 and 4; the third is another worker's, and sends its gradient alone."""
+    gradient = torch.arange(64.0)
+    options = CORRECTED | {"mode": "async", "compression_ratio": 1 / 64, "compression_warmup": 4}
+    with roles(tmp_path, (64,), **options) as run:
+        worker, _ = begin(run)
+        for _ in range(2):
+            push(run, worker, gradient)
+        after = replace(run.view, number=2, workers=(WorkerInfo(0, 1),))
+        run.show("server-0", after)
+        run.show("worker-0", after)
+        values = torch.zeros(64)
+        run.workers.append(Worker(run.specification, [values], run.views("worker-0"), 0, 1))
+        assert run.workers[-1].join() == 2
+        before = values.clone()
+        push(run, run.workers[-1], gradient)
+    assert torch.equal(before - values, 0.5 * torch.cat([torch.zeros(60), gradient[60:]]))
+
+
+def begin(run: Roles) -> tuple[Worker, Tensor]:
+    """A worker of the run's first step, and its only parameter."""
+    worker, (values,) = run.worker()
     worker.initialise()
     worker.join()
-    return worker
+    return worker, values
+
+
+def push(run: Roles, worker: Worker, gradient: Tensor) -> None:
+    """One step, to its end."""
+    worker.begin_step(hyperparameters(run.optimizer), 1)
+    worker.push(0, gradient)
+    worker.end_step()
+    worker.wait_all()
 
 
 def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
