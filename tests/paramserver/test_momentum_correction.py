@@ -118,14 +118,15 @@ def test_a_worker_sends_fewer_bytes_in_each_step_of_the_warm_up(tmp_path: Path) 
     assert [before - after for before, after in itertools.pairwise(steps)] == [64, 32, 16, 8, 0]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("options", [SGD, NESTEROV], ids=["weight decay", "nesterov, groups"])
+@pytest.mark.parametrize("pulled", ["none", "topk"])
+@pytest.mark.parametrize(("options", "workers"), [(SGD, 1), (NESTEROV, 2)], ids=["weight decay", "nesterov, groups"])
 def test_where_everything_is_sent_it_is_the_momentum_of_one_process(
-    options: dict[str, Any], workers: int, tmp_path: Path
+    options: dict[str, Any], workers: int, pulled: str, tmp_path: Path
 ) -> None:
     """To float32, in which top-k sends. A momentum that is given is not used, since it is no worker's own."""
     expected, state = run_apart(train_alone, options, batches(5, 12))
     corrected = {"compression": "topk", "compression_ratio": 1.0, "momentum_correction": True}
+    corrected["pull_compression"] = pulled
     with Cluster(specify(options, workers, servers=2, **corrected), tmp_path) as cluster:
         cluster.start_workers(train, options, shares_of(workers, 12), 12, 1, state)
         results = cluster.results()
@@ -146,6 +147,7 @@ def test_async_clips_a_gradient_before_it_becomes_velocity(limit: dict[str, floa
 
     expected, _ = run_apart(train_alone, SGD, batches(5, 12), clip)
     corrected = {"compression": "topk", "compression_ratio": 1.0, "momentum_correction": True}
+    corrected["pull_compression"] = pulled
     with Cluster(specify(SGD, 1, mode="async", **limit, **corrected), tmp_path) as cluster:
         cluster.start_workers(train, SGD, [slice(0, 12)], 12)
         ((network, _),) = cluster.results()
