@@ -147,7 +147,6 @@ def test_async_clips_a_gradient_before_it_becomes_velocity(limit: dict[str, floa
 
     expected, _ = run_apart(train_alone, SGD, batches(5, 12), clip)
     corrected = {"compression": "topk", "compression_ratio": 1.0, "momentum_correction": True}
-    corrected["pull_compression"] = pulled
     with Cluster(specify(SGD, 1, mode="async", **limit, **corrected), tmp_path) as cluster:
         cluster.start_workers(train, SGD, [slice(0, 12)], 12)
         ((network, _),) = cluster.results()

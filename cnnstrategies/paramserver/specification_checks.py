@@ -1,0 +1,101 @@
+"""Whether the options of a specification agree with each other."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.correction_checks import check_clipping, check_correction, check_momentum, check_warmup
+
+if TYPE_CHECKING:
+    from cnnstrategies.paramserver.specification import Specification
+
+
+def check_options(spec: "Specification") -> None:
+    """Refuse options that are out of range or contradict each other.
+
+    Raises:
+        ConfigurationError: So they are, and why.
+    """
+    _check_numbers(spec)
+    _check_compression(spec)
+    _check_steps(spec)
+    _check_clipping(spec)
+
+
+def _check_numbers(spec: "Specification") -> None:
+    at_least: Mapping[str, float] = {
+        "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
+        "delay_compensation": 0, "timeout": 0, "backup_workers": 0, "compression_warmup": 0, "steps_before": 0,
+    }  # fmt: skip
+    for name, least in at_least.items():
+        if getattr(spec, name) < least:
+            raise ConfigurationError(f"{name}={getattr(spec, name)}: use at least {least}")
+    if spec.replication > spec.servers:
+        raise ConfigurationError(
+            f"replication={spec.replication} needs as many servers, but servers={spec.servers}: change one of them"
+        )
+    if spec.snapshot_every and not spec.snapshot_directory:
+        raise ConfigurationError(f"snapshot_every={spec.snapshot_every} needs a snapshot_directory: name one")
+
+
+def _check_compression(spec: "Specification") -> None:
+    if not 0 < spec.compression_ratio <= 1:
+        raise ConfigurationError(f"compression_ratio={spec.compression_ratio}: use more than 0 and at most 1")
+    if spec.compression == "auto" and spec.compression_ratio >= 0.25:
+        raise ConfigurationError(
+            f"compression_ratio={spec.compression_ratio} with compression='auto': topk sends 8 bytes for each element "
+            "of this share, no less than bf16 with 2 for all: use less than 0.25"
+        )
+    if spec.pulls_changes and not spec.aggregates:
+        raise ConfigurationError(
+            f"pull_compression={spec.pull_compression!r} with mode={spec.mode!r}: servers send one change to all "
+            "workers, which they have in common steps only: use mode='sync' or 'local', or pull_compression='fp16'"
+        )
+    if spec.pulls_changes and spec.backup_workers:
+        raise ConfigurationError(
+            f"pull_compression={spec.pull_compression!r} with backup_workers={spec.backup_workers}: a worker that is "
+            "late lacks the changes meanwhile: use pull_compression='fp16', or backup_workers=0"
+        )
+    if spec.compression_warmup:
+        check_warmup(spec.compression_warmup, spec.compression, spec.compression_ratio)
+    if spec.momentum_correction:
+        check_correction(spec.mode, spec.compression, spec.delay_compensation)
+        if spec.aggregates:
+            check_clipping(spec.clip_norm or spec.clip_value, spec.mode)
+        if spec.groups:
+            check_momentum(spec.optimizer, [group.options for group in spec.groups])
+
+
+def _check_steps(spec: "Specification") -> None:
+    if spec.staleness and spec.mode != "ssp":
+        raise ConfigurationError(f"staleness={spec.staleness} is for mode='ssp', not mode={spec.mode!r}: leave it out")
+    if spec.delay_compensation and spec.aggregates:
+        raise ConfigurationError(
+            f"delay_compensation={spec.delay_compensation} is for async and ssp: gradients have no delay in "
+            f"mode={spec.mode!r}, so leave it out"
+        )
+    if spec.backup_workers and spec.mode != "sync":
+        raise ConfigurationError(
+            f"backup_workers={spec.backup_workers} is for mode='sync', not mode={spec.mode!r}: leave it out"
+        )
+    if spec.backup_workers >= spec.workers:
+        raise ConfigurationError(
+            f"backup_workers={spec.backup_workers} of workers={spec.workers} leaves none whose gradient a step waits "
+            f"for: use at most {spec.workers - 1}"
+        )
+    if spec.backup_workers and spec.elastic:
+        raise ConfigurationError(
+            f"backup_workers={spec.backup_workers} with elastic={spec.elastic}: nobody joins common steps while they "
+            "are made; leave one of them out"
+        )
+
+
+def _check_clipping(spec: "Specification") -> None:
+    if spec.mode == "local" and (spec.clip_norm is not None or spec.clip_value is not None):
+        raise ConfigurationError("mode='local' pushes no gradients: clip them in the worker's own optimizer step")
+    if spec.clip_norm is not None and spec.clip_value is not None:
+        raise ConfigurationError(f"clip_norm={spec.clip_norm} and clip_value={spec.clip_value}: give one of them")
+    for name in ("clip_norm", "clip_value"):
+        value = getattr(spec, name)
+        if value is not None and value <= 0:
+            raise ConfigurationError(f"{name}={value}: use a positive number, or None for no clipping")
