@@ -39,6 +39,13 @@ MUTANTS = [
         seed=8,
     ),
     ProtocolMutant(
+        "what is told again and lost again is told again at once, which is ever more",
+        "server.gaps:Gaps",
+        "or self._times.get(server, 0) >= MOST",
+        "",
+        seed=400443,
+    ),
+    ProtocolMutant(
         "a worker runs one step further ahead than the staleness",
         "server.clocks:StaleClock",
         "clock - self.slowest <= self._staleness",

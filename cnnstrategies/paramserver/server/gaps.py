@@ -10,6 +10,8 @@ from collections.abc import Collection
 from cnnstrategies.paramserver.messages import InvalidMessageError
 
 PING_SECONDS = 0.2
+# Between two pings: what is told again may be lost, too, and that told again, which would be ever more.
+MOST = 8
 
 
 class Gaps:
@@ -23,6 +25,7 @@ class Gaps:
         self.found: dict[int, int] = {}
         self._last: dict[int, int] = {}
         self._answered: dict[int, int] = {}
+        self._times: dict[int, int] = {}
 
     def forget(self, servers: Collection[int]) -> None:
         """Begin anew with servers that are gone or others now."""
@@ -46,8 +49,13 @@ class Gaps:
         return True
 
     def asked(self, server: int, gaps: int) -> bool:
-        """Whether a server has found more gaps in this one's messages than have been made good."""
-        if gaps <= self._answered.get(server, 0):
+        """Whether a server has found more gaps in this one's messages than have been made good, and may be told now."""
+        if gaps <= self._answered.get(server, 0) or self._times.get(server, 0) >= MOST:
             return False
+        self._times[server] = self._times.get(server, 0) + 1
         self._answered[server] = gaps
         return True
+
+    def pinged(self) -> None:
+        """Servers are told about their gaps; whoever finds more may be told as often as before."""
+        self._times = {}

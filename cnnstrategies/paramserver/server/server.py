@@ -158,6 +158,7 @@ class Server:
             self._heard_workers.clear()
         if now - self._pinged > PING_SECONDS:
             self._pinged = now
+            self._gaps.pinged()
             for server in self.view.servers:
                 if server.id != self.id:
                     self._outbox.to_server(server.id, Kind.PING, base=self._gaps.found.get(server.id, 0))

@@ -16,6 +16,7 @@ TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
 BACKED_UP = 4498  # the draw of whether steps wait for all: none whose seeds have found faults before
 HORIZON = 300.0  # no run takes longer
+EVENTS = 100_000  # nor has one as many: a tenth is rare
 CHANGES = 126  # the draw of whether workers pull compressed changes
 MODES: tuple[Mapping[str, Any], ...] = (
     {"mode": "sync"},
@@ -84,6 +85,8 @@ def simulate(
     try:
         members.start()
         while not checks.over and world.now < HORIZON and world.step():
+            if world.events > EVENTS:
+                raise ViolationError(f"17: {world.events:,} events, and no end")
             if world.now - looked > TIMEOUT / 10:
                 looked = world.now
                 checks.look()
