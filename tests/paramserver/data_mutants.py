@@ -346,4 +346,25 @@ MUTANTS = [
         "False",
         seed=59,
     ),
+    ProtocolMutant(
+        "what came before a server was started again counts as what came after it",
+        "server.server:Server",
+        "self._shard.store.changes.begin_with(since[self.id])",
+        "pass",
+        seed=406486,
+    ),
+    ProtocolMutant(
+        "a step is decided before the one before is made, and the pushes of that are forgotten",
+        "server.synchronous:Synchronous",
+        "if self._shard.attendance is None or step <= self._updater.finished:",
+        "if True:",
+        seed=402378,
+    ),
+    ProtocolMutant(
+        "a server that hears no decision keeps all steps that workers begin",
+        "server.synchronous:Synchronous",
+        "            self._forget_before(step - 1)  # It may not hear",
+        "            pass  # It may not hear",
+        seed=401063,
+    ),
 ]

@@ -3,7 +3,8 @@
 A change is compressed from the difference of the values to what workers have, so what one leaves out is in the next:
 error feedback on the way back (Tang et al., "DoubleSqueeze", ICML 2019). It adds up to what the workers have only where
 they have what it was made from. So what workers have goes wherever the values go, to copies and to snapshots, and has a
-lineage: another one where values jump, as after a snapshot that lacks updates.
+lineage: another one where values jump, and where a server goes on from a snapshot or from first values, since the steps
+that workers have seen may be made anew there, of others' pushes.
 """
 
 import zlib
@@ -36,16 +37,27 @@ class Changes:
         self._ratio = ratio
         self._values = values
         self._last: dict[int, memoryview] = {}
+        self._origin = 0
 
-    def begin(self, key: int, lineage: int = 0) -> None:
+    def begin_with(self, since: int) -> None:
+        """Values that are here, and first values that come, are those of a server that came with a view."""
+        self._origin = since
+        self.lineages = {
+            key: zlib.crc32(str(since).encode(), lineage) if lineage else since
+            for key, lineage in self.lineages.items()
+        }
+
+    def begin(self, key: int) -> None:
         """Workers get a slice's values as they are."""
         self.known[key].copy_(self._values[key])
-        self.lineages[key] = lineage
+        self.lineages[key] = self._origin
         self._last.pop(key, None)
 
     def jump(self, key: int, version: int, to: int) -> None:
         """A slice's version goes up without an update: what workers have of that version is not what is here."""
-        self.begin(key, zlib.crc32(f"{version} {to}".encode(), self.lineages[key]))
+        lineage = zlib.crc32(f"{version} {to}".encode(), self.lineages[key])
+        self.begin(key)
+        self.lineages[key] = lineage
 
     def take_over(self, key: int, known: Tensor, lineage: int) -> None:
         """Go on where another server, or a snapshot, was."""

@@ -116,6 +116,9 @@ class Server:
             )
             return [End(reason, False)]
         before, self.view = {server.id: server.since for server in self.view.servers}, view
+        since = {server.id: server.since for server in view.servers}
+        if self.id not in before and self.id in since and self._shard.store.changes is not None:
+            self._shard.store.changes.begin_with(since[self.id])
         self._senders.follow(view)
         self._outbox.follow(view)
         self.handlers.follow(view)

@@ -65,6 +65,7 @@ class Synchronous:
         self._expected = specification.workers
         self._begun_with = False  # A view has named workers.
         self._early: set[int] = set()
+        self._ahead = False  # Pushes of a step have come before the one before is made here.
         self._remembers = False  # Its step is a snapshot's.
         self._remembered: Decision | None = None
 
@@ -107,8 +108,7 @@ class Synchronous:
         self._updater.follow(view)
         self._reports.follow(view.number, self._servers)
         self._norm.clear()
-        complete = self._backlog.all_complete()
-        self._voted = {(step, worker) for step, (worker, life) in complete if lives.get(worker) == life}
+        self._voted = self._countable()
         self._votes.clear()
         if self.leader == self._server:
             self._reports.add(self._server, view.number, self._voted)
@@ -146,6 +146,7 @@ class Synchronous:
         if step is not None and step > self.clock.step and not self._shard.own:
             # It has been through the steps before. A leader that has come back from a snapshot has no decision to tell.
             self.clock.decide(step - 1, ())
+            self._forget_before(step - 1)  # It may not hear of decisions, while workers tell it of their steps.
             self._ask_the_early()
         return self.clock.join(worker, step)
 
@@ -212,9 +213,7 @@ class Synchronous:
         self._ask_the_early()
         self._forget_before(step - 1)
         self._backlog.compare()
-        for reached, (worker, life) in list(self._backlog.all_complete()):
-            if self._lives.get(worker) == life:
-                self._vote(reached, worker)  # Of slices that are past the step no push is needed any more.
+        self._vote_for_all()  # Of slices that are past the step no push is needed any more.
         self._plan()
         self._consider()
 
@@ -268,7 +267,31 @@ class Synchronous:
 
     def _vote_if_complete(self, step: int, who: Who) -> None:
         if self._backlog.complete(step, who):
-            self._vote(step, who[0])
+            if self._may_count(step):
+                self._vote(step, who[0])
+            else:
+                self._ahead = True
+
+    def _vote_for_all(self) -> None:
+        for step, worker in self._countable():
+            self._vote(step, worker)
+
+    def _countable(self) -> set[tuple[int, int]]:
+        """Steps that may be decided, with the members whose pushes of that step are all here."""
+        complete = self._backlog.all_complete()
+        here = {(step, worker) for step, (worker, life) in complete if self._lives.get(worker) == life}
+        countable = {entry for entry in here if self._may_count(entry[0])}
+        self._ahead = len(here) > len(countable)
+        return countable
+
+    def _may_count(self, step: int) -> bool:
+        """Whether a step may be decided: not before the one before is made here, with pushes that are then forgotten.
+
+        Where steps wait for all, nobody pushes sooner. A late worker may bring back first values that others are past.
+        """
+        if self._shard.attendance is None or step <= self._updater.finished:
+            return True
+        return step <= self._backlog.lowest(step)
 
     def _vote(self, step: int, worker: int) -> None:
         if (step, worker) in self._voted:
@@ -422,6 +445,8 @@ class Synchronous:
         assert self._decision is not None
         if self._updater.work(self._decision):
             self._send_norm()
+        if self._ahead and not self._updater.busy:
+            self._vote_for_all()
 
     # Clipping by the global norm
 
