@@ -244,8 +244,8 @@ MUTANTS = [
     ProtocolMutant(
         "a push is waited for of slices that a snapshot is past the step of",
         "server.synchronous:Synchronous",
-        "self._vote(reached, worker)",
-        "pass",
+        "self._vote_for_all()  # Of slices",
+        "pass  # Of slices",
         seed=5377,
     ),
     ProtocolMutant(
@@ -366,5 +366,12 @@ MUTANTS = [
         "            self._forget_before(step - 1)  # It may not hear",
         "            pass  # It may not hear",
         seed=401063,
+    ),
+    ProtocolMutant(
+        "a leader is told a norm once, though it may not have known of the step",
+        "server.synchronous:Synchronous",
+        "if self._decision is before:",
+        "if False:",
+        seed=473333,
     ),
 ]

@@ -413,7 +413,11 @@ class Synchronous:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self._consider()
         elif header.kind == Kind.DECIDE:
+            before = self._decision
             self._decide(Decision.from_dict(values))
+            if self._decision is before:
+                self._norm.sent = False  # The leader may have heard it before it knew of the step itself.
+                self._send_norm()
         elif header.kind == Kind.NORM and header.base == self._view.number:
             self._add_norm(server, header.step, float(values["square"]))
         elif header.kind == Kind.SCALE:
