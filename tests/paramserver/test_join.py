@@ -206,20 +206,20 @@ def test_who_joins_gets_what_the_others_can_spare():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 3, 1)
     assert dispatcher.can_spare((0, 1))
-    assert len(dispatcher.take(5, 0, 0, (0, 1), 0)) == 1
+    assert len(dispatcher.take(5, 0, 0, (0, 1), 0, 0.0)) == 1
     assert not dispatcher.can_spare((0, 1))
-    assert not dispatcher.take(5, 0, 0, (0, 1), 1)
-    assert dispatcher.take(0, 0, 0, (0, 1), 0)
-    assert dispatcher.take(1, 0, 0, (0, 1), 0)
+    assert not dispatcher.take(5, 0, 0, (0, 1), 1, 0.0)
+    assert dispatcher.take(0, 0, 0, (0, 1), 0, 0.0)
+    assert dispatcher.take(1, 0, 0, (0, 1), 0, 0.0)
 
 
 def test_a_chunk_that_who_leaves_has_not_worked_on_is_given_to_another():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 6, 1)
-    taken = [dispatcher.take(5, 0, 0, (0,), ordinal).start for ordinal in range(3)]
+    taken = [dispatcher.take(5, 0, 0, (0,), ordinal, 0.0).start for ordinal in range(3)]
     dispatcher.processed(5, 0, 2)
     dispatcher.lose(5)
-    rest = [dispatcher.take(0, 0, 0, (0,), ordinal) for ordinal in range(5)]
+    rest = [dispatcher.take(0, 0, 0, (0,), ordinal, 0.0) for ordinal in range(5)]
     assert [chunk.start for chunk in rest if chunk] == [taken[2], 3, 4, 5]
 
 
@@ -236,13 +236,13 @@ def test_what_those_have_done_who_left_is_told_the_next_coordinator():
     before, after = Dispatcher(), Dispatcher()
     before.begin(3, 12, 2)
     for ordinal in range(3):
-        before.take(5, 3, 0, (0,), ordinal)
-    before.take(0, 3, 0, (0,), 0)
+        before.take(5, 3, 0, (0,), ordinal, 0.0)
+    before.take(0, 3, 0, (0,), 0, 0.0)
     before.processed(5, 3, 4)
     before.lose(5, joined=True)
     own = Taken(12, 2, 0, 1, array("q", (3, 6, 8)))
     after.follow({3: {0: own}}, before.done)
-    rest = [after.take(0, 3, 2, (0,), ordinal) for ordinal in range(1, 6)]
+    rest = [after.take(0, 3, 2, (0,), ordinal, 0.0) for ordinal in range(1, 6)]
     assert [chunk.start for chunk in rest if chunk] == [4, 8, 10]
     assert after.done == before.done
 
@@ -251,4 +251,4 @@ def test_what_one_holds_is_given_out_again_after_a_restart_too():
     dispatcher = Dispatcher()
     dispatcher.follow({3: {0: Taken(12, 2, 0, 1, array("q", (3, 6, 8)))}})
     dispatcher.lose(0)
-    assert dispatcher.take(1, 3, 0, (1,), 0).start == 6
+    assert dispatcher.take(1, 3, 0, (1,), 0, 0.0).start == 6

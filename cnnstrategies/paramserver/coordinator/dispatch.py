@@ -2,6 +2,10 @@
 
 A worker may take chunks ahead of what it has processed, so it says how far it is. What a worker that dies had taken
 and not processed is given out again: every sample is processed exactly once, or at least once after a death.
+
+At the end of an epoch all wait for who took the last chunk. A worker that would need longer for one more than the
+others need for all that are left gets none: list scheduling by earliest finish, with measured speeds (Ibarra and Kim,
+"Heuristic Algorithms for Scheduling Independent Tasks on Nonidentical Processors", JACM 1977).
 """
 
 from collections import deque
@@ -10,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnnstrategies.paramserver.coordinator.memory import EPOCHS, Taken
+from cnnstrategies.paramserver.coordinator.speeds import Speeds
 
 MOST_CHUNKS = 1 << 21  # of an epoch
+LAST = 16  # chunks for each worker: only so near the end of an epoch is it worth to look who is fastest
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,11 @@ class Chunk:
 
 @dataclass
 class _Share:
-    """What one worker has of an epoch: chunks in the order taken, and positions processed of those."""
+    """What one worker has of an epoch: chunks in the order taken, and positions processed of those.
+
+    Attributes:
+        last: The newest answer; an empty one has told it that there are no more.
+    """
 
     held: deque[Chunk] = field(default_factory=deque)
     worked: list[Chunk] = field(default_factory=list)
@@ -36,6 +46,11 @@ class _Share:
     taken: int = 0
     asked: int = -1
     last: Chunk | None = None
+
+    @property
+    def ahead(self) -> int:
+        """Positions taken and not known to be processed."""
+        return self.taken - self.finished
 
     def advance(self, processed: int) -> None:
         """So many positions are processed."""
@@ -57,6 +72,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self._epochs: dict[int, _Epoch] = {}
         self._chunk = 1  # samples, of the newest epoch
+        self._speeds = Speeds()
         self._done: dict[int, set[int]] = {}  # where chunks begin that those have worked on who joined and left
 
     def begin(self, number: int, samples: int, chunk: int) -> None:
@@ -85,7 +101,9 @@ class Dispatcher:
         self._chunk = chunk
         self._done = {one: starts for one, starts in self._done.items() if one > number - EPOCHS}
 
-    def take(self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int) -> Chunk:
+    def take(
+        self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int, now: float
+    ) -> Chunk:
         """The next chunk for a worker.
 
         Every worker gets at least one chunk of an epoch, if there are as many: one that got none would take no part
@@ -97,9 +115,10 @@ class Dispatcher:
             processed: Positions that it has processed in this epoch, in the order in which it got them.
             workers: All that must have some of it. Another that asks gets what these can spare.
             ordinal: How often it has asked in this epoch; it gets the same if it asks the same again.
+            now: Seconds.
 
         Returns:
-            The chunk; an empty one when there are no more.
+            The chunk; an empty one when there are no more, or the others will have done them sooner.
         """
         none = Chunk(number, 0, 0)
         epoch = self._epochs.get(number)
@@ -110,8 +129,11 @@ class Dispatcher:
             return share.last
         share.asked, share.last = ordinal, none
         share.advance(processed)
+        self._speeds.heard(worker, number, processed, now)
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
         if not epoch.waiting or ((share.taken or worker not in workers) and len(epoch.waiting) <= idle):
+            return none
+        if share.taken and self._others_end_sooner(epoch, worker):
             return none
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
@@ -176,6 +198,22 @@ class Dispatcher:
         epoch = self._epochs[max(self._epochs)]
         return len(epoch.waiting) > sum(1 for one in workers if not self._has_some(epoch, one))
 
+    def _others_end_sooner(self, epoch: _Epoch, worker: int) -> bool:
+        """Whether the others, who still take chunks, have done all that wait before a worker has done one more."""
+        speed = self._speeds.of(worker)
+        left = len(epoch.waiting)
+        if speed is None or left > LAST * len(epoch.shares):
+            return False
+        size = len(epoch.waiting[0])
+        until = (epoch.shares[worker].ahead + size) / speed
+        for other, share in epoch.shares.items():
+            theirs = self._speeds.of(other)
+            if other != worker and share.last and theirs is not None:
+                left -= max(0, int((until * theirs - share.ahead) // size))
+                if left <= 0:
+                    return True
+        return False
+
     def lose(self, worker: int, joined: bool = False) -> None:
         """A worker has died: what it had not processed is given out again, first.
 
@@ -183,6 +221,7 @@ class Dispatcher:
             worker: Which one.
             joined: Whether it is none of the run's own: the next coordinator is told by nobody else what it has done.
         """
+        self._speeds.forget(worker)
         for epoch in self._epochs.values():
             share = epoch.shares.pop(worker, None)
             if share is not None:

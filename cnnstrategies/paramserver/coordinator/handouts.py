@@ -53,6 +53,7 @@ class Handouts:
             message.integer("processed"),
             self._roster.of_the_run,
             message.integer("ordinal"),
+            now,
         )
         fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
         self._answer(member.peer, Message(DONE, fields, request=message.request))
