@@ -191,3 +191,12 @@ def test_batches_are_not_left_to_a_worker_that_takes_no_more():
         assert dispatcher.take(worker, 0, processed, (0, 1, 2), now=now)
     assert not dispatcher.take(1, 0, 3, (0, 1, 2), now=3.0), "the last is for the third, which dies"
     assert dispatcher.take(0, 0, 1, (0, 1), now=4.0)
+
+
+def test_batches_are_not_left_to_a_worker_that_should_have_asked_long_ago():
+    for now, size in ((3.5, 0), (5.5, 1)):
+        dispatcher = Dispatcher()
+        dispatcher.begin(0, 6, 1)
+        for worker, processed, at in ((0, 0, 0.0), (1, 0, 0.0), (1, 1, 1.0), (1, 2, 2.0)):
+            assert dispatcher.take(worker, 0, processed, (0, 1), now=at)
+        assert len(dispatcher.take(0, 0, 1, (0, 1), now=now)) == size

@@ -133,7 +133,7 @@ class Dispatcher:
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
         if not epoch.waiting or ((share.taken or worker not in workers) and len(epoch.waiting) <= idle):
             return none
-        if share.taken and self._others_end_sooner(epoch, worker):
+        if share.taken and self._others_end_sooner(epoch, worker, now):
             return none
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
@@ -198,7 +198,7 @@ class Dispatcher:
         epoch = self._epochs[max(self._epochs)]
         return len(epoch.waiting) > sum(1 for one in workers if not self._has_some(epoch, one))
 
-    def _others_end_sooner(self, epoch: _Epoch, worker: int) -> bool:
+    def _others_end_sooner(self, epoch: _Epoch, worker: int, now: float) -> bool:
         """Whether the others, who still take chunks, have done all that wait before a worker has done one more."""
         speed = self._speeds.of(worker)
         left = len(epoch.waiting)
@@ -208,7 +208,7 @@ class Dispatcher:
         until = (epoch.shares[worker].ahead + size) / speed
         for other, share in epoch.shares.items():
             theirs = self._speeds.of(other)
-            if other != worker and share.last and theirs is not None:
+            if other != worker and share.last and theirs is not None and not self._speeds.is_late(other, size, now):
                 left -= max(0, int((until * theirs - share.ahead) // size))
                 if left <= 0:
                     return True

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 WEIGHT = 0.75  # of what was measured before, against one interval
+LATE = 3.0  # times as long as usual
 
 
 @dataclass
@@ -37,6 +38,11 @@ class Speeds:
         """Positions per second; None of one that has processed nothing yet."""
         one = self._measured.get(worker)
         return one.positions / one.seconds if one is not None and one.seconds else None
+
+    def is_late(self, worker: int, size: int, now: float) -> bool:
+        """Whether a worker should long have said that it has processed so many more: it may be stopped, or dead."""
+        one, speed = self._measured.get(worker), self.of(worker)
+        return one is None or speed is None or now - one.since > LATE * size / speed
 
     def forget(self, worker: int) -> None:
         """A worker is gone; one that comes in its place is another."""
