@@ -20,8 +20,8 @@ MUTANTS = [
     ProtocolMutant(
         "a push that is sent again is applied again",
         "server.asynchronous:Asynchronous",
-        "        if store.seen[key].get(who, -1) >= step:\n            return False\n",
-        "",
+        "if last is not None and last >= step:",
+        "if False:",
         seed=13,
     ),
     ProtocolMutant(

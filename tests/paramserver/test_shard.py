@@ -143,12 +143,42 @@ def test_a_push_that_comes_twice_is_applied_once(mode: dict[str, Any]) -> None:
     shard = shard_of(0, specification, Post())
     applies = Asynchronous(specification, shard)
     applies.join(0, 0)
+    applies.met(WHO, 0)
     applies.begin((0, 0), 0, Begin([group.options for group in specification.groups], 1.0))
     key, *_ = shard.own
     assert [applies.push(WHO, *push_of(key, ones_for(shard, key))) for _ in range(2)] == [True, False]
     applies.flush()
     assert [applies.push(WHO, *push_of(key, ones_for(shard, key))), shard.store.versions[key]] == [False, 1]
     assert torch.equal(shard.store.values[key], -0.5 * ones_for(shard, key))
+
+
+@pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "ssp", "staleness": 1}], ids=["async", "ssp"])
+def test_a_push_is_not_applied_to_values_that_lack_those_before_it(mode: dict[str, Any]) -> None:
+    """Those of a start or a snapshot, of a server that was started again: the worker has said, or will, what it has."""
+    specification = specify(PLAIN, 1, servers=2, **mode)
+    shard = shard_of(0, specification, Post())
+    applies = Asynchronous(specification, shard)
+    begin = Begin([group.options for group in specification.groups], 1.0)
+    key, *_ = shard.own
+
+    def push(step: int) -> bool:
+        applies.begin(WHO, step, begin)
+        header, payload = push_of(key, ones_for(shard, key))
+        new = applies.push(WHO, header._replace(step=step), payload)
+        applies.flush()
+        return new
+
+    with pytest.raises(InvalidMessageError, match="has not said yet what must be here"):
+        push(0)
+    applies.met(WHO, 1)
+    assert push(1)
+    assert push(2)
+    with pytest.raises(InvalidMessageError, match="has not said yet what must be here"):
+        push(4)
+    applies.met(WHO, 4)  # It has left, and comes back.
+    assert push(4)
+    assert not push(4)
+    assert shard.store.versions[key] == 3
 
 
 def test_small_slices_that_come_together_cost_one_step_of_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +197,7 @@ def test_small_slices_that_come_together_cost_one_step_of_the_optimizer(monkeypa
         applies = Asynchronous(specification, shard)
         for worker in range(2):
             applies.join(worker, 0)
+            applies.met((worker, 0), 0)
             applies.begin((worker, 0), 0, Begin([group.options for group in specification.groups], 1.0))
             for key in shard.own:
                 assert applies.push((worker, 0), *push_of(key, (worker + 1) * ones_for(shard, key)))
@@ -188,12 +219,14 @@ def test_what_is_kept_to_be_applied_together_is_applied_before_anything_else_is_
     server = Server(specification, 0, shard.store)
     server.follow(0.0, View(1, VIEW.servers[:1], VIEW.workers))
     key = next(iter(shard.store.slices))
+    hello = pack_json({"joins": True, "first": 0, "given": True, "request": None})
     begin = pack_json({"options": [group.options for group in specification.groups]})
     push = push_of(key, ones_for(shard, key))
     messages = [
-        (Header(Kind.BEGIN, 0, 0, 1, meta=len(begin), length=len(begin), weight=1.0), memoryview(begin)),
-        (push[0]._replace(sequence=2), push[1]),
-        (Header(Kind.GET_STATE, 0, 0, 3), memoryview(b"")),
+        (Header(Kind.HELLO, 0, 0, 1, Encoding.KEYS, meta=len(hello), length=len(hello), base=1), memoryview(hello)),
+        (Header(Kind.BEGIN, 0, 0, 2, meta=len(begin), length=len(begin), weight=1.0), memoryview(begin)),
+        (push[0]._replace(sequence=3), push[1]),
+        (Header(Kind.GET_STATE, 0, 0, 4), memoryview(b"")),
     ]
     answers = [effect for one in messages for effect in server.on_message(0.0, b"route", "", *one)]
     states = {

@@ -42,6 +42,7 @@ class Asynchronous:
         self._shard = shard
         self._compensation = specification.delay_compensation
         self._begun: dict[int, tuple[int, Begin]] = {}
+        self._first: dict[Who, int] = {}  # the steps that workers have begun with
         self._held: dict[int, tuple[list[int], Pull]] = {}
         self._lives: dict[int, int] = {}
         self._expected = specification.workers
@@ -76,6 +77,7 @@ class Asynchronous:
         for worker in [worker for worker, life in self._lives.items() if lives.get(worker) != life]:
             self.leave(worker)
             self._begun.pop(worker, None)
+            self._first.pop((worker, self._lives[worker]), None)
         self._lives = lives
         self.roll.follow(lives)
         self._release()
@@ -92,6 +94,10 @@ class Asynchronous:
             # The run has begun, and this server, which may replace another, has met some of the members only.
             self.roll.call(self._lives.keys() - self.clock.known - {worker})
         return self.clock.join(worker, step)
+
+    def met(self, who: Who, first: int) -> None:
+        """A worker has said with which step it has begun: all that it has pushed since must be here."""
+        self._first[who] = first
 
     def here(self, worker: int) -> None:
         """A worker has said where it is, or that it is no member."""
@@ -128,8 +134,11 @@ class Asynchronous:
         step, begin = self._begun.get(who[0], (-1, None))
         if begin is None or step != header.step or store.versions[key] < 0:
             raise InvalidMessageError("a push of a step that has not begun")
-        if store.seen[key].get(who, -1) >= step:
+        last = store.seen[key].get(who)
+        if last is not None and last >= step:
             return False
+        if step != self._first.get(who) and (last is None or step > last + 1):  # Here are values of long before.
+            raise InvalidMessageError("a push of a worker that has not said yet what must be here")
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)

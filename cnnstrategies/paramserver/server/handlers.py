@@ -134,6 +134,8 @@ class Handlers:
             if not given and self._is_missed(step - 1):
                 answered = self._shard.owned  # As if it were there: a newcomer cannot push it, and would wait for ever.
             behind = self._behind((worker, header.incarnation), step if given else step - 1, answered, first)
+            if not isinstance(self._mode, Synchronous):
+                self._mode.met((worker, header.incarnation), first)
         if self._restored and self._shard.attendance is not None:
             behind = self._lag(said["had"], behind)
         if behind and self._restored:

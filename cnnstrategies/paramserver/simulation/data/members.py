@@ -129,7 +129,7 @@ class Members:
     def _serve(self, identity: int, life: int) -> Process:
         peer = Peer("server", identity, life)
         own = [slice_ for slice_ in self._slices if identity in slice_.servers]
-        store = WatchedStore(self._specification, own, self.watch)
+        store = WatchedStore(self._specification, own, self.watch, late=life > 0)
         contents = self._disks[identity].contents if self._specification.snapshot_every else None
         if contents is not None:
             store.restore(deepcopy(contents))

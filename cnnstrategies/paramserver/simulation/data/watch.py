@@ -241,15 +241,28 @@ class Watch:
         make here, and that workers were only told of before their values were lost on the way, and with them.
         """
         lost, unmade = self._lost.get(key, set()), self._unmade.get(key, set())
-        most = lost | unmade | self._lost_before.get(key, set()) | self._stranded(key)
+        most = lost | unmade | self._lost_before.get(key, set()) | self._stranded(key) | self._unseen(key)
         return self._updates(lost), self._updates(most)
 
     def _stranded(self, key: int) -> set[Token]:
         """What workers have seen in other slices, of workers that have died: nobody can push that here again."""
         dead = {(peer.id, 0 if self.clipped else peer.life) for _, peer in self._deaths["worker"]}
-        made = self._answered.get(key, {}).keys() | self._restored.get(key, (0.0, frozenset()))[1]
+        made = self._made_here(key)
         elsewhere = {token for answered in self._answered.values() for token in answered} if self.aggregates else set()
         return {(worker, step, life) for worker, step, life in elsewhere - made if (worker, life) in dead}
+
+    def _unseen(self, key: int) -> set[Token]:
+        """Common steps that nobody has seen made: decided maybe, with pushes of workers that have died since."""
+        if not self.aggregates:
+            return set()
+        steps = self._begun.keys() - {step for _, step, _ in self._made_here(key)}
+        dead = {peer[1:3] for _, peer in self._deaths["worker"]}
+        return {
+            (who[0], step, who[1]) for who, own in self._trains.items() if who in dead for step in steps if step in own
+        }
+
+    def _made_here(self, key: int) -> set[Token]:
+        return self._answered.get(key, {}).keys() | self._restored.get(key, (0.0, frozenset()))[1]
 
     def _updates(self, tokens: set[Token]) -> int:
         return len({step for _, step, _ in tokens}) if self.aggregates else len(tokens)
@@ -286,14 +299,17 @@ class WatchedStore(Store):
         specification: The run's.
         slices: The slices to hold.
         watch: Looks at them.
+        late: Whether the server was started again: first values that it has of a worker are no copies of the primary,
+            which may not know yet that it is there.
 
     Attributes:
         whole: The slices that have once had everything in them that was answered before, as their primary's copies.
     """
 
-    def __init__(self, specification: Specification, slices: Iterable[Slice], watch: Watch) -> None:
+    def __init__(self, specification: Specification, slices: Iterable[Slice], watch: Watch, late: bool) -> None:
         super().__init__(specification, slices)
         self._watch = watch
+        self._late = late
         self.whole: set[int] = set()
         if specification.pulls_changes:
             encoding = ENCODINGS[specification.pull_compression]
@@ -313,7 +329,8 @@ class WatchedStore(Store):
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values."""
         super().put(key, value, version)
-        self.look((key,))
+        if version or not self._late:
+            self.look((key,))
 
     def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
         """Look at an update of some slices, and apply it."""
