@@ -136,7 +136,8 @@ def tune(name: str) -> dict[str, Any]:
         start = time.monotonic()
         made = subprocess.run(
             [sys.executable, *words, f"--output={output}"],
-            env={**environment(), "COLUMNS": "120"},
+            # With nothing compiled before, as when a network is new; the grid has left all that it compiled.
+            env={**environment(), "COLUMNS": "120", "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "compiled")},
             capture_output=True,
             text=True,
             check=True,

@@ -19,7 +19,7 @@ from typing_extensions import override
 from cnnstrategies.commands.model_and_data import ModelAndData, device_of
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail
-from cnnstrategies.commands.tune_choices import choices
+from cnnstrategies.commands.tune_choices import choices, compilers
 from cnnstrategies.commands.tune_communication import communication, decoding, loading
 from cnnstrategies.commands.tune_options import TuneOptions
 from cnnstrategies.errors import ConfigurationError
@@ -59,6 +59,7 @@ def main(args: Sequence[str]) -> None:
     device = device_of(cli.config.trainer.accelerator)
     phases = {
         "compute": list(factorial(choices(cli.config, type(cli.model), device, options.allow))),
+        "compilation": compilers(cli.config, type(cli.model)),
         "communication": communication(cli.config.trainer, cli.model, options.allow),
         "decoding": decoding(cli.config, type(cli.datamodule), options.allow),
         "loading": loading(cli.config, type(cli.datamodule), device),

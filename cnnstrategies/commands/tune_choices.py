@@ -19,14 +19,33 @@ def choices(config: Any, model: type, device: torch.device, allow: Collection[st
         device: Of the kind that will train.
         allow: What may be changed although it changes what is learned.
     """
-    arguments = {name for name in inspect.signature(model).parameters if hasattr(config.model, "init_args")}
-    own = config.model.init_args if arguments else {}
-    groups = [list(_memory_format(own, arguments)), list(_compiler(own, arguments))]
+    groups = [list(_memory_format(*_arguments(config, model)))]
     if "precision" in allow:
         groups.append(list(_precision(config.trainer, device)))
     if device.type == "cuda" and not config.trainer.benchmark:
         groups.append([Setting("cudnn.benchmark", {"trainer.benchmark": True}, Effect.ROUNDING)])
     return [group for group in groups if group]
+
+
+def compilers(config: Any, model: type) -> list[Setting]:
+    """What is tried on top of the fastest of these: to compile each combination would take most of the time.
+
+    Args:
+        config: The parsed configuration.
+        model: The module's class.
+    """
+    own, arguments = _arguments(config, model)
+    if "compile_backend" in arguments:
+        given = own.get("compile_backend")
+        value = None if given else "inductor"
+        return [Setting(value or "not compiled", {"model.init_args.compile_backend": value}, Effect.ROUNDING)]
+    return [Setting("inductor", _callback(compile_backend="inductor"), Effect.ROUNDING)]
+
+
+def _arguments(config: Any, model: type) -> tuple[Any, Collection[str]]:
+    """What a module's arguments are set to, and which it has."""
+    arguments = {name for name in inspect.signature(model).parameters if hasattr(config.model, "init_args")}
+    return config.model.init_args if arguments else {}, arguments
 
 
 def _memory_format(own: Any, arguments: Collection[str]) -> Iterator[Setting]:
@@ -36,15 +55,6 @@ def _memory_format(own: Any, arguments: Collection[str]) -> Iterator[Setting]:
         yield Setting(name, {"model.init_args.channels_last": not given}, Effect.ROUNDING)
     else:
         yield Setting("channels_last", _callback(channels_last=True), Effect.ROUNDING)
-
-
-def _compiler(own: Any, arguments: Collection[str]) -> Iterator[Setting]:
-    if "compile_backend" in arguments:
-        given = own.get("compile_backend")
-        value = None if given else "inductor"
-        yield Setting(value or "not compiled", {"model.init_args.compile_backend": value}, Effect.ROUNDING)
-    else:
-        yield Setting("inductor", _callback(compile_backend="inductor"), Effect.ROUNDING)
 
 
 def _precision(trainer: Any, device: torch.device) -> Iterator[Setting]:

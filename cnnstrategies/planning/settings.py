@@ -24,7 +24,7 @@ class Setting:
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """All combinations of one or none of each group but the empty one; settings interact, so none is left out.
+    """All combinations of one or none of each group but the empty one; they interact, so none is left out.
 
     Args:
         choices: Groups of settings that exclude each other.

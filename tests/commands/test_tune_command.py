@@ -11,7 +11,7 @@ from jsonargparse import Namespace
 
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.commands import tune
-from cnnstrategies.commands.tune_choices import choices
+from cnnstrategies.commands.tune_choices import choices, compilers
 from cnnstrategies.commands.tune_communication import communication, decoding, loading
 from cnnstrategies.data import DigitsDataModule, ShardedImageDataModule
 from cnnstrategies.planning import contest
@@ -51,11 +51,34 @@ def test_the_fastest_settings_are_shown_drawn_and_written_for_fit(monkeypatch, t
     shown = capsys.readouterr().out
     assert "2.00 [2.00, 2.00]" in shown
     assert "behind" in shown
-    for kind in ("compute", "communication", "loading"):
+    for kind in ("compute", "compilation", "communication", "loading"):
         assert kind in shown, f"{kind} was not tried"
     assert yaml.safe_load(output.read_text()) == {"model": {"init_args": {"channels_last": True}}}
     assert "2.00 times as fast" in output.read_text()
     assert plot.stat().st_size > 1000
+
+
+class Compiled(Pretended):
+    """A trial in which channels_last is fast, and what is compiled only with it."""
+
+    def __init__(self, folder, name, words, seconds, loads):
+        super().__init__(folder, name, words, seconds, loads)
+        arguments = {}
+        for word in words:
+            if word.startswith(str(folder)):
+                arguments |= yaml.safe_load(Path(word).read_text()).get("model", {}).get("init_args", {})
+        self.speed = {"channels_last": 2.0, "channels_last compile_backend": 4.0}.get(" ".join(sorted(arguments)), 1.0)
+
+
+def test_what_is_fastest_is_compiled_and_nothing_else(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(contest, "Trial", Compiled)
+    output = tmp_path / "tuned.yaml"
+    tune.main(["tune", "--config", QUICKSTART, "--minutes=1", "--output", str(output)])
+    assert "4.00 times as fast" in output.read_text()
+    assert yaml.safe_load(output.read_text()) == {
+        "model": {"init_args": {"channels_last": True, "compile_backend": "inductor"}}
+    }
+    assert "all together" in capsys.readouterr().out
 
 
 def configuration(model: dict[str, object], precision: str = "32-true") -> SimpleNamespace:
@@ -69,18 +92,21 @@ def test_what_changes_learning_is_tried_only_when_it_is_allowed():
     def names(allow, **given):
         return [one.name for group in choices(configuration({}, **given), ImageClassifier, CPU, allow) for one in group]
 
-    assert names([]) == ["channels_last", "inductor"]
-    assert names(["precision"]) == ["channels_last", "inductor", "bf16"]
-    assert names(["precision"], precision="bf16-mixed") == ["channels_last", "inductor"]
+    assert names([]) == ["channels_last"]
+    assert names(["precision"]) == ["channels_last", "bf16"]
+    assert names(["precision"], precision="bf16-mixed") == ["channels_last"]
 
 
 @pytest.mark.light
 def test_what_is_on_is_tried_without_and_other_modules_get_a_callback():
     given = configuration({"channels_last": True, "compile_backend": "inductor"})
     values = [one.values for group in choices(given, ImageClassifier, CPU, []) for one in group]
-    assert values == [{"model.init_args.channels_last": False}, {"model.init_args.compile_backend": None}]
+    assert values == [{"model.init_args.channels_last": False}]
+    assert [one.values for one in compilers(given, ImageClassifier)] == [{"model.init_args.compile_backend": None}]
     other = [one.values for group in choices(configuration({}), torch.nn.Module, CPU, []) for one in group]
-    assert other == [{"ComputeSettings.channels_last": True}, {"ComputeSettings.compile_backend": "inductor"}]
+    assert other == [{"ComputeSettings.channels_last": True}]
+    other = [one.values for one in compilers(configuration({}), torch.nn.Module)]
+    assert other == [{"ComputeSettings.compile_backend": "inductor"}]
 
 
 def exchange(strategy, allow=(), model=None, devices=2):
