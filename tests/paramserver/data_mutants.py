@@ -374,4 +374,11 @@ MUTANTS = [
         "if False:",
         seed=473333,
     ),
+    ProtocolMutant(
+        "a worker gives a server up before another coordinator can have missed it",
+        "worker.connections:Connections",
+        "if view.term > self.view.term:",
+        "if False:",
+        seed=606359,
+    ),
 ]

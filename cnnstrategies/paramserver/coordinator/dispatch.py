@@ -208,7 +208,9 @@ class Dispatcher:
         until = (epoch.shares[worker].ahead + size) / speed
         for other, share in epoch.shares.items():
             theirs = self._speeds.of(other)
-            if other != worker and share.last and theirs is not None and not self._speeds.is_late(other, size, now):
+            # Compiled for long runs, an object with a length but without __bool__ is true even if it is empty.
+            takes = other != worker and share.last is not None and len(share.last) > 0
+            if takes and theirs is not None and not self._speeds.is_late(other, size, now):
                 left -= max(0, int((until * theirs - share.ahead) // size))
                 if left <= 0:
                     return True

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import Message, Peer
-from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerInfo
 
 SERVER, WORKER = "server", "worker"
-TERM = 1 << 20  # views of one coordinator: those of the next have higher numbers
 LIVES = 1 << 16  # of one place for workers that join, as one coordinator gives them
 
 

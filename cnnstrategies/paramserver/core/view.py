@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+TERM = 1 << 20  # views of one coordinator: those of the next have higher numbers
+
 
 @dataclass(frozen=True)
 class ServerInfo:
@@ -54,6 +56,11 @@ class View:
     workers: tuple[WorkerInfo, ...]
     lost: tuple[int, ...] = ()
     begun: int = 0
+
+    @property
+    def term(self) -> int:
+        """How many coordinators there were before the one whose view this is."""
+        return self.number // TERM
 
     def age(self, server: ServerInfo) -> int:
         """Number of the view since which one of its servers has had state, or its place."""

@@ -106,7 +106,8 @@ class Checks:
         if not any(victim in reason for victim in victims):
             raise ViolationError(f"17: {name} ends naming no cause: {reason}; victims: {sorted(victims)}")
         servers = [victim for victim in victims if victim.startswith("server")]
-        if len(servers) < self._specification.replication and not self._was_silent(reason):
+        untold = "had no answer from" in reason and self._members.untold(process)
+        if len(servers) < self._specification.replication and not untold and not self._was_silent(reason):
             raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
 
     def _was_cut_off(self, worker: str, reason: str) -> bool:

@@ -10,9 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cnnstrategies.paramserver.coordinator.roster import TERM
 from cnnstrategies.paramserver.core.node import Call, Peer, Send
-from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.messages import Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
@@ -23,6 +22,7 @@ from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
 STEPS = 14
+LAG = 0.4  # seconds after which all have heard of a view
 JOINED = 125  # the draw of whether a worker joins a run: none whose seeds have found faults before
 
 
@@ -259,7 +259,7 @@ class Members:
             self._show(process, self._view)
 
     def _show(self, process: Process, view: View) -> None:
-        late = self._seconds(0.0, 1.0) ** 4 * 0.4
+        late = self._seconds(0.0, 1.0) ** 4 * LAG
         self._world.at(self._world.now + late, lambda: self._tell(process, view))
 
     def _tell(self, process: Process, view: View) -> None:
@@ -268,6 +268,12 @@ class Members:
             if process.peer in self.unmet:
                 self.unmet[process.peer] = min(self.unmet[process.peer], self._world.now)
             self._world.tell(process, Call(0, "view", {"view": view}))
+
+    def untold(self, process: Process) -> bool:
+        """Whether a worker has not heard of the coordinator yet that follows one that was killed."""
+        role = process.role
+        assert isinstance(role, SimulatedWorker)
+        return role.role.view.term < self._term and self._world.now < self._back + LAG
 
     def _lose_coordinator(self) -> None:
         """For a moment nobody says who is a member."""
