@@ -1,11 +1,9 @@
 """Candidates' runs side by side: started, compared with the default, and timed in turn until it is clear."""
 
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from cnnstrategies.planning.trial import COMPARED_STEPS, Trial, TrialError
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
 LARGEST_DIFFERENCE = 1e-3  # of a loss, relative, of what is said to change the rounding alone
-FRESH = Look(11, 0.05)
+FRESH = Look(7, 0.05)
 # Of two processes that do the same, one can be a tenth quicker in all of its rounds (Mytkowicz et al., 2009, say why),
 # so a smaller gain must show again in each of some pairs that are started for it: benchmarks/planning/tune_equal.md.
 LUCK = 1.25
@@ -116,22 +114,20 @@ class Contest:
         return None
 
     def _start_all(self, settings: Sequence[Setting], own: ExitStack, stack: ExitStack) -> list[_Runner | TrialError]:
-        """Start some at once, since imports and compilers use one core each; the default's outlives the others'."""
-        trials = [self._launch(one, stack if one.name == DEFAULT else own) for one in settings]
+        """Start some at once, the default's to outlive the others'; then each makes its first steps, alone.
 
-        def ready(setting: Setting, trial: Trial) -> _Runner | TrialError:
+        Where more threads than cores make steps, those that have a core spin while they wait for one that has none: the
+        first steps of four runs together have been seen to take twenty times as long.
+        """
+        trials = {one.name: self._launch(one, stack if one.name == DEFAULT else own) for one in settings}
+        failed: dict[str, TrialError] = {}
+        for name, trial in trials.items():
+            self.progress(f"starting: {name}")
             try:
-                return self._ready(setting, trial)
+                trial.wait_until_ready()
             except TrialError as failure:
-                return failure
-
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            try:
-                return list(pool.map(ready, settings, trials))
-            except BaseException:
-                for trial in trials:
-                    trial.close()  # Else the pool would wait for their answers.
-                raise
+                failed[name] = failure
+        return [failed.get(name) or self._warmed(name, trial) for name, trial in trials.items()]
 
     def _default(self, started: _Runner | TrialError) -> _Runner:
         if isinstance(started, TrialError):
@@ -188,7 +184,8 @@ class Contest:
                 if number and time.monotonic() > self.ends:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= LUCK:
-                    verdicts = [self._fresh(name, default, alive[name])]
+                    alone = len(self.rows) == 1  # Not chosen for its luck: its rounds are as good as new.
+                    verdicts = [verdict if alone else self._fresh(name, default, alive[name])]
                 else:
                     for one in (default, *alive.values()):
                         one.trial.close()
@@ -238,12 +235,14 @@ class Contest:
         stack.callback(trial.close)
         return trial
 
-    def _ready(self, setting: Setting, trial: Trial) -> _Runner:
-        self.progress(f"starting: {setting.name}")
-        trial.wait_until_ready()
-        first = trial.steps(COMPARED_STEPS)
-        warm = trial.steps(WARM_UP_STEPS)
-        again = trial.steps(WARM_UP_STEPS)
+    def _warmed(self, name: str, trial: Trial) -> _Runner | TrialError:
+        self.progress(f"first steps: {name}")
+        try:
+            first = trial.steps(COMPARED_STEPS)
+            warm = trial.steps(WARM_UP_STEPS)
+            again = trial.steps(WARM_UP_STEPS)
+        except TrialError as failure:
+            return failure
         start = max(0.0, first["seconds"] + warm["seconds"] - 2 * again["seconds"])
         step = again["seconds"] / WARM_UP_STEPS
         return _Runner(trial, first["losses"], step, first["memory"], start, first["loading"])

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from cnnstrategies.planning.forked import Forked
+
 # What the last lines of a run that has failed say, and what that means.
 CAUSES = (
     (("OutOfMemoryError", "out of memory", "can't allocate memory"), "out of memory"),
@@ -23,6 +25,7 @@ class Program:
         output: The file for what it prints.
         listen_at: The socket to make.
         variables: Its environment.
+        forked: Whether to fork it from a process that has imported the module, which is worth it for several runs.
 
     Attributes:
         output: That file.
@@ -30,11 +33,17 @@ class Program:
         listener: Where its ranks connect.
     """
 
-    def __init__(self, words: Sequence[str], output: Path, listen_at: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, words: Sequence[str], output: Path, listen_at: Path, variables: Mapping[str, str], forked: bool = False
+    ) -> None:
         self.output = output
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(str(listen_at))
         self.listener.listen(64)
+        self.process: Forked | subprocess.Popen[bytes]
+        if forked:
+            self.process = Forked(words[0], words[1:], output, variables)
+            return
         with output.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", *words],
@@ -67,6 +76,7 @@ class Program:
     def cause(self) -> str:
         """Why it has ended, in a few words, from its exit code and what it has printed."""
         code = self.process.returncode
+        assert code is not None, "it has ended"
         text = self.output.read_text(errors="replace")
         for signs, cause in CAUSES:
             if any(sign in text for sign in signs):

@@ -12,8 +12,8 @@ import zmq
 from control_plane import Run
 from local_cluster import wait_for
 
-from cnnstrategies.paramserver.core.view import TERM
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.core.view import TERM
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.services import CoordinatorProcess, Spares, start
 from cnnstrategies.paramserver.supervision import Supervision

@@ -107,11 +107,22 @@ def test_a_small_gain_must_show_again_in_processes_of_its_own(pretended):
     assert Pretended.started[4:] == [None, "faster"]
 
 
+def test_the_best_of_several_meets_the_default_again_and_who_was_alone_does_not(pretended, monkeypatch):
+    """The fastest of many is in part the luckiest; of one nothing was chosen."""
+    fresh: list[str] = []
+    orders = Contest._fresh
+    monkeypatch.setattr(Contest, "_fresh", lambda self, name, *rest: fresh.append(name) or orders(self, name, *rest))
+    assert pretended(setting("faster"))[0] is not None
+    assert not fresh
+    assert pretended(setting("faster"), setting("slow"))[0] is not None
+    assert fresh == ["faster"]
+
+
 def test_a_small_gain_that_is_there_in_each_pair_of_processes_wins(pretended):
     """And one that is lucky twice does not."""
     winner, rows = pretended(setting("new", Effect.LEARNING))
     assert winner is not None
-    assert rows["new"].verdict.rounds == 33
+    assert rows["new"].verdict.rounds == 21
     assert rows["new"].verdict.speed == pytest.approx(1.2, rel=0.02)
     assert Pretended.started == [None, "new", "new", None, None, "new", "new", None]
     Pretended.started.clear()
