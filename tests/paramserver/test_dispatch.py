@@ -200,3 +200,12 @@ def test_batches_are_not_left_to_a_worker_that_should_have_asked_long_ago():
         for worker, processed, at in ((0, 0, 0.0), (1, 0, 0.0), (1, 1, 1.0), (1, 2, 2.0)):
             assert dispatcher.take(worker, 0, processed, (0, 1), now=at)
         assert len(dispatcher.take(0, 0, 1, (0, 1), now=now)) == size
+
+
+def test_batches_are_not_left_to_a_worker_that_has_joined_and_may_leave():
+    for workers, size in (((0, 1), 0), ((0,), 1)):
+        dispatcher = Dispatcher()
+        dispatcher.begin(0, 6, 1)
+        for worker, processed, now in ((0, 0, 0.0), (1, 0, 0.0), (1, 1, 1.0), (1, 2, 2.0)):
+            assert dispatcher.take(worker, 0, processed, workers, now=now)
+        assert len(dispatcher.take(0, 0, 1, workers, now=3.5)) == size

@@ -133,7 +133,7 @@ class Dispatcher:
         idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
         if not epoch.waiting or ((share.taken or worker not in workers) and len(epoch.waiting) <= idle):
             return none
-        if share.taken and self._others_end_sooner(epoch, worker, now):
+        if share.taken and self._others_end_sooner(epoch, worker, workers, now):
             return none
         chunk = epoch.waiting.popleft()
         share.held.append(chunk)
@@ -198,8 +198,11 @@ class Dispatcher:
         epoch = self._epochs[max(self._epochs)]
         return len(epoch.waiting) > sum(1 for one in workers if not self._has_some(epoch, one))
 
-    def _others_end_sooner(self, epoch: _Epoch, worker: int, now: float) -> bool:
-        """Whether the others, who still take chunks, have done all that wait before a worker has done one more."""
+    def _others_end_sooner(self, epoch: _Epoch, worker: int, workers: Collection[int], now: float) -> bool:
+        """Whether the others, who still take chunks, have done all that wait before a worker has done one more.
+
+        Nothing is left to who has joined: it may leave whenever it likes.
+        """
         speed = self._speeds.of(worker)
         left = len(epoch.waiting)
         if speed is None or left > LAST * len(epoch.shares):
@@ -209,7 +212,7 @@ class Dispatcher:
         for other, share in epoch.shares.items():
             theirs = self._speeds.of(other)
             # Compiled for long runs, an object with a length but without __bool__ is true even if it is empty.
-            takes = other != worker and share.last is not None and len(share.last) > 0
+            takes = other != worker and other in workers and share.last is not None and len(share.last) > 0
             if takes and theirs is not None and not self._speeds.is_late(other, size, now):
                 left -= max(0, int((until * theirs - share.ahead) // size))
                 if left <= 0:
