@@ -1,7 +1,7 @@
 """Ten runs of `tune`'s contest between settings that change nothing: no winner may be named.
 
-The machine is not kept quiet, since a busy one is where noise looks like a difference. A side that is behind has left
-early, because it could not win any more; nothing is claimed of it.
+The load average says how busy the machine was; 2 are the run's own. A side that is behind has left early, because it
+could not win any more; nothing is claimed of it.
 """
 
 import os
@@ -25,9 +25,9 @@ LIMITS = """\
 What was seen before: one of two equal processes can be a tenth quicker in all of its rounds, as fresh rounds of the
 same processes confirm (Mytkowicz et al., ASPLOS 2009, have causes), and two of ten runs named a winner. Tried then:
 other processes for the fresh rounds, and these started in the other order. Since then a gain below a quarter must show
-in each of three new pairs of processes, started in alternating order. Since these ten runs the next fastest is tried
-where the fastest does not hold it; of the ten that would have been the first side of run 7, where the default's process
-was slow and both sides looked faster."""
+in each of three new pairs of processes, started in alternating order, and in ten runs beside other work no winner was
+named, though one side was 1.059 [1.021, 1.095] times as fast in its race. Now all runs are forked from one process, and
+those that stay to the end differ from the default by 2 % at most."""
 SIDES = ("first", "second")
 
 
