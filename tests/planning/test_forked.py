@@ -1,0 +1,90 @@
+"""Programs that are forked from a process which has imported their module."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from cnnstrategies.planning.program import Program
+
+MODULE = "forked_program"
+PROGRAM = """
+import json, os, signal, sys, time
+imported = os.getpid()
+
+def main():
+    child = 0
+    if "waits" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if (child := os.fork()) == 0:
+            time.sleep(100)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    program = sys.modules["__main__"].__name__
+    print(json.dumps([sys.argv[1:], os.environ["TOLD"], imported, os.getpid(), os.getsid(0), program, child]))
+    sys.stdout.flush()
+    if child:
+        time.sleep(100)
+    if "fails" in sys.argv:
+        raise MemoryError("can't allocate memory")
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    (tmp_path / f"{MODULE}.py").write_text(PROGRAM)
+    monkeypatch.syspath_prepend(tmp_path)
+    programs = []
+
+    def begin(*words):
+        output = tmp_path / f"{len(programs)}.log"
+        programs.append(
+            Program([MODULE, *words], output, tmp_path / f"{len(programs)}", {"TOLD": "so", "PATH": ""}, forked=True)
+        )
+        return programs[-1]
+
+    yield begin
+    for program in programs:
+        program.close(0.1)
+
+
+def said(program):
+    until = time.monotonic() + 30
+    while not program.output.read_text().endswith("\n"):
+        assert time.monotonic() < until, program.output.read_text()
+        time.sleep(0.01)
+    return json.loads(program.output.read_text().splitlines()[0])
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_it_runs_with_its_words_and_environment_in_a_session_of_its_own(start):
+    """And what Lightning takes for the program is the module."""
+    first, second = start("a", "b"), start("c")
+    assert (first.process.wait(30), second.process.wait(30)) == (0, 0)
+    words, told, imported, own, session, program, _ = said(first)
+    assert (words, told, own, session, program) == (["a", "b"], "so", first.process.pid, own, MODULE)
+    assert imported == said(second)[2] != own, "both were forked from the process that has imported it"
+
+
+def test_its_end_is_told_and_all_its_processes_end_with_it(start):
+    failed, waiting = start("fails"), start("waits")
+    assert failed.process.wait(30) == 1
+    assert failed.cause() == "out of memory"
+    child = said(waiting)[-1]
+    with pytest.raises(subprocess.TimeoutExpired):
+        waiting.process.wait(0.05)
+    waiting.close()
+    assert waiting.process.returncode == -signal.SIGTERM
+    assert "ended by SIGTERM" in waiting.cause()
+    until = time.monotonic() + 10
+    while lives(child):
+        assert time.monotonic() < until, "what it has started goes on"
+        time.sleep(0.01)
