@@ -113,6 +113,8 @@ def die_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, server: int, ve
                     bundle.flush()
                 while len(list(Path().glob("answered-*"))) < len(answers):
                     time.sleep(0.002)
+                while not list(Path("snapshots").glob(f"run-*/server-{server}/newest")):
+                    time.sleep(0.002)  # A thread writes the first one, and may take longer than some steps.
                 Path("dead").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
