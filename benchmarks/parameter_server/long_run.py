@@ -1,0 +1,135 @@
+"""The simulator's long run: 200,000 seeds on one code, in as many sittings as it takes.
+
+    python benchmarks/parameter_server/long_run.py [--seeds 200000] [--minutes 60]
+
+A seed is three runs in virtual time: of the coordinator and its members, of workers and servers, and of these while
+the coordinator is lost. The roles are compiled by mypyc from the same sources. What was run is kept in `long_run.json`
+with a digest of the code of all that is simulated, the simulator included: the same command goes on from there, and
+begins anew when that code has changed. Other work beside it costs time alone: nothing else decides what happens.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+COMPILED = ROOT / "build" / "compiled"
+ENGINE = "cnnstrategies.paramserver"
+FIRST = 600_000  # Its seeds are none that the code was developed with.
+KEPT = HERE / "long_run.json"
+
+
+def sources(root: Path, names: list[str]) -> str:
+    """The digest of modules' source files, as they lie below a folder."""
+    found = hashlib.sha256()
+    for name in names:
+        path = root.joinpath(*name.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        found.update(name.encode() + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
+    """Run seeds until there are enough or the time is over, and note what came of them."""
+    from cnnstrategies.paramserver.simulation.run import PLANES, results
+
+    begun, noted, done, worked = time.monotonic(), 0.0, 0, 0.0
+    counts = {plane: Counter(kept["counts"].get(plane, {})) for plane in PLANES}
+    before = sum(one["seeds"] for one in kept["sittings"])
+    sitting = {"date": f"{datetime.date.today():%d %B %Y}", "processor": processor(), "seeds": 0, "hours": 0.0}
+    kept["sittings"].append(sitting)
+    cores = os.cpu_count() or 1
+    with results(range(FIRST + before, FIRST + seeds), list(PLANES), cores) as parts:
+        for part in parts:
+            done, worked = done + part.seeds, worked + part.worked
+            for plane, injected in part.counts.items():
+                counts[plane] += injected
+            for failure in part.failures:
+                print(failure.brief, flush=True)
+                kept["failed"].append(failure.seed)
+            passed = time.monotonic() - begun
+            sitting |= {"seeds": done, "hours": round(worked / 3600, 3)}
+            kept["counts"] = {plane: dict(sorted(own.items())) for plane, own in counts.items()}
+            over = passed > 60 * minutes
+            if over or passed - noted > 60 or before + done >= seeds:
+                noted = passed
+                KEPT.write_text(json.dumps(kept, indent=1) + "\n")
+                print(f"{before + done:,} of {seeds:,} seeds, {len(kept['failed'])} violations", flush=True)
+            if over:
+                return
+
+
+def processor() -> str:
+    """This machine's, and its cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.processor())}, {os.cpu_count()} cores"
+
+
+def page(kept: dict[str, Any], wanted: int) -> None:
+    """Write the page."""
+    sys.path.append(str(HERE.parent / "pipeline"))
+    from ranks import report
+
+    total, hours = (sum(one[what] for one in kept["sittings"]) for what in ("seeds", "hours"))
+    injected: Counter[str] = Counter()
+    for own in kept["counts"].values():
+        injected.update(own)
+    faults = ", ".join(f"{kind} {count:,}" for kind, count in sorted(injected.items()))
+    failed = ", ".join(map(str, kept["failed"])) or "none"
+    text = (
+        f"{__doc__}\n**{total:,} of {wanted:,} seeds** from {FIRST:,} on, in {hours:.1f} hours of processor time; "
+        f"violations in: {failed}. "
+        f"Digest of the code: `{kept['code']}`.\n\nInjected: {faults}."
+    )
+    rows = [("date", "processor", "seeds", "hours of one core", "seeds per second of it")]
+    rows += [
+        (one["date"], one["processor"], f"{one['seeds']:,}", f"{one['hours']:.2f}", _rate(one))
+        for one in kept["sittings"]
+    ]
+    report(HERE / "long_run.md", "The simulator's long run", text, rows)
+
+
+def _rate(sitting: dict[str, Any]) -> str:
+    return f"{sitting['seeds'] / max(3600 * sitting['hours'], 1):.1f}"
+
+
+def main() -> None:
+    """Go on, and write the page."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, default=200_000, help="how many in all")
+    parser.add_argument("--minutes", type=float, default=60, help="of this sitting")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(COMPILED))
+    names = json.loads(subprocess.check_output([sys.executable, "-c", NAMES], cwd=ROOT))
+    code = sources(ROOT, names)
+    if not COMPILED.exists() or sources(COMPILED, names) != code:
+        subprocess.run([sys.executable, ROOT / "tests/paramserver/compiled.py", COMPILED], check=True)
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    if kept.get("code") != code:
+        kept = {"code": code, "sittings": [], "failed": [], "counts": {}}
+    run(arguments.seeds, arguments.minutes, kept)
+    page(kept, arguments.seeds)
+
+
+NAMES = f"""
+import json, sys
+from cnnstrategies.paramserver.simulation.run import PLANES
+for simulate in PLANES.values():
+    simulate(0)
+print(json.dumps(sorted(name for name in sys.modules if name.startswith({ENGINE!r}))))
+"""
+
+
+if __name__ == "__main__":
+    main()
