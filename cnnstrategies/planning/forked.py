@@ -1,5 +1,6 @@
 """Programs that are forked from a process which has imported their module: imports cost seconds, a fork none."""
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -33,8 +34,9 @@ class Forked:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
-        while self.poll() is None and os.getsid(self.pid) != self.pid:
-            time.sleep(0.002)
+        with contextlib.suppress(ProcessLookupError):  # It may have ended already.
+            while self.poll() is None and os.getsid(self.pid) != self.pid:
+                time.sleep(0.002)
 
     @property
     def returncode(self) -> int | None:
