@@ -14,6 +14,7 @@ from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.simulation.world import Process, World
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
+HARD = 0.55  # times the time-out: a silence that a run may have to go on without its victim
 ENTRIES = 16  # that the coordinator keeps of each member's requests
 
 
@@ -40,10 +41,14 @@ class Invariants:
         self._counted: dict[int, int] = {}  # collectives that were complete, of each coordinator
         self._known: dict[Peer, tuple[int, int]] = {}
         self._deaths: list[Process] = []
+        self._last: float | None = None  # since when all that the last sender had sent to its receiver was lost
+        self._silent: dict[tuple[Peer, Peer], float] = {}  # the same of all, while it is so
+        self._unlucky: set[str] = set()  # who was as good as cut off for long, by chance
         self._sealed_at: float | None = None
         world.on_send = self._sent
         world.on_step = self._stepped
         world.on_death = self._died
+        world.on_lost = self._lose
 
     # While it runs
 
@@ -52,7 +57,15 @@ class Invariants:
         if not process.ended.clean if process.ended is not None else not process.done:
             self._deaths.append(process)
 
+    def _lose(self, sender: Peer, receiver: Peer, cut: bool) -> None:
+        """A message that was just sent is lost: by chance, if nobody is cut off."""
+        since = self._silent[sender, receiver] = self._world.now if self._last is None else self._last
+        if not cut and self._world.now - since > HARD * self._settings.timeout:
+            member = receiver if sender.role == "coordinator" else sender
+            self._unlucky.add(_name(member.role, member.id))
+
     def _sent(self, sender: Process, send: Send) -> None:
+        self._last = self._silent.pop((sender.peer, send.to), None)
         if sender.peer.role != "coordinator" or "view" not in send.message.fields:
             return
         description = send.message.fields["view"]
@@ -209,7 +222,7 @@ class Invariants:
         return heard and process.peer == peer and process.alive
 
     def _check_ends(self) -> None:
-        victims = self._victims() | self._unheard()
+        victims = self._victims() | self._unheard() | self._unlucky
         over = self._world.processes["coordinator", 0].ended is not None
         own = [self._world.processes[WORKER, one] for one in range(self._settings.workers)]
         told = {one.ended.reason for one in own if one.ended is not None}
@@ -303,7 +316,7 @@ class Invariants:
                 names += [_name(*place) for place, node in self._toys.hosts.items() if node == fault.id]
             for name in names:
                 hit[name] = hit.get(name, 0.0) + (timeout if deadly else fault.seconds)
-        return {name for name, seconds in hit.items() if seconds > 0.55 * timeout}
+        return {name for name, seconds in hit.items() if seconds > HARD * timeout}
 
     def _check_samples(self) -> None:
         log = self._toys.log
