@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.optimizers import StateValue, tupled
-from cnnstrategies.paramserver.slicing import Slice
+from cnnstrategies.paramserver.optimizers import StateValue, named, of_part, parts_of, tupled
+from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.paramserver.specification import Specification
 
 
@@ -26,16 +26,27 @@ def join_state(
         states: Each slice's state by key.
         options: Each group's hyper-parameters.
     """
-    parts: dict[int, list[Slice]] = {}
+    parts: dict[int, list[tuple[Part, dict[str, StateValue]]]] = {}
     for slice_ in slices:
-        parts.setdefault(slice_.parameter, []).append(slice_)
+        own: list[dict[str, StateValue]] = [{} for _ in slice_.parts]
+        for name, value in states[slice_.key].items():
+            place, plain = of_part(name)
+            if place is not None:
+                own[place][plain] = value
+            elif len(own) == 1:
+                own[0][name] = value
+            else:
+                for state_of_part, one in zip(own, parts_of(value, slice_.sizes), strict=True):
+                    state_of_part[name] = one
+        for part, found in zip(slice_.parts, own, strict=True):
+            parts.setdefault(part.parameter, []).append((part, found))
     state: dict[int, dict[str, StateValue]] = {}
     groups = []
     position = 0
     for group, values in zip(specification.groups, options, strict=True):
         members = []
         for index in group.parameters:
-            joined = _join(specification.parameters[index].shape, parts.get(index, []), states)
+            joined = _join(specification.parameters[index].shape, parts.get(index, []))
             if joined:
                 state[position] = joined
             members.append(position)
@@ -44,13 +55,11 @@ def join_state(
     return {"state": state, "param_groups": groups}
 
 
-def _join(
-    shape: tuple[int, ...], parts: Sequence[Slice], states: Mapping[int, Mapping[str, StateValue]]
-) -> dict[str, StateValue]:
+def _join(shape: tuple[int, ...], parts: Sequence[tuple[Part, Mapping[str, StateValue]]]) -> dict[str, StateValue]:
     joined: dict[str, StateValue] = {}
-    for name, first in (states[parts[0].key] if parts else {}).items():
-        if isinstance(first, Tensor) and first.shape == parts[0].shape:
-            joined[name] = torch.cat([_flat(states[part.key][name]) for part in parts]).view(shape)
+    for name, first in (parts[0][1] if parts else {}).items():
+        if isinstance(first, Tensor) and first.shape == parts[0][0].shape:
+            joined[name] = torch.cat([_flat(state[name]) for _, state in parts]).view(shape)
         else:
             joined[name] = first
     return joined
@@ -82,15 +91,47 @@ def cut_state(
     }
     result: dict[int, dict[str, StateValue]] = {}
     for slice_ in slices:
-        shape = specification.parameters[slice_.parameter].shape
-        saved = state_dict["state"].get(at[slice_.parameter], {})
-        result[slice_.key] = {name: _part(name, value, slice_, shape) for name, value in saved.items()}
+        states = []
+        for part in slice_.parts:
+            shape = specification.parameters[part.parameter].shape
+            saved = state_dict["state"].get(at[part.parameter], {})
+            states.append({name: _part(name, value, part, shape) for name, value in saved.items()})
+        together = _together(states, slice_)
+        result[slice_.key] = together or {
+            named(name, place): value for place, state in enumerate(states) for name, value in state.items()
+        }
     return result
 
 
-def _part(name: str, value: StateValue, slice_: Slice, shape: tuple[int, ...]) -> StateValue:
+def _together(states: Sequence[Mapping[str, StateValue]], slice_: Slice) -> dict[str, StateValue]:
+    """The state of a slice as a whole; nothing where its parts have made different numbers of steps."""
+    joined: dict[str, StateValue] = {}
+    if len(states) == 1 or any(state.keys() != states[0].keys() for state in states):
+        return dict(states[0]) if len(states) == 1 else {}
+    for name, first in states[0].items():
+        values = [state[name] for state in states]
+        if all(_is_own(value, part) for value, part in zip(values, slice_.parts, strict=True)) and name != "step":
+            joined[name] = torch.cat([_flat(value) for value in values])
+        elif all(_equal(value, first) for value in values):
+            joined[name] = first
+        else:
+            return {}
+    return joined
+
+
+def _is_own(value: StateValue, part: Part) -> bool:
+    return isinstance(value, Tensor) and value.shape == part.shape
+
+
+def _equal(one: StateValue, other: StateValue) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return type(one) is type(other) and one == other
+
+
+def _part(name: str, value: StateValue, part: Part, shape: tuple[int, ...]) -> StateValue:
     if not isinstance(value, Tensor):
         return value
     if value.shape != shape or name == "step":
         return value.clone()
-    return value.reshape(-1)[slice_.start : slice_.stop].reshape(slice_.shape).clone()
+    return value.reshape(-1)[part.start : part.stop].reshape(part.shape).clone()

@@ -1,41 +1,75 @@
-"""How the parameters are cut into slices and the slices spread over the servers: the same in every process."""
+"""How the parameters are cut into slices and the slices spread over the servers: the same in every process.
+
+A large parameter is cut, and small ones share a slice: a message costs the same for few elements as for many.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.optimizers import is_elementwise
 from cnnstrategies.paramserver.specification import DTYPES, Specification
 
 
+SHARED_BYTES = 1 << 18  # of small parameters that share a slice
+MOST_PARTS = 63  # of a slice: which of them have no gradient is a number of 64 bits
+SLICES_OF_A_SERVER = 4  # that small parameters leave at least, where there are as many
+
+
 @dataclass(frozen=True)
-class Slice:
+class Part:
     """A range of a flattened parameter.
 
     Attributes:
-        key: Its number.
         parameter: Index of the parameter.
         start: First element.
         stop: One past the last element.
-        dtype: Of the elements.
         shape: ``(stop - start,)``, or the parameter's own shape where the optimizer needs whole tensors.
-        servers: Ids of the servers that hold it, the first choice for its primary first.
     """
 
-    key: int
     parameter: int
     start: int
     stop: int
-    dtype: torch.dtype
     shape: tuple[int, ...]
-    servers: tuple[int, ...]
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What is pushed, updated and pulled as one: a part of a parameter, or some small ones of one parameter group.
+
+    Attributes:
+        key: Its number.
+        parts: What lies in it, one after the other.
+        sizes: Elements of each part.
+        numel: Of all of them.
+        dtype: Of the elements.
+        servers: Ids of the servers that hold it, the first choice for its primary first.
+    """
+
+    key: int
+    parts: tuple[Part, ...]
+    sizes: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    servers: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of its values."""
+        return self.parts[0].shape if len(self.parts) == 1 else (self.numel,)
+
+    def views(self, values: Tensor) -> list[Tensor]:
+        """The parts of some values, in the same memory."""
+        flat = values.view(-1).split(self.sizes)
+        return [one.view(part.shape) for one, part in zip(flat, self.parts, strict=True)]
 
     @property
     def nbytes(self) -> int:
@@ -48,37 +82,71 @@ def cut(specification: Specification) -> tuple[Slice, ...]:
 
     Tensors stay whole for optimizers that do not work element by element.
     """
-    whole = not is_elementwise(specification.optimizer)
-    ranges: list[tuple[int, int, int, torch.dtype, tuple[int, ...]]] = []
-    for index, parameter in enumerate(specification.parameters):
-        dtype = DTYPES[parameter.dtype]
-        step = parameter.numel if whole else max(1, specification.slice_bytes // dtype.itemsize)
-        for start in range(0, parameter.numel, max(step, 1)):
-            stop = min(start + step, parameter.numel)
-            ranges.append((index, start, stop, dtype, parameter.shape if whole else (stop - start,)))
+    found = _cut(specification)
+    sizes = [sum(part.numel for part in parts) * dtype.itemsize for parts, dtype in found]
     load = [0] * specification.servers
     primary = {}
-    for key in sorted(
-        range(len(ranges)), key=lambda key: ((ranges[key][1] - ranges[key][2]) * ranges[key][3].itemsize, key)
-    ):
+    for key in sorted(range(len(found)), key=lambda key: (-sizes[key], key)):
         chosen = min(range(specification.servers), key=lambda server: (load[server], server))
-        load[chosen] += (ranges[key][2] - ranges[key][1]) * ranges[key][3].itemsize
+        load[chosen] += sizes[key]
         primary[key] = chosen
     return tuple(
         Slice(
             key,
-            *entry,
+            tuple(parts),
+            tuple(part.numel for part in parts),
+            sizes[key] // dtype.itemsize,
+            dtype,
             tuple((primary[key] + copy) % specification.servers for copy in range(specification.replication)),
         )
-        for key, entry in enumerate(ranges)
+        for key, (parts, dtype) in enumerate(found)
     )
+
+
+def _cut(specification: Specification) -> list[tuple[list[Part], torch.dtype]]:
+    """The slices' parts, in the order of their first parameters, with their dtypes."""
+    whole = not is_elementwise(specification.optimizer)
+    small = _shared_bytes(specification)
+    group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
+    found: list[tuple[list[Part], torch.dtype]] = []
+    filled: dict[tuple[int, torch.dtype], tuple[list[Part], int]] = {}  # the last slice that is shared, and its bytes
+    for index, parameter in enumerate(specification.parameters):
+        dtype = DTYPES[parameter.dtype]
+        size = parameter.numel * dtype.itemsize
+        if 0 < size <= small:
+            kind = group_of[index], dtype
+            parts, filling = filled.get(kind, ([], small))
+            if filling + size > small or len(parts) == MOST_PARTS:
+                parts, filling = [], 0
+                found.append((parts, dtype))
+            parts.append(Part(index, 0, parameter.numel, (parameter.numel,)))
+            filled[kind] = parts, filling + size
+            continue
+        step = parameter.numel if whole else max(1, specification.slice_bytes // dtype.itemsize)
+        for start in range(0, parameter.numel, max(step, 1)):
+            stop = min(start + step, parameter.numel)
+            found.append(([Part(index, start, stop, parameter.shape if whole else (stop - start,))], dtype))
+    return found
+
+
+def _shared_bytes(specification: Specification) -> int:
+    """Bytes of small parameters that share a slice; 0 where none do.
+
+    Where something is left out of gradients, that of one which comes now and then must wait for it.
+    """
+    leaves_out = specification.compression in ("topk", "onebit", "auto")  # momentum correction does, too
+    if leaves_out or not is_elementwise(specification.optimizer):
+        return 0
+    total = sum(one.numel * DTYPES[one.dtype].itemsize for one in specification.parameters)
+    return min(SHARED_BYTES, specification.slice_bytes, total // (SLICES_OF_A_SERVER * specification.servers))
 
 
 def keys_by_parameter(slices: Iterable[Slice], parameters: int) -> list[list[int]]:
     """The keys of each parameter's slices, in order."""
     keys: list[list[int]] = [[] for _ in range(parameters)]
     for slice_ in slices:
-        keys[slice_.parameter].append(slice_.key)
+        for part in slice_.parts:
+            keys[part.parameter].append(slice_.key)
     return keys
 
 

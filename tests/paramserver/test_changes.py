@@ -107,10 +107,13 @@ def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Te
         scheduler.step()
         pairs = [*zip(values.parameters(), network.parameters(), strict=True)]
         for one in slices:
-            value, known = (each.data.view(-1)[one.start : one.stop] for each in pairs[one.parameter])
-            left = (value - known).float()
+            parts = [(part, *(each.data.view(-1) for each in pairs[part.parameter])) for part in one.parts]
+            left = torch.cat([(value - known)[part.start : part.stop] for part, value, known in parts]).float()
             largest = left.abs().topk(max(1, round(RATIO * one.numel))).indices
-            known[largest] += left[largest].double()
+            change = torch.zeros(one.numel, dtype=torch.float64)
+            change[largest] = left[largest].double()
+            for (part, _, known), own in zip(parts, change.split(one.sizes), strict=True):
+                known[part.start : part.stop] += own
     return network.state_dict()
 
 

@@ -1,18 +1,27 @@
 """The optimizers of torch on slices do what they do on whole parameters, state included."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cnnstrategies.paramserver.optimizer_state import cut_state, join_state
 from cnnstrategies.paramserver.optimizers import SharedOptimizer
 from cnnstrategies.paramserver.server.store import Store
-from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.slicing import Slice, cut
 from cnnstrategies.paramserver.specification import Specification
 
 SHAPES = [(40, 5), (7,), (3, 1, 2, 2)]
+
+
+def flat(slice_: Slice, tensors: Sequence[Tensor | None]) -> Tensor:
+    """What a slice holds of some parameters' values or gradients; zeros where there is none."""
+    found = [(part, tensors[part.parameter]) for part in slice_.parts]
+    return torch.cat(
+        [torch.zeros(part.numel) if one is None else one.flatten()[part.start : part.stop] for part, one in found]
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,24 +32,25 @@ SHAPES = [(40, 5), (7,), (3, 1, 2, 2)]
         ("Adagrad", {}), ("Adadelta", {}), ("ASGD", {}), ("Rprop", {}), ("Adafactor", {}),
     ],
 )  # fmt: skip
-def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("lacking", [(), (2, 5), (0, 6)])
+def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str, Any], lacking: tuple[int, ...]) -> None:
+    """The last two share a slice, and one of them has no gradient in some steps: it stays as it is, as does its state."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer = getattr(torch.optim, name)(parameters, **options)
     named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
-    specification = Specification.of(named, optimizer, 1, slice_bytes=64)
+    specification = Specification.of(named, optimizer, 1, slice_bytes=128)
     slices = cut(specification)
     stores = [Store(specification, slices), Store(specification, slices)]
     store = stores[0]
 
     def fill(store: Store) -> None:
         for slice_ in slices:
-            value = parameters[slice_.parameter].detach().flatten()[slice_.start : slice_.stop]
-            store.put(slice_.key, value, 0)
+            store.put(slice_.key, flat(slice_, [parameter.detach() for parameter in parameters]), 0)
 
     fill(store)
     hyper = [group.options for group in specification.groups]
-    for step in range(6):
+    for step in range(8):
         if step == 3:  # The state goes through a plain state dict into another server.
             state = join_state(specification, slices, {s.key: store.state(s.key) for s in slices}, hyper)
             assert state["param_groups"] == optimizer.state_dict()["param_groups"]
@@ -51,24 +61,30 @@ def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str
                     store.set_state(key, part, value)
         for parameter in parameters:
             parameter.grad = torch.randn(parameter.shape)
-        updates: dict[int, torch.Tensor | None] = {}
+        if step in lacking:
+            parameters[1].grad = None
+        gradients = [parameter.grad for parameter in parameters]
+        updates: dict[int, Tensor | None] = {}
+        absent: dict[int, int] = {}
         for slice_ in slices:
-            gradient = parameters[slice_.parameter].grad
-            assert gradient is not None
-            updates[slice_.key] = gradient.flatten()[slice_.start : slice_.stop]
+            there = [gradients[part.parameter] is not None for part in slice_.parts]
+            updates[slice_.key] = flat(slice_, gradients) if any(there) else None
+            if any(there) and not all(there):
+                absent[slice_.key] = sum(1 << place for place, one in enumerate(there) if not one)
         first, *others = updates.items()
-        store.apply(dict([first]), hyper)  # Some alone, others together: it is the same.
-        store.apply(dict(others), hyper)
+        store.apply(dict([first]), hyper, absent)  # Some alone, others together: it is the same.
+        store.apply(dict(others), hyper, absent)
         optimizer.step()
     for slice_ in slices:
-        whole = parameters[slice_.parameter].detach().flatten()[slice_.start : slice_.stop]
+        whole = flat(slice_, [parameter.detach() for parameter in parameters])
         torch.testing.assert_close(store.values[slice_.key].flatten(), whole)
 
 
 def shared(name: str, **options: Any) -> tuple[SharedOptimizer, dict[int, torch.Tensor]]:
     """An optimizer of two slices, and their values."""
     values = {key: torch.ones(3, dtype=torch.float64) for key in range(2)}
-    return SharedOptimizer(getattr(torch.optim, name), values, {"lr": 0.5, **options}), values
+    sizes = dict.fromkeys(values, (3,))
+    return SharedOptimizer(getattr(torch.optim, name), values, sizes, {"lr": 0.5, **options}), values
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])

@@ -188,7 +188,7 @@ def test_small_slices_that_come_together_cost_one_step_of_the_optimizer(monkeypa
     monkeypatch.setattr(
         SharedOptimizer,
         "step",
-        lambda self, gradients, options: (steps.append(len(gradients)), step(self, gradients, options)),
+        lambda self, gradients, *rest: (steps.append(len(gradients)), step(self, gradients, *rest)),
     )
     specification = specify({"name": "SGD", "lr": 0.5, "momentum": 0.9}, 2, servers=1, mode="async")
     shards = []

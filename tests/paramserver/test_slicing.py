@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.slicing import Slice, cut, holders
+from cnnstrategies.paramserver.slicing import Part, Slice, cut, holders
 from cnnstrategies.paramserver.specification import Specification
 
 pytestmark = pytest.mark.light
@@ -30,8 +30,8 @@ def test_slices_cover_every_element_once_and_are_balanced() -> None:
     slices = cut(specification)
     assert [slice_.key for slice_ in slices] == list(range(len(slices)))
     for index, parameter in enumerate(specification.parameters):
-        own = [slice_ for slice_ in slices if slice_.parameter == index]
-        assert [slice_.start for slice_ in own] == [0, *(slice_.stop for slice_ in own[:-1])]
+        own = [part for slice_ in slices for part in slice_.parts if part.parameter == index]
+        assert [part.start for part in own] == [0, *(part.stop for part in own[:-1])]
         assert own[-1].stop == parameter.numel
     assert all(slice_.nbytes <= 1024 and len(set(slice_.servers)) == 2 for slice_ in slices)
     loads = [load(slices, server) for server in range(3)]
@@ -45,7 +45,7 @@ def test_tensors_stay_whole_for_other_optimizers() -> None:
 
 
 def test_the_oldest_live_copy_is_the_primary() -> None:
-    slice_ = Slice(0, 0, 0, 1, torch.float32, (1,), (2, 0))
+    slice_ = Slice(0, (Part(0, 0, 1, (1,)),), (1,), 1, torch.float32, (2, 0))
     servers = [ServerInfo(id, f"ipc://{id}", since=1) for id in range(3)]
     assert holders(slice_, View(1, tuple(servers), ())) == [2, 0]
     assert holders(slice_, View(2, tuple(servers[:2]), ())) == [0]

@@ -13,7 +13,7 @@ from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
 from cnnstrategies.paramserver.server.clocks import StaleClock
-from cnnstrategies.paramserver.server.pushes import Begin, Who
+from cnnstrategies.paramserver.server.pushes import Begin, Who, check_absent
 from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.updater import TOGETHER_BYTES
@@ -49,6 +49,7 @@ class Asynchronous:
         self._begun_with = False  # A view has named workers.
         self._given: dict[tuple[int, int], Tensor] = {}
         self._together: dict[int, Tensor | None] = {}  # gradients by slice, all of one worker's step
+        self._absent: dict[int, int] = {}  # which parts of theirs have none
         self._size = 0  # bytes of their slices
         self._whose: tuple[Who, int, Begin] | None = None
 
@@ -129,6 +130,7 @@ class Asynchronous:
         key, store = header.key, self._shard.store
         slice_ = store.slices[key]
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
+        check_absent(header.base, slice_)
         if key in self._together or (self._whose is not None and self._whose[0] != who):
             self.settle()
         step, begin = self._begun.get(who[0], (-1, None))
@@ -148,6 +150,8 @@ class Asynchronous:
                 moved = store.values[key].view(-1) - given
                 gradient = torch.addcmul(gradient, gradient * gradient, moved, value=self._compensation)
         self._together[key] = gradient
+        if header.base:
+            self._absent[key] = header.base
         self._whose = who, step, begin
         self._size += slice_.nbytes
         if self._size >= TOGETHER_BYTES:
@@ -159,7 +163,8 @@ class Asynchronous:
         if self._whose is not None:
             who, step, begin = self._whose
             together, self._together, self._size, self._whose = self._together, {}, 0, None
-            self._shard.update(together, begin.options, who, step)
+            absent, self._absent = self._absent, {}
+            self._shard.update(together, begin.options, who, step, absent)
             self.updates += len(together)
 
     def busy(self) -> bool:

@@ -47,7 +47,7 @@ class Backlog:
             return False
         if version < 0 or step > version + 1 or step not in self._steps or worker not in self._steps[step].begun:
             raise InvalidMessageError("a push of a step that has not begun")
-        return self._steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding)
+        return self._steps[step].add(worker, self._shard.store.slices[key], payload, header.encoding, header.base)
 
     def has(self, worker: Who, step: int, key: int) -> bool:
         """Whether a worker's push of a slice is here."""

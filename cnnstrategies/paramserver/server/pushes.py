@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import check_length, decode
-from cnnstrategies.paramserver.messages import Encoding
+from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.server.store import Options
 from cnnstrategies.paramserver.slicing import Slice
 
@@ -34,22 +34,33 @@ class Pushes:
     def __init__(self) -> None:
         self.begun: dict[Who, Begin] = {}
         self._pieces: dict[int, dict[Who, tuple[memoryview, Encoding]]] = {}
+        self._absent: dict[int, dict[Who, int]] = {}  # where a push lacks the gradients of some parts
         self._counts: dict[Who, int] = {}
         self._means: dict[int, tuple[frozenset[Who], Tensor | None]] = {}
 
-    def add(self, worker: Who, slice_: Slice, payload: memoryview, encoding: Encoding) -> bool:
+    def add(self, worker: Who, slice_: Slice, payload: memoryview, encoding: Encoding, absent: int = 0) -> bool:
         """Keep a push; whether it is the first of its worker for its slice.
+
+        Args:
+            worker: Who pushes.
+            slice_: The slice.
+            payload: Its gradient.
+            encoding: The gradient's.
+            absent: The parts without a gradient, as bits.
 
         Raises:
             InvalidMessageError: The payload does not fit the slice.
         """
         check_length(len(payload), encoding, slice_.numel, slice_.dtype)
+        check_absent(absent, slice_)
         pieces = self._pieces.setdefault(slice_.key, {})
         if worker in pieces:
             return False
         if encoding == Encoding.TOPK:
             decode(payload, encoding, slice_.numel, slice_.dtype)  # checks the indices
         pieces[worker] = payload, encoding
+        if absent:
+            self._absent.setdefault(slice_.key, {})[worker] = absent
         self._counts[worker] = self._counts.get(worker, 0) + 1
         return True
 
@@ -95,7 +106,32 @@ class Pushes:
         self._means[slice_.key] = members, mean
         return mean
 
+    def absent(self, key: int, workers: Iterable[Who]) -> int:
+        """The parts of a slice of which none of the workers has a gradient, as bits; where the mean is not None."""
+        if key not in self._absent:
+            return 0
+        lacking, pieces = -1, self._pieces[key]
+        for worker in pieces.keys() & set(workers):
+            if pieces[worker][1] != Encoding.NOTHING:
+                lacking &= self._absent[key].get(worker, 0)
+        return max(lacking, 0)
+
     def drop(self, key: int) -> None:
         """Forget a slice that has been applied."""
         self._pieces.pop(key, None)
+        self._absent.pop(key, None)
         self._means.pop(key, None)
+
+
+def check_absent(absent: int, slice_: Slice) -> None:
+    """Refuse parts that a slice does not have.
+
+    Args:
+        absent: Parts without a gradient, as bits.
+        slice_: The slice.
+
+    Raises:
+        InvalidMessageError: So it is, or none would have one.
+    """
+    if not 0 <= absent < (1 << len(slice_.parts)) - 1 and absent:
+        raise InvalidMessageError("parts that its slice does not have")

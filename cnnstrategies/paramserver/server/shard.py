@@ -1,6 +1,6 @@
 """The slices of one server towards the outside: answers pulls, sends updates to backups, takes those of primaries."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_length, encode_values, from_bytes
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Say
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
-from cnnstrategies.paramserver.optimizers import StateValue
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, unpack_json
+from cnnstrategies.paramserver.optimizers import ALL_THERE, StateValue
 from cnnstrategies.paramserver.server.outbox import Outbox
-from cnnstrategies.paramserver.server.pushes import Who
+from cnnstrategies.paramserver.server.pushes import Who, check_absent
 from cnnstrategies.paramserver.server.quorum import Attendance
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Options, Store
@@ -158,17 +158,39 @@ class Shard:
 
     # Updates and their copies
 
-    def update(self, changes: Mapping[int, Tensor | None], options: Options, who: Who, step: int) -> None:
-        """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible."""
-        self.store.apply(changes, options)
+    def update(
+        self,
+        changes: Mapping[int, Tensor | None],
+        options: Options,
+        who: Who,
+        step: int,
+        absent: Mapping[int, int] = ALL_THERE,
+    ) -> None:
+        """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible.
+
+        Args:
+            changes: By slice.
+            options: Each parameter group's hyper-parameters.
+            who: Whose update it is.
+            step: Of which step.
+            absent: The parts of slices that have no gradient, as bits.
+        """
+        self.store.apply(changes, options, absent)
         for key, change in changes.items():
             self.store.seen[key][who] = step
             sent = b"" if self.store.changes is None else self.store.changes.make(key)
-            self._relay(key, change, options, who, step, sent)
+            self._relay(key, change, options, who, step, sent, absent.get(key, 0))
             self.answer(key)
 
     def _relay(
-        self, key: int, change: Tensor | None, options: Options, who: Who, step: int, sent: bytes | memoryview
+        self,
+        key: int,
+        change: Tensor | None,
+        options: Options,
+        who: Who,
+        step: int,
+        sent: bytes | memoryview,
+        absent: int,
     ) -> None:
         for backup in self._replicas.backups(key):
             if self._options_sent[:2] != (who, step):
@@ -185,6 +207,7 @@ class Shard:
                 base=who[1] << 32 | who[0],
                 weight=self.store.versions[key],
                 encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
+                **({"json": {"absent": absent}} if absent else {}),
             )
 
     def relay_begins(self, primary: int, options: Options) -> None:
@@ -203,6 +226,9 @@ class Shard:
         """
         self._from_primary(primary, header.key)
         slice_, changes = self.store.slices[header.key], self.store.changes
+        absent = int(unpack_json(payload, header)["absent"]) if header.meta else 0
+        check_absent(absent, slice_)
+        payload = payload[header.meta :]
         size = len(payload)
         if changes is not None:  # What workers are sent stands behind the update.
             size = slice_.nbytes if header.encoding == Encoding.DENSE else 0
@@ -214,7 +240,7 @@ class Shard:
         # After lost messages a whole copy comes before updates go on.
         if self.store.versions[header.key] == header.weight - 1:
             change = from_bytes(payload[:size], slice_.dtype) if header.encoding == Encoding.DENSE else None
-            self.store.apply({header.key: change}, self._relayed_options[primary])
+            self.store.apply({header.key: change}, self._relayed_options[primary], {header.key: absent})
             if changes is not None:
                 changes.apply(header.key, sent, known)
             self.store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
@@ -277,8 +303,7 @@ class Shard:
             state = {}
         if header.kind == Kind.COPY_STATE:
             name, value = unpack_state(described, raw)
-            if name not in state and len(state) >= MOST_PARTS:
-                raise InvalidMessageError("too many parts of a state")
+            self._check_room(header.key, name, state)
             self._copied_states[header.key] = header.base, {**state, name: value}
             return
         slice_ = self.store.slices[header.key]
@@ -342,9 +367,12 @@ class Shard:
     def _set_state(self, key: int, described: dict[str, object], raw: memoryview) -> None:
         name, value = unpack_state(described, raw)
         state = self.store.state(key)
-        if name not in state and len(state) >= MOST_PARTS:
-            raise InvalidMessageError("too many parts of a state")
+        self._check_room(key, name, state)
         self.store.set_state(key, name, value)
+
+    def _check_room(self, key: int, name: str, state: Collection[str]) -> None:
+        if name not in state and len(state) >= MOST_PARTS * len(self.store.slices[key].parts):
+            raise InvalidMessageError("too many parts of a state")
 
     def send_state(self, worker: int, request: int) -> None:
         """Send the optimizer state of all own slices, and then how many parts that were."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes
-from cnnstrategies.paramserver.optimizers import SharedOptimizer, StateValue, load_optimizer
+from cnnstrategies.paramserver.optimizers import ALL_THERE, SharedOptimizer, StateValue, load_optimizer
 from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
@@ -47,7 +47,8 @@ class Store:
             encoding = ENCODINGS[specification.pull_compression]
             self.changes = Changes(encoding, specification.compression_ratio, self.values)
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
-        self._group = {key: group_of[slice_.parameter] for key, slice_ in self.slices.items()}
+        self._group = {key: group_of[slice_.parts[0].parameter] for key, slice_ in self.slices.items()}
+        self._sizes = {key: slice_.sizes for key, slice_ in self.slices.items()}
         kind = load_optimizer(specification.optimizer)
         self._optimizers: list[SharedOptimizer] = []
         self._place: dict[int, int] = {}
@@ -56,7 +57,8 @@ class Store:
             for start in range(0, len(keys), SHARED_BY):
                 shared = keys[start : start + SHARED_BY]
                 self._place.update(dict.fromkeys(shared, len(self._optimizers)))
-                self._optimizers.append(SharedOptimizer(kind, {key: self.values[key] for key in shared}, group.options))
+                values, sizes = ({key: of[key] for key in shared} for of in (self.values, self._sizes))
+                self._optimizers.append(SharedOptimizer(kind, values, sizes, group.options))
 
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values."""
@@ -72,19 +74,20 @@ class Store:
         if self.changes is not None:
             self.changes.jump(key, version, self.versions[key])
 
-    def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
+    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE) -> None:
         """One update of some slices.
 
         Args:
             updates: By slice the gradient, which in mode local is the mean difference; None leaves the values alone.
             options: Each parameter group's hyper-parameters.
+            absent: The parts of slices that have no gradient, as bits: their values are left alone, too.
         """
         together: dict[int, dict[int, Tensor]] = {}
         for key, update in updates.items():
             if update is not None:
                 together.setdefault(self._place[key], {})[key] = update
         for place, gradients in together.items():
-            self._optimizers[place].step(gradients, options[self._group[next(iter(gradients))]])
+            self._optimizers[place].step(gradients, options[self._group[next(iter(gradients))]], absent)
         for key in updates:
             self.versions[key] += 1
 

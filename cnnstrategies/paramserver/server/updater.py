@@ -80,7 +80,8 @@ class Updater:
                 mean.clamp_(-self._clip_value, self._clip_value)
             if mean is not None and decision.scale != 1.0:
                 mean.mul_(decision.scale)
-        self._shard.update(means, decision.options, EVERYBODY, decision.step)
+        absent = {key: lacking for key in keys if (lacking := pushes.absent(key, decision.who))}
+        self._shard.update(means, decision.options, EVERYBODY, decision.step, absent)
         for key in keys:
             pushes.drop(key)
         if not self._todo:

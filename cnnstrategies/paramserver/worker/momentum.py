@@ -47,7 +47,9 @@ class MomentumCorrection:
         self._group = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._velocities: list[Velocity] = []
         if specification.momentum_correction:
-            self._velocities = [Velocity(parameters[slice_.parameter], slice_.start, slice_.stop) for slice_ in slices]
+            # It leaves something out: no slice is shared.
+            parts = [slice_.parts[0] for slice_ in slices]
+            self._velocities = [Velocity(parameters[part.parameter], part.start, part.stop) for part in parts]
         self._options: Sequence[Mapping[str, Any]] = ()
 
     def begin(self, options: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
@@ -65,7 +67,7 @@ class MomentumCorrection:
         if not self._velocities:
             return encoder.encode(gradient)
         velocity = self._velocities[slice_.key]
-        payload = encoder.encode(velocity.add(gradient, self._options[self._group[slice_.parameter]]))
+        payload = encoder.encode(velocity.add(gradient, self._options[self._group[slice_.parts[0].parameter]]))
         if encoder.encoding == Encoding.TOPK:
             velocity.mask(payload)
         return payload

@@ -58,8 +58,9 @@ class Outgoing:
         self._counters = counters
         self._began_with = began_with
         self._begin: tuple[int, dict[str, Any], float] | None = None
-        self._unanswered: dict[int, tuple[Any, Encoding]] = {}
-        self._pushed: set[int] = set()
+        self._unanswered: dict[int, tuple[Any, Encoding, int]] = {}
+        self._sent: set[int] = set()  # slices
+        self._filling: dict[int, Filling] = {}
         self._clipped: dict[int, Tensor] = {}
 
     @property
@@ -94,14 +95,14 @@ class Outgoing:
         for encoder in self._encoders:
             encoder.ratio = ratio
         self._unanswered.clear()
-        self._pushed.clear()
+        self._sent.clear()
+        self._filling.clear()
         for server in self._connections.view.servers:
             self._send_begin(server.id)
 
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, or keep it until the norm of all is known; in mode ``local`` its difference."""
         assert self._begin is not None, "push before begin_step"
-        self._pushed.add(index)
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
             # Of the sign of a gradient. A tensor of its own: new values come while it may still be on its way.
@@ -124,11 +125,14 @@ class Outgoing:
             for index, gradient in self._clipped.items():
                 self._encode(index, gradient * factor)
             self._clipped.clear()
-        for index, keys in enumerate(self._by_parameter):
-            if index not in self._pushed:
-                for key in keys:
-                    self._unanswered[key] = b"", Encoding.NOTHING
-                    self._send(key)
+        for key, filling in self._filling.items():
+            filling.end()
+            self._encode_slice(key, filling.values, filling.absent)
+        self._filling.clear()
+        for slice_ in self._slices:
+            if slice_.key not in self._sent:
+                self._unanswered[slice_.key] = b"", Encoding.NOTHING, 0
+                self._send(slice_.key)
 
     def answered(self, key: int) -> None:
         """A slice was pulled with its push in it."""
@@ -159,10 +163,24 @@ class Outgoing:
 
     def _encode(self, index: int, flat: Tensor) -> None:
         for key in self._by_parameter[index]:
-            slice_, encoder = self._slices[key], self._encoders[key]
-            part = flat if slice_.numel == flat.numel() else flat[slice_.start : slice_.stop]
-            self._unanswered[key] = self._correction.encode(encoder, slice_, part), encoder.encoding
-            self._send(key)
+            slice_ = self._slices[key]
+            if len(slice_.parts) > 1:
+                if key not in self._filling:
+                    self._filling[key] = Filling(slice_)
+                filling = self._filling[key]
+                filling.put(index, flat)
+                if not filling.absent:
+                    self._encode_slice(key, filling.values)
+                    del self._filling[key]
+                continue
+            (part,) = slice_.parts
+            self._encode_slice(key, flat if part.numel == flat.numel() else flat[part.start : part.stop])
+
+    def _encode_slice(self, key: int, values: Tensor, absent: int = 0) -> None:
+        encoder = self._encoders[key]
+        payload = self._correction.encode(encoder, self._slices[key], values)
+        self._unanswered[key] = payload, encoder.encoding, absent
+        self._send(key)
 
     def _send_begin(self, server: int) -> None:
         assert self._begin is not None
@@ -171,7 +189,39 @@ class Outgoing:
 
     def _send(self, key: int) -> None:
         assert self._begin is not None
-        payload, encoding = self._unanswered[key]
+        self._sent.add(key)
+        payload, encoding, absent = self._unanswered[key]
         self._counters.bytes_sent += self._connections.send(
-            self._placement.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding
-        )
+            self._placement.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
+            base=absent,
+        )  # fmt: skip
+
+
+class Filling:
+    """The gradients of the small parameters that share a slice, as they come.
+
+    Args:
+        slice_: The slice.
+
+    Attributes:
+        values: Theirs, in memory of their own: what was pushed last may still be on its way.
+        absent: The parts that have not come, as bits.
+    """
+
+    def __init__(self, slice_: Slice) -> None:
+        self.values = torch.empty(slice_.numel, dtype=slice_.dtype)
+        self.absent = (1 << len(slice_.parts)) - 1
+        self._places = {part.parameter: place for place, part in enumerate(slice_.parts)}
+        self._views = slice_.views(self.values)
+
+    def put(self, parameter: int, gradient: Tensor) -> None:
+        """One has come."""
+        place = self._places[parameter]
+        self._views[place].copy_(gradient)
+        self.absent &= ~(1 << place)
+
+    def end(self) -> None:
+        """No more come."""
+        for place, view in enumerate(self._views):
+            if self.absent >> place & 1:
+                view.zero_()

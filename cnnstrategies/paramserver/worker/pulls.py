@@ -87,7 +87,7 @@ class Pulls:
             step: The step that will be worked on next.
             refresh: Ask for the present values, whatever has been pushed.
         """
-        keys = [key for index in self._order for key in self._by_parameter[index]]
+        keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
         self._step = step
         self._pending = dict.fromkeys(keys)
@@ -120,14 +120,15 @@ class Pulls:
             if known is None:
                 return False
             values = known
-        target = self._targets[slice_.parameter]
-        target.write(slice_.start, values)
-        if self._copies:
-            self._copies[slice_.parameter].write(slice_.start, values)
         del self._pending[header.key]
-        self._left[slice_.parameter] -= 1
-        if not self._left[slice_.parameter]:
-            target.finish()
+        for part, own in zip(slice_.parts, values.split(slice_.sizes), strict=True):
+            target = self._targets[part.parameter]
+            target.write(part.start, own)
+            if self._copies:
+                self._copies[part.parameter].write(part.start, own)
+            self._left[part.parameter] -= 1
+            if not self._left[part.parameter]:
+                target.finish()
         return True
 
     def _send(self, keys: Sequence[int]) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes
@@ -44,13 +45,16 @@ class InitialValues:
         for slice_ in self._slices:
             if server not in slice_.servers:
                 continue
-            value = self._parameters[slice_.parameter].detach().cpu().reshape(-1)[slice_.start : slice_.stop]
+            values = [
+                self._parameters[part.parameter].detach().cpu().reshape(-1)[part.start : part.stop]
+                for part in slice_.parts
+            ]
             state = self._states.get(slice_.key, {})
             for name, part in state.items():
                 described, raw = pack_state(name, part)
                 self._connections.send(server, Kind.STATE, raw, key=slice_.key, json=described)
             # A copy: the values are pulled into the same memory, maybe before they have left.
-            payload = bytes(as_bytes(value.contiguous()))
+            payload = bytes(as_bytes(torch.cat(values)))
             self._connections.send(
                 server, Kind.VALUE, payload, key=slice_.key, base=len(state), encoding=Encoding.DENSE
             )

@@ -283,9 +283,9 @@ class WorkerRole:
             self.counters.dropped += header.key == 0 and header.weight == 1
             self._had[header.key], self._newest = header.base, max(self._newest, header.base)
         self._outgoing.answered(header.key)
-        index = self._slices[header.key].parameter
-        if not self._pulls.waits_for(index):
-            self._arrived(index)
+        for part in self._slices[header.key].parts:
+            if not self._pulls.waits_for(part.parameter):
+                self._arrived(part.parameter)
 
     def _count_others(self, version: int) -> None:
         """Count the updates that others have made since the values that this worker has computed with."""

@@ -307,7 +307,7 @@ class SimulatedWorker:
         whole = pulls.refreshing
         self.role.on_message(server.id, header, payload)
         if waited and not pulls.open_among([header.key]):
-            value = self.values[self._slices[header.key].parameter]  # Each has one slice.
+            value = self.values[self._slices[header.key].parts[0].parameter]  # Each has one slice of its own.
             self._watch.received(
                 self._peer.id,
                 self._peer.life,

@@ -14,6 +14,7 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import ENCODINGS
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.messages import Encoding
+from cnnstrategies.paramserver.optimizers import ALL_THERE
 from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.simulation.violation import ViolationError
@@ -332,7 +333,7 @@ class WatchedStore(Store):
         if version or not self._late:
             self.look((key,))
 
-    def apply(self, updates: Mapping[int, Tensor | None], options: Options) -> None:
+    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE) -> None:
         """Look at an update of some slices, and apply it."""
         made = {}
         for key, update in updates.items():
@@ -340,7 +341,7 @@ class WatchedStore(Store):
             before = self._watch.made_of(key, self.values[key])
             self._watch.based_on(key, version, self.values[key], self._momentum(key))
             made[key] = self._watch.applied(key, version, before, update, options)
-        super().apply(updates, options)
+        super().apply(updates, options, absent)
         for key, made_of in made.items():
             self._watch.became(key, self.values[key], made_of, self._momentum(key))
         self.look(updates)
