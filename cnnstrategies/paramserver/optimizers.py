@@ -114,7 +114,7 @@ class SharedOptimizer:
             if len(own) == 1:
                 parts.append((own[0], gradient))
                 continue
-            for place, one in enumerate(gradient.view(-1).split(self._sizes[key])):
+            for place, one in enumerate(gradient.view(-1).split_with_sizes(self._sizes[key])):
                 if not lacking >> place & 1:
                     parts.append((own[place], one))
         group = self._optimizer.param_groups[0]
@@ -140,7 +140,7 @@ class SharedOptimizer:
     def _divide(self, key: int) -> None:
         """Give each part of a slice a state of its own, as it is now."""
         sizes, (whole,) = self._sizes[key], self._parts[key]
-        parts = [_parameter(value) for value in self._values[key].split(sizes)]
+        parts = [_parameter(value) for value in self._values[key].split_with_sizes(sizes)]
         for name, value in self._optimizer.state.pop(whole, {}).items():
             for part, own in zip(parts, parts_of(value, sizes), strict=True):
                 self._optimizer.state[part][name] = own
@@ -193,7 +193,7 @@ def parts_of(value: StateValue, sizes: Sequence[int]) -> list[StateValue]:
         sizes: Elements of each part.
     """
     if isinstance(value, Tensor) and value.dim() == 1 and value.numel() == sum(sizes):
-        return [part.clone() for part in value.split(list(sizes))]
+        return [part.clone() for part in value.split_with_sizes(sizes)]
     return [value.clone() if isinstance(value, Tensor) else value for _ in sizes]
 
 

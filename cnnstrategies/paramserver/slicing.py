@@ -13,9 +13,8 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.optimizers import is_elementwise
 from cnnstrategies.paramserver.specification import DTYPES, Specification
 
-
 SHARED_BYTES = 1 << 18  # of small parameters that share a slice
-MOST_PARTS = 63  # of a slice: which of them have no gradient is a number of 64 bits
+MOST_SHARED = 63  # of a slice: which of them have no gradient is a number of 64 bits
 SLICES_OF_A_SERVER = 4  # that small parameters leave at least, where there are as many
 
 
@@ -68,7 +67,7 @@ class Slice:
 
     def views(self, values: Tensor) -> list[Tensor]:
         """The parts of some values, in the same memory."""
-        flat = values.view(-1).split(self.sizes)
+        flat = values.view(-1).split_with_sizes(self.sizes)
         return [one.view(part.shape) for one, part in zip(flat, self.parts, strict=True)]
 
     @property
@@ -116,7 +115,7 @@ def _cut(specification: Specification) -> list[tuple[list[Part], torch.dtype]]:
         if 0 < size <= small:
             kind = group_of[index], dtype
             parts, filling = filled.get(kind, ([], small))
-            if filling + size > small or len(parts) == MOST_PARTS:
+            if filling + size > small or len(parts) == MOST_SHARED:
                 parts, filling = [], 0
                 found.append((parts, dtype))
             parts.append(Part(index, 0, parameter.numel, (parameter.numel,)))

@@ -33,8 +33,10 @@ def flat(slice_: Slice, tensors: Sequence[Tensor | None]) -> Tensor:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("lacking", [(), (2, 5), (0, 6)])
-def test_slices_are_updated_as_whole_parameters_are(name: str, options: dict[str, Any], lacking: tuple[int, ...]) -> None:
-    """The last two share a slice, and one of them has no gradient in some steps: it stays as it is, as does its state."""
+def test_slices_are_updated_as_whole_parameters_are(
+    name: str, options: dict[str, Any], lacking: tuple[int, ...]
+) -> None:
+    """The last two share a slice, and one of them has no gradient in some steps: it and its state stay as they are."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     optimizer = getattr(torch.optim, name)(parameters, **options)

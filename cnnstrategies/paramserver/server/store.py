@@ -48,7 +48,6 @@ class Store:
             self.changes = Changes(encoding, specification.compression_ratio, self.values)
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._group = {key: group_of[slice_.parts[0].parameter] for key, slice_ in self.slices.items()}
-        self._sizes = {key: slice_.sizes for key, slice_ in self.slices.items()}
         kind = load_optimizer(specification.optimizer)
         self._optimizers: list[SharedOptimizer] = []
         self._place: dict[int, int] = {}
@@ -57,7 +56,8 @@ class Store:
             for start in range(0, len(keys), SHARED_BY):
                 shared = keys[start : start + SHARED_BY]
                 self._place.update(dict.fromkeys(shared, len(self._optimizers)))
-                values, sizes = ({key: of[key] for key in shared} for of in (self.values, self._sizes))
+                values = {key: self.values[key] for key in shared}
+                sizes = {key: self.slices[key].sizes for key in shared}
                 self._optimizers.append(SharedOptimizer(kind, values, sizes, group.options))
 
     def put(self, key: int, value: Tensor, version: int) -> None:
@@ -74,7 +74,9 @@ class Store:
         if self.changes is not None:
             self.changes.jump(key, version, self.versions[key])
 
-    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE) -> None:
+    def apply(
+        self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE
+    ) -> None:
         """One update of some slices.
 
         Args:

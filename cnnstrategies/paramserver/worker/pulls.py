@@ -121,7 +121,7 @@ class Pulls:
                 return False
             values = known
         del self._pending[header.key]
-        for part, own in zip(slice_.parts, values.split(slice_.sizes), strict=True):
+        for part, own in zip(slice_.parts, values.split_with_sizes(slice_.sizes), strict=True):
             target = self._targets[part.parameter]
             target.write(part.start, own)
             if self._copies:

@@ -333,7 +333,9 @@ class WatchedStore(Store):
         if version or not self._late:
             self.look((key,))
 
-    def apply(self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE) -> None:
+    def apply(
+        self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE
+    ) -> None:
         """Look at an update of some slices, and apply it."""
         made = {}
         for key, update in updates.items():

@@ -1,0 +1,115 @@
+"""Small parameters that share a slice train as if each had its own, also in steps in which some have no gradient."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from roles import Roles, roles
+from torch import Tensor, nn
+from training import specify
+
+from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.compression import as_bytes
+from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
+from cnnstrategies.paramserver.server.pushes import Pushes
+from cnnstrategies.paramserver.slicing import SHARED_BYTES, cut
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
+
+SIZES = (40, 3, 5, 2, 400)
+STEPS = 8
+
+
+def has_gradient(index: int, step: int) -> bool:
+    """Never of the fourth in the first steps; of others now and then, and in one step of no small one."""
+    return step >= 3 if index == 3 else (step + index) % 4 != 0 and not (step == 5 and index < 4)
+
+
+def gradient(index: int, step: int) -> Tensor:
+    return torch.linspace(-1, 1, SIZES[index]) * (1 + index) + 0.1 * step
+
+
+def alone(run: Roles) -> tuple[list[Tensor], dict[str, Any]]:
+    """The values and the optimizer's state of one process."""
+    optimizer = torch.optim.SGD(run.parameters, lr=0.5, momentum=0.5)
+    for step in range(STEPS):
+        for index, parameter in enumerate(run.parameters):
+            parameter.grad = gradient(index, step) if has_gradient(index, step) else None
+        optimizer.step()
+    return [parameter.detach() for parameter in run.parameters], optimizer.state_dict()
+
+
+def step(run: Roles, worker: Worker) -> None:
+    number = worker.step
+    worker.begin_step(hyperparameters(run.optimizer), 1)
+    for index in reversed(range(len(SIZES))):
+        if has_gradient(index, number):
+            worker.push(index, gradient(index, number))
+    worker.end_step()
+    worker.wait_all()
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"clip_norm": 1e6}, {"compression": "fp16"}])
+@pytest.mark.parametrize("dies", [False, True])
+def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any], dies: bool) -> None:
+    """A copy takes over in the middle, after steps in which some had none."""
+    with roles(tmp_path, SIZES, servers=2, replication=2, slice_bytes=512, **options) as run:
+        assert [len(slice_.parts) for slice_ in cut(run.specification)] == [4, 1, 1, 1, 1]
+        worker, values = run.worker()
+        worker.initialise()
+        worker.join()
+        for number in range(STEPS):
+            if dies and number == 6:
+                dead = cut(run.specification)[0].servers[0]
+                run.kill(dead)
+                left = tuple(server for server in run.view.servers if server.id != dead)
+                view = replace(run.view, number=2, servers=left, lost=(dead,))
+                for who in ("worker-0", f"server-{1 - dead}"):
+                    run.show(who, view)
+            step(run, worker)
+        state = worker.optimizer_state()
+        expected, expected_state = alone(run)
+    tolerance: dict[str, Any] = {"rtol": 1e-3, "atol": 2e-3} if "compression" in options else {}
+    for value, right in zip(values, expected, strict=True):
+        torch.testing.assert_close(value, right, **tolerance)
+    assert state["state"].keys() == expected_state["state"].keys()
+    for index, entry in expected_state["state"].items():
+        torch.testing.assert_close(state["state"][index]["momentum_buffer"], entry["momentum_buffer"], **tolerance)
+
+
+def test_a_part_is_left_alone_only_where_no_worker_has_a_gradient() -> None:
+    shared = cut(specify({"name": "SGD", "lr": 0.1}, 2))[0]
+    assert len(shared.parts) == 4, "three biases and a small weight"
+    payload = memoryview(as_bytes(torch.ones(shared.numel, dtype=torch.float64)))
+    pushes = Pushes()
+    who = [(worker, 0) for worker in range(3)]
+    pushes.add(who[0], shared, payload, Encoding.DENSE, 0b011)
+    assert pushes.absent(shared.key, who) == 0b011
+    pushes.add(who[1], shared, payload, Encoding.DENSE, 0b110)
+    pushes.add(who[2], shared, memoryview(b""), Encoding.NOTHING)
+    assert pushes.absent(shared.key, who) == 0b010, "who pushes nothing has none of any"
+    assert pushes.absent(shared.key, who[:1]) == 0b011, "of the others nothing counts"
+    for wrong in (0b1111, 0b10000, -1):
+        with pytest.raises(InvalidMessageError, match="parts that its slice does not have"):
+            Pushes().add(who[0], shared, payload, Encoding.DENSE, wrong)
+
+
+def specification(sizes: tuple[int, ...], **options: Any) -> Specification:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+    return Specification.of(named, torch.optim.SGD(parameters, lr=0.1), 1, **options)
+
+
+def test_slices_are_shared_up_to_a_size_and_each_server_has_some() -> None:
+    shared = cut(specification((10_000,) * 100))
+    assert all(slice_.numel * 4 <= SHARED_BYTES for slice_ in shared)
+    assert len(shared) == -(-100 // 6), "six of 40 kB each"
+    assert len(cut(specification((100,) * 100, servers=4))) >= 16
+    assert max(len(slice_.parts) for slice_ in cut(specification((1,) * 300 + (10**6,)))) == 63
+
+
+@pytest.mark.parametrize("compression", ["topk", "onebit", "auto"])
+def test_slices_are_not_shared_where_gradients_are_sent_in_part(compression: Any) -> None:
+    """What is left out of one that has a gradient now and then waits for its next."""
+    assert all(len(slice_.parts) == 1 for slice_ in cut(specification((10,) * 9, compression=compression)))
