@@ -214,12 +214,17 @@ class Worker:
         self._role.push(index, gradient)
         self._links.send(self._role.take())
 
-    def end_step(self) -> None:
+    def end_step(self, goes_on: bool = False) -> None:
         """Finish the step: parameters that were not pushed have no gradient; ask for the new parameters.
 
-        They are asked for in the order in which :meth:`wait` was called for them in the step before.
+        They are asked for in the order in which :meth:`wait` was called for them in the step before. In mode ``local``
+        those that were not pushed stay as they are here, and are not sent.
+
+        Args:
+            goes_on: In mode ``local``, make further own steps before :meth:`wait_all`: what they change is added to the
+                new values.
         """
-        self._role.end_step()
+        self._role.end_step(goes_on)
         self._links.send(self._role.take())
 
     def wait(self, index: int) -> None:

@@ -1,6 +1,6 @@
 """Mode local: workers make their own steps, and the servers an outer one on the mean of what these have changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,19 @@ DILOCO = {"name": "SGD", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 AVERAGING = {"name": "SGD", "lr": 1.0, "momentum": 0.0}
 
 
+def own_step(network: nn.Module, optimizer: torch.optim.Optimizer, id: int, number: int) -> None:
+    """A worker's step, on its own batch."""
+    images, targets = batches(ROUNDS * OWN_STEPS, 18)[number]
+    own = slice(SAMPLES[0]) if id == 0 else slice(SAMPLES[0], None)
+    optimizer.zero_grad()
+    F.cross_entropy(network(images[own]), targets[own]).backward()
+    optimizer.step()
+
+
 def own_steps(network: nn.Module, optimizer: torch.optim.Optimizer, id: int, number: int) -> None:
-    """A worker's part of a round, on its own batches."""
-    for images, targets in batches(ROUNDS * OWN_STEPS, 18)[number * OWN_STEPS : (number + 1) * OWN_STEPS]:
-        own = slice(SAMPLES[0]) if id == 0 else slice(SAMPLES[0], None)
-        optimizer.zero_grad()
-        F.cross_entropy(network(images[own]), targets[own]).backward()
-        optimizer.step()
+    """A worker's part of a round."""
+    for step in range(number * OWN_STEPS, (number + 1) * OWN_STEPS):
+        own_step(network, optimizer, id, step)
 
 
 def diloco(outer: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -84,6 +90,82 @@ def test_local_mode_equals_diloco_in_one_process(outer: dict[str, Any], tmp_path
                 state[index]["momentum_buffer"], parts["momentum_buffer"], rtol=1e-10, atol=1e-14
             )
     assert bool(state) == (outer is DILOCO)
+
+
+PARTS = ((0, 1, 2), (3, 4, 5))  # parameters that are exchanged together
+LATE = 2  # own steps until the new values are taken
+
+
+def exchanges(number: int) -> Sequence[int]:
+    """What is exchanged after a round: one part, and after the last everything."""
+    return range(6) if number == ROUNDS - 1 else PARTS[number % 2]
+
+
+def streaming(outer: dict[str, Any]) -> list[list[Tensor]]:
+    """Streaming DiLoCo in one process, with values that come late: the workers' own after the last round."""
+    whole = make_network()
+    optimizer = make_optimizer(whole, outer)
+    networks = [make_network() for _ in SAMPLES]
+    inner = [make_optimizer(network, SGD) for network in networks]
+    values, theirs = list(whole.parameters()), [list(network.parameters()) for network in networks]
+    given = [[value.detach().clone() for value in own] for own in theirs]
+    late: dict[int, list[Tensor]] = {}
+    for number in range(ROUNDS):
+        for step in range(OWN_STEPS):
+            for id, network in enumerate(networks):
+                own_step(network, inner[id], id, number * OWN_STEPS + step)
+            if step == LATE - 1:
+                for index, pushed in late.items():
+                    for own, was in zip(theirs, pushed, strict=True):
+                        own[index].data.add_(values[index].detach() - was)
+                late = {}
+        for index in exchanges(number):
+            pushed = [own[index].detach().clone() for own in theirs]
+            parts = zip(SAMPLES, given, pushed, strict=True)
+            values[index].grad = sum(size * (was[index] - now) for size, was, now in parts) / sum(SAMPLES)
+            late[index] = pushed
+        optimizer.step()
+        optimizer.zero_grad()
+        for index in late:
+            for own in given:
+                own[index].copy_(values[index].detach())
+    for index in range(6):
+        for own in theirs:
+            own[index].data.copy_(values[index])
+    return [[value.detach() for value in own] for own in theirs]
+
+
+def stream(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> list[Tensor]:
+    network = make_network()
+    inner, parameters = make_optimizer(network, SGD), list(network.parameters())
+    worker = connect([p.data for p in parameters])
+    worker.initialise()
+    worker.join()
+    for number in range(ROUNDS):
+        for step in range(OWN_STEPS):
+            own_step(network, inner, id, number * OWN_STEPS + step)
+            if step == LATE - 1:
+                worker.wait_all()
+        worker.begin_step(outer, SAMPLES[id] * OWN_STEPS)
+        for index in exchanges(number):
+            worker.push(index, parameters[index])
+        worker.end_step(goes_on=number < ROUNDS - 1)
+    worker.wait_all()
+    worker.leave()
+    worker.close()
+    return [p.detach() for p in parameters]
+
+
+@pytest.mark.parametrize("outer", [DILOCO, AVERAGING], ids=["diloco", "averaging"])
+def test_fragments_whose_values_come_late_equal_one_process(outer: dict[str, Any], tmp_path: Path) -> None:
+    """Own steps go on meanwhile, and none of them is lost or counts twice."""
+    expected = run_apart(streaming, outer)
+    specification = specify(outer, 2, servers=2, mode="local", slice_bytes=512)
+    with Cluster(specification, tmp_path) as cluster:
+        cluster.start_workers(stream, [group.options for group in specification.groups])
+        found = cluster.results()
+    for got, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("options", [{"compression": "topk", "compression_ratio": 0.25}, {"pull_compression": "fp16"}])

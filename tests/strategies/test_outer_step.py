@@ -18,36 +18,39 @@ class Recorder:
     codecs = ("none", "none")
 
     def __init__(self):
-        self.begun, self.pushed = [], 0
+        self.begun, self.pushed, self.log = [], 0, []
 
     def begin_step(self, options, samples):
         self.begun.append((options, samples))
 
     def push(self, index, value):
         self.pushed += 1
+        self.log.append(index)
 
-    def end_step(self):
-        pass
+    def end_step(self, goes_on=False):
+        self.log.append("goes on" if goes_on else "ends")
 
     def wait_all(self):
-        pass
+        self.log.append("waits")
 
 
 def stepper_of(own_steps, **options):
     module = LightningModule()
-    module.network = nn.Linear(3, 2)
+    module.network = nn.Linear(16, 2)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    strategy = ParameterServerStrategy("local", **options)
-    specification = strategy.options.specification(module, optimizer, 1, 2)
+    strategy = ParameterServerStrategy("local", **{"sync_every": 3, **options})
+    # Weight and bias are in a slice of their own each, so that each can be a fragment.
+    specification = strategy.options.specification(module, optimizer, 1, 2, slice_bytes=64)
     worker = Recorder()
-    return Stepper(module, worker, specification, optimizer, False, 3, own_steps), worker
+    outer = strategy.options.outer_steps(specification, own_steps)
+    return Stepper(module, worker, specification, optimizer, False, outer), worker
 
 
 def test_a_newcomer_makes_outer_steps_with_the_others():
     """They have made one own step since the last: the second of the newcomer is the third."""
-    stepper, worker = stepper_of(own_steps=1, outer_lr=0.7, outer_momentum=0.9)
-    stepper.samples = 8
+    stepper, worker = stepper_of(own_steps=[1, 1], outer_lr=0.7, outer_momentum=0.9)
     for _ in range(2):
+        stepper.samples = 4
         stepper.after_step()
     ((options, samples),) = worker.begun
     assert (options[0]["lr"], options[0]["momentum"], options[0]["nesterov"], samples) == (0.7, 0.9, True, 8)
@@ -59,7 +62,7 @@ def test_a_newcomer_makes_outer_steps_with_the_others():
 
 def test_there_is_no_outer_step_without_own_ones():
     """A validation and then a checkpoint at the same moment: the momentum must not move the weights in between."""
-    stepper, worker = stepper_of(own_steps=0)
+    stepper, worker = stepper_of(own_steps=[])
     stepper.outer_step()
     assert not worker.begun
     stepper.after_step()
@@ -68,9 +71,66 @@ def test_there_is_no_outer_step_without_own_ones():
     assert len(worker.begun) == 1
 
 
+def test_fragments_take_turns_and_the_last_of_what_steps_have_changed_is_exchanged_at_once():
+    """In five steps each is exchanged once."""
+    stepper, worker = stepper_of([], sync_every=5, fragments=2)
+    for _ in range(4):
+        stepper.after_step()
+    assert worker.log == [0, "ends", "waits"]
+    worker.log.clear()
+    stepper.outer_step()  # Before a validation: one step of the first, four of the second.
+    assert worker.log == [0, 1, "ends", "waits"]
+    worker.log.clear()
+    for _ in range(5):
+        stepper.after_step()
+    assert worker.log == [0, "ends", "waits", 1, "ends", "waits"]
+    worker.log.clear()
+    stepper.outer_step()
+    assert worker.log == [0, "ends", "waits"], "the second was exchanged just now"
+    stepper.outer_step()
+    assert worker.log == [0, "ends", "waits"]
+
+
+def test_own_steps_go_on_while_an_exchange_is_on_its_way():
+    stepper, worker = stepper_of([], sync_every=6, fragments=2, overlap=2)
+    for _ in range(4):
+        stepper.after_step()
+    assert worker.log == [0, "goes on"]
+    stepper.after_step()
+    assert worker.log == [0, "goes on", "waits"]
+    stepper.after_step()
+    stepper.outer_step()  # It takes what is on its way first.
+    assert worker.log == [0, "goes on", "waits", 1, "goes on", "waits", 0, "ends", "waits"]
+
+
+def test_a_newcomer_takes_the_same_turns():
+    stepper, worker = stepper_of([], sync_every=6, fragments=2)
+    for _ in range(4):
+        stepper.after_step()
+    later, other = stepper_of(stepper.outer.made, sync_every=6, fragments=2)
+    worker.log.clear()
+    for each in (stepper, later):
+        each.after_step()
+        each.after_step()
+        each.outer_step()
+    assert other.log == worker.log == [1, "ends", "waits", 0, "ends", "waits"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"fragments": 2}, "fragments=2 is for mode: local, not mode: sync"),
+        ({"mode": "async", "overlap": 1}, "overlap=1 is for mode: local, not mode: async"),
+        ({"mode": "local", "fragments": 0}, "fragments=0: use 1 or more"),
+        ({"mode": "local", "sync_every": 4, "fragments": 5}, "fragments=5 with sync_every=4: each is exchanged once"),
+        (
+            {"mode": "local", "sync_every": 8, "fragments": 3, "overlap": 3},
+            "an exchange must be over before the next begins: use at most 2",
+        ),
+        (
+            {"mode": "local", "sync_every": 8, "fragments": 2, "pull_compression": "topk"},
+            "a worker would lack the changes of steps that it takes no part in",
+        ),
         ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
         ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),
         ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use more than 0"),

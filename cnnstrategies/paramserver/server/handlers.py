@@ -27,7 +27,8 @@ from cnnstrategies.paramserver.specification import Specification
 
 Mode = Synchronous | Asynchronous
 
-_PULLED = {int(one): one for one in (Encoding.NOTHING, Encoding.DENSE, Encoding.FP16, Encoding.BF16)}
+# As keys comes no value, only that it is there.
+_PULLED = {int(one): one for one in (Encoding.NOTHING, Encoding.DENSE, Encoding.FP16, Encoding.BF16, Encoding.KEYS)}
 
 
 class Handlers:

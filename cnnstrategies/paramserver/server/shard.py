@@ -32,7 +32,8 @@ class Pull:
         who: The worker whose own push must be in it, where versions do not say that.
         step: The step of that push.
         whole: Send the values as they are here, without compression.
-        encoding: What they are sent in; `NOTHING` for that of the specification.
+        encoding: What they are sent in; `NOTHING` for that of the specification, `KEYS` if only that they are there is to
+            be said.
         mark: Where changes are sent: of what it has of the version before; 0 if it has another, or none.
     """
 
@@ -139,6 +140,9 @@ class Shard:
             if version < pull.version or not self._replicas.safe(key, least):
                 continue
             del waiting[worker]
+            if pull.encoding == Encoding.KEYS:
+                self._outbox.to_worker(worker, Kind.PULLED, key=key, step=pull.request, base=version)
+                continue
             changes = None if pull.whole else self.store.changes
             if changes is not None:
                 payload, encoding = changes.answer(key, pull.mark, version == pull.version)

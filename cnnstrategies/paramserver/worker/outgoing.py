@@ -35,6 +35,7 @@ class Outgoing:
 
     Attributes:
         options: The hyper-parameters of each parameter group, as last begun with.
+        pushed: The parameters that were pushed in the present step.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Outgoing:
         began_with: Sequence[Tensor] = (),
     ) -> None:
         self.options = [group.options for group in specification.groups]
+        self.pushed: set[int] = set()
         self._specification = specification
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
@@ -95,6 +97,7 @@ class Outgoing:
         for encoder in self._encoders:
             encoder.ratio = ratio
         self._unanswered.clear()
+        self.pushed.clear()
         self._sent.clear()
         self._filling.clear()
         for server in self._connections.view.servers:
@@ -103,6 +106,7 @@ class Outgoing:
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, or keep it until the norm of all is known; in mode ``local`` its difference."""
         assert self._begin is not None, "push before begin_step"
+        self.pushed.add(index)
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
             # Of the sign of a gradient. A tensor of its own: new values come while it may still be on its way.

@@ -1,6 +1,6 @@
 """The pulls of a worker: what it waits for, and where it is written."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,9 @@ class Pulls:
         self._placement = placement
         self._step = 0
         self._pending: dict[int, None] = {}
+        self._kept: frozenset[int] = frozenset()
+        self._told: frozenset[int] = frozenset()
+        self._pushed: dict[int, Tensor] = {}
         self._left = [0] * len(parameters)
         self._order: list[int] = list(range(len(parameters)))
         self._used: dict[int, None] = {}
@@ -80,13 +83,27 @@ class Pulls:
             self._order = list(self._used)
         self._used = {}
 
-    def request(self, step: int, refresh: bool) -> None:
+    def go_on_from(self, pushed: Mapping[int, Tensor]) -> None:
+        """Keep what own steps make of parameters until their new values have come: that is added to these.
+
+        Args:
+            pushed: By parameter what was pushed, flat, in memory of its own.
+        """
+        self._pushed = dict(pushed)
+
+    def request(self, step: int, refresh: bool, kept: Collection[int] = ()) -> None:
         """Ask for all parameters.
 
         Args:
             step: The step that will be worked on next.
             refresh: Ask for the present values, whatever has been pushed.
+            kept: Parameters that stay as they are here. Of slices that hold no others is only said when they have had
+                the step.
         """
+        self._kept = frozenset(kept)
+        self._told = frozenset(
+            slice_.key for slice_ in self._slices if kept and all(part.parameter in self._kept for part in slice_.parts)
+        )
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
         self._step = step
@@ -113,6 +130,13 @@ class Pulls:
         if self._had is not None and self.refreshing == changed:
             return False  # It answers the question before, and says something else.
         slice_ = self._slices[header.key]
+        if header.key in self._told:
+            if header.encoding != Encoding.NOTHING:
+                return False
+            del self._pending[header.key]
+            for part in slice_.parts:
+                self._left[part.parameter] -= 1
+            return True
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
         if self._had is not None and not self.refreshing:
@@ -122,13 +146,15 @@ class Pulls:
             values = known
         del self._pending[header.key]
         for part, own in zip(slice_.parts, values.split_with_sizes(slice_.sizes), strict=True):
-            target = self._targets[part.parameter]
-            target.write(part.start, own)
+            self._left[part.parameter] -= 1
+            if part.parameter in self._kept:
+                continue
+            target, pushed = self._targets[part.parameter], self._pushed.get(part.parameter)
+            target.write(part.start, own, None if pushed is None else pushed[part.start : part.stop])
             if self._copies:
                 self._copies[part.parameter].write(part.start, own)
-            self._left[part.parameter] -= 1
             if not self._left[part.parameter]:
-                target.finish()
+                target.finish(adds=self._pushed.pop(part.parameter, None) is not None)
         return True
 
     def _send(self, keys: Sequence[int]) -> None:
@@ -137,13 +163,18 @@ class Pulls:
             by_server.setdefault(self._placement.primary(key), []).append(key)
         # Lowest bit: the present values. Above it: the encoding.
         asked = 1 if self.refreshing else self.encoding << 1
-        for server, wanted in by_server.items():
+        for server, own in by_server.items():
+            wanted = [key for key in own if key not in self._told] if self._told else own
             parts = {0.0: wanted} if self._had is None else self._had.by_mark(wanted, self._step - 1)
             for mark, part in parts.items():
-                payload = pack_keys(part)
-                self._connections.send(
-                    server, Kind.PULL, payload, step=self._step, base=asked, weight=mark, encoding=Encoding.KEYS
-                )
+                self._pull(server, part, asked, mark)
+            if len(wanted) < len(own):
+                self._pull(server, [key for key in own if key in self._told], Encoding.KEYS << 1)
+
+    def _pull(self, server: int, keys: Sequence[int], asked: int, mark: float = 0.0) -> None:
+        self._connections.send(
+            server, Kind.PULL, pack_keys(keys), step=self._step, base=asked, weight=mark, encoding=Encoding.KEYS
+        )
 
 
 class Had:
@@ -192,14 +223,30 @@ class Target:
         self._direct = parameter.device.type == "cpu" and parameter.is_contiguous()
         self._flat = self._parameter.view(-1) if self._direct else torch.empty(0)
 
-    def write(self, start: int, values: Tensor) -> None:
-        """Write a slice."""
+    def write(self, start: int, values: Tensor, pushed: Tensor | None = None) -> None:
+        """Write a slice.
+
+        Args:
+            start: Its first element.
+            values: Its new values.
+            pushed: What it was when it was pushed, if it has moved since: that is kept.
+        """
         if not self._direct and not self._flat.numel():
             self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
         whole = values.numel() == self._flat.numel()
-        (self._flat if whole else self._flat[start : start + values.numel()]).copy_(values)
+        own = self._flat if whole else self._flat[start : start + values.numel()]
+        if pushed is None:
+            own.copy_(values)
+        elif self._direct:
+            own.add_(values - pushed)
+        else:
+            torch.sub(values, pushed, out=own)
 
-    def finish(self) -> None:
-        """All slices are written."""
+    def finish(self, adds: bool = False) -> None:
+        """All slices are written, or what is to be added to them."""
         if not self._direct:
-            self._parameter.copy_(self._flat.view(self._parameter.shape))
+            new = self._flat.view(self._parameter.shape)
+            if adds:
+                self._parameter.add_(new.to(self._parameter.device))
+            else:
+                self._parameter.copy_(new)

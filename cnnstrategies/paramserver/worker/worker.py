@@ -1,6 +1,6 @@
 """A worker's part: gives gradients to the servers and takes the parameters, whatever messages are lost on the way."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -217,13 +217,19 @@ class WorkerRole:
         """Send a parameter's gradient, or in mode ``local`` how far its own steps have taken it."""
         self._outgoing.push(index, gradient)
 
-    def end_step(self) -> None:
-        """Finish a step's pushes, and ask for the new parameters."""
+    def end_step(self, goes_on: bool = False) -> None:
+        """Finish a step's pushes, and ask for the new parameters: in mode ``local`` for those that were pushed."""
         self._outgoing.finish()
         self.step += 1
         self.counters.steps += 1
         self._pulls.reorder()
-        self._request(refresh=False)
+        pushed = self._outgoing.pushed
+        if goes_on:
+            self._pulls.go_on_from(
+                {index: self._parameters[index].detach().to("cpu", copy=True).reshape(-1) for index in pushed}
+            )
+        kept = set(range(len(self._parameters))) - pushed if self._began_with else ()
+        self._request(refresh=False, kept=kept)
 
     # What happens
 
@@ -447,9 +453,9 @@ class WorkerRole:
                 self._hello(server.id)
         self._send_again(moved)
 
-    def _request(self, refresh: bool) -> None:
+    def _request(self, refresh: bool, kept: Collection[int] = ()) -> None:
         """Ask for all parameters."""
-        self._pulls.request(self.step, refresh)
+        self._pulls.request(self.step, refresh, kept)
         self._asked = self._connections.sequence
 
     def _send_again(self, keys: list[int]) -> None:

@@ -62,6 +62,10 @@ def differences_of_servers(
         else:
             outer = f"outer_lr {options.outer_lr:g}, outer_momentum {options.outer_momentum:g}"
             lines.append(f"an outer step every {options.sync_every} steps, on the mean of what they changed ({outer})")
+        if options.fragments > 1:
+            lines.append(f"one of {options.fragments} fragments of the parameters at a time")
+        if options.overlap:
+            lines.append(f"new values are taken {options.overlap} own steps late")
     elif not together and workers > 1:
         images = "" if batch_size is None else f" on {batch_size * accumulated} images"
         lines.append(f"each update is one worker's gradient{images}")

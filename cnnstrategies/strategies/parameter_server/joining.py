@@ -190,7 +190,7 @@ class JoiningStrategy(ParameterServerStrategy):
         self._dispatch.first = chunk
         self.group.membership.tell(entry.worker.counters.figures)
         self._stepper = Stepper(
-            self.lightning_module, entry.worker, entry.specification, optimizer, eager=False, local_every=0, own_steps=0
+            self.lightning_module, entry.worker, entry.specification, optimizer, eager=False
         )
         self.epochs += 1
 

@@ -14,6 +14,7 @@ from cnnstrategies._lightning_private import ends_after_search
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.correction_checks import check_clipping, check_momentum
 from cnnstrategies.paramserver.security import check_endpoint, is_local
+from cnnstrategies.paramserver.slicing import cut, fragments
 from cnnstrategies.paramserver.specification import (
     Compression,
     Mode,
@@ -21,6 +22,7 @@ from cnnstrategies.paramserver.specification import (
     Specification,
     hyperparameters,
 )
+from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
@@ -41,6 +43,8 @@ class Options:
     staleness: int
     backup_workers: int
     sync_every: int
+    fragments: int
+    overlap: int
     outer_lr: float
     outer_momentum: float
     servers: int
@@ -78,6 +82,7 @@ class Options:
             raise ConfigurationError(
                 f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
             )
+        self._check_fragments()
         if not 0 < self.outer_lr < math.inf:
             raise ConfigurationError(
                 f"outer_lr={self.outer_lr}: use more than 0, and a finite one; 1 with outer_momentum 0 averages"
@@ -123,6 +128,28 @@ class Options:
             raise ConfigurationError(
                 f"key_file: {self.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
                 f"{self.key_file}` and copy it to every machine"
+            )
+
+    def _check_fragments(self) -> None:
+        for name, value, least in (("fragments", self.fragments, 1), ("overlap", self.overlap, 0)):
+            if value < least:
+                raise ConfigurationError(f"{name}={value}: use {least} or more")
+            if value > least and self.mode != "local":
+                raise ConfigurationError(f"{name}={value} is for mode: local, not mode: {self.mode}; leave it out")
+        if self.fragments > self.sync_every:
+            raise ConfigurationError(
+                f"fragments={self.fragments} with sync_every={self.sync_every}: each is exchanged once in sync_every "
+                f"steps, one at a time: use at most {self.sync_every}"
+            )
+        if self.overlap > self.sync_every // self.fragments:
+            raise ConfigurationError(
+                f"overlap={self.overlap} with sync_every={self.sync_every} and fragments={self.fragments}: an exchange "
+                f"must be over before the next begins: use at most {self.sync_every // self.fragments}"
+            )
+        if self.fragments > 1 and self.pull_compression in ("topk", "onebit"):
+            raise ConfigurationError(
+                f"fragments={self.fragments} with pull_compression={self.pull_compression!r}: a worker would lack the "
+                "changes of steps that it takes no part in: use pull_compression: fp16, or fragments: 1"
             )
 
     def _check_elastic(self) -> None:
@@ -228,6 +255,17 @@ class Options:
         if self.mode == "local":
             optimizer = self._outer(module, optimizer)
         return Specification.of(module.named_parameters(), optimizer, workers, **options)
+
+    def outer_steps(self, specification: Specification, made: Sequence[int]) -> OuterSteps | None:
+        """When a worker takes part in outer steps; None in the other modes.
+
+        Args:
+            specification: Of the run.
+            made: What the others have counted, for one that comes later.
+        """
+        if self.mode != "local":
+            return None
+        return OuterSteps(self.sync_every, fragments(cut(specification), self.fragments), self.overlap, made)
 
     def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

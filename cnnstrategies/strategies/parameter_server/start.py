@@ -24,13 +24,13 @@ class Start:
         worker: Its connection to the servers.
         specification: What all processes of the run agree on.
         joined: Whether the others were training already, and have let it in.
-        own_steps: In mode ``local``, the others' own steps since the last outer one.
+        own_steps: In mode ``local``, the others' own steps, as `OuterSteps.made` tells them; none if all begin.
     """
 
     worker: Worker
     specification: Specification
     joined: bool
-    own_steps: int
+    own_steps: list[int]
 
 
 def meet_servers(
@@ -74,11 +74,11 @@ def meet_servers(
         membership.keys,
         group.insecure,
     )
-    own_steps = 0
+    own_steps: list[int] = []
     if started.joined:
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
-        own_steps = int(state["own_steps"])
+        own_steps = [int(count) for count in state["own_steps"]]
         notice = f"Rank {group.rank} was started again and goes on in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
     else:

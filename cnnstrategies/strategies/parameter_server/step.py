@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 
 
 class Stepper:
@@ -23,12 +24,8 @@ class Stepper:
         specification: Names the parameters.
         optimizer: The user's; its parameter groups hold the hyper-parameters of each step.
         eager: Wait for all parameters at the end of each step, since something else reads them.
-        local_every: In mode ``local``, own steps between two outer steps; 0 in the other modes.
-        own_steps: In mode ``local``, those that were made since the last outer step when this worker came.
+        outer: In mode ``local``, when outer steps are made.
         catches_up: Leave out steps that the others have made without this worker.
-
-    Attributes:
-        own_steps: In mode ``local``, own steps since the last outer step.
     """
 
     def __init__(
@@ -38,15 +35,13 @@ class Stepper:
         specification: Specification,
         optimizer: Optimizer,
         eager: bool,
-        local_every: int,
-        own_steps: int,
+        outer: OuterSteps | None = None,
         catches_up: bool = False,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
         self.eager = eager
-        self.local_every = local_every
-        self.own_steps = own_steps
+        self.outer = outer
         self.accumulating = False
         self.samples = 0
         self._catches_up = catches_up
@@ -57,17 +52,18 @@ class Stepper:
         self._in_step = False
         self._codecs = worker.codecs
         self._pushed: set[int] = set()
-        self._outer = [group.options for group in specification.groups]
+        self._options = [group.options for group in specification.groups]  # in mode local the outer optimizer's
+        self._on_its_way: int | None = None  # own steps since an exchange has begun that is not over
         self._handles: list[Any] = []
-        if not local_every:
+        if outer is None:
             for index, parameter in enumerate(self.parameters):
                 handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
-        for child in module.modules():
+        for child in () if outer is not None else module.modules():
             own = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
             if own:
                 self._handles.append(child.register_forward_pre_hook(self._waiter(own)))
-        if not local_every:
+        if outer is None:
             self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
 
     def close(self) -> None:
@@ -89,36 +85,58 @@ class Stepper:
 
     def before_backward(self) -> None:
         """The next backward is the last one of a step, unless gradients are being accumulated."""
-        if not (self.accumulating or self.local_every or self._left_out):
+        if not (self.accumulating or self.outer is not None or self._left_out):
             self._begin()
 
     def after_step(self) -> None:
         """The optimizer's step was made: in mode ``local`` by the optimizer itself."""
-        if self.local_every:
-            self.own_steps += 1
-            if self.own_steps >= self.local_every:
-                self.outer_step()
-        if self.eager:
+        if self.outer is not None:
+            samples, self.samples = self.samples, 0
+            due = self.outer.stepped(samples)
+            if self._on_its_way is not None:
+                self._on_its_way += 1
+                if self._on_its_way >= self.outer.overlap:
+                    self._take()
+            if due is not None:
+                self._exchange([due], goes_on=self.outer.overlap > 0 and not self.eager)
+        elif self.eager:
             self.worker.wait_all()
 
     def outer_step(self) -> None:
-        """In mode ``local``, have the servers make an outer step, and go on from there.
+        """In mode ``local``, have the servers make an outer step with all that is left, and go on from there.
 
-        Without own steps since the last one nothing happens: its momentum alone must not move the weights.
+        What has had no own steps since its last one is left out: the momentum alone must not move the weights.
         """
-        if not self.own_steps:
-            return
-        self.own_steps = 0
-        self._begin()
-        for index, parameter in enumerate(self.parameters):
-            self.worker.push(index, parameter.detach())
-        self._end()
-        self.worker.wait_all()
+        assert self.outer is not None
+        self._take()
+        left = self.outer.left()
+        if left:
+            self._exchange(left, goes_on=False)
+
+    def _exchange(self, fragments: list[int], goes_on: bool) -> None:
+        """Push some fragments; their new values come now, or after some further own steps."""
+        assert self.outer is not None
+        self._take()
+        self.worker.begin_step(self._options, max(self.outer.exchanged(fragments), 1))
+        self._tell_of_codecs()
+        for number in fragments:
+            for index in self.outer.fragments[number]:
+                self.worker.push(index, self.parameters[index].detach())
+        self.worker.end_step(goes_on)
+        if goes_on:
+            self._on_its_way = 0
+        else:
+            self.worker.wait_all()
+
+    def _take(self) -> None:
+        """Wait for the values that are on their way."""
+        if self._on_its_way is not None:
+            self._on_its_way = None
+            self.worker.wait_all()
 
     def _begin(self) -> None:
         if not self._in_step:
-            options = self._outer if self.local_every else hyperparameters(self.optimizer)
-            self.worker.begin_step(options, max(self.samples, 1))
+            self.worker.begin_step(hyperparameters(self.optimizer), max(self.samples, 1))
             self._in_step = True
             self._pushed.clear()
             self._tell_of_codecs()

@@ -59,6 +59,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
             later goes on with the step that the others are at (Chen et al. 2016, "Revisiting Distributed Synchronous
             SGD").
         sync_every: For local: optimizer steps between two outer steps.
+        fragments: For local: parts of the parameters that are exchanged in turn, each once in ``sync_every`` steps, so
+            that less is on its way at a time (Streaming DiLoCo, Douillard et al. 2025).
+        overlap: For local: own steps that are made while an exchange is on its way. What they change is added to the
+            new values when these have come.
         outer_lr: For local: learning rate of the outer step, which is SGD's. 1 without momentum averages the weights
             (local SGD); DiLoCo's are 0.7 and 0.9.
         outer_momentum: For local: Nesterov momentum of the outer step.
@@ -106,6 +110,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         staleness: int = 0,
         backup_workers: int = 0,
         sync_every: int = 1,
+        fragments: int = 1,
+        overlap: int = 0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         servers: int = 1,
@@ -221,8 +227,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             start.specification,
             optimizer,
             eager=self._averages_weights,
-            local_every=self.options.sync_every if self.options.mode == "local" else 0,
-            own_steps=start.own_steps,
+            outer=self.options.outer_steps(start.specification, start.own_steps),
             catches_up=self.has_backup_workers,
         )
 
@@ -237,7 +242,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
-        state = trainer_state(self._trainer, self.optimizers[0], self._stepper.own_steps)
+        own_steps = [] if self._stepper.outer is None else self._stepper.outer.made
+        state = trainer_state(self._trainer, self.optimizers[0], own_steps)
         if self.group.collectives.boundary(state).admitted:
             self.group.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
         if self._has_left:
