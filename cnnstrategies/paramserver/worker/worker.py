@@ -228,7 +228,9 @@ class WorkerRole:
             self._pulls.go_on_from(
                 {index: self._parameters[index].detach().to("cpu", copy=True).reshape(-1) for index in pushed}
             )
-        kept = set(range(len(self._parameters))) - pushed if self._began_with else ()
+        # Changes come one after the other: who lacks one gets all values.
+        keeps = self._began_with and not self._specification.pulls_changes
+        kept = set(range(len(self._parameters))) - pushed if keeps else ()
         self._request(refresh=False, kept=kept)
 
     # What happens

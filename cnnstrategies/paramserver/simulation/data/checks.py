@@ -154,7 +154,8 @@ class Checks:
             server = simulated.server
             keys = self._members.losses.get(process.peer)
             said = server.handlers.lost_updates
-            if keys is not None and self._members.over is None and process.alive:
+            # A server counts steps as lost that have left a slice alone, too.
+            if keys is not None and self._members.over is None and process.alive and self._members.fragments == 1:
                 counts = [self._members.watch.lost(key) for key in keys]
                 again = [self._members.watch.lost(key) for key in self._members.told_of.get(process.peer, ())]
                 least = max((count for count, _ in counts), default=0)

@@ -10,7 +10,7 @@ from cnnstrategies.paramserver.core.node import Effects as NodeEffects
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Effects, Parcel, Save
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
-from cnnstrategies.paramserver.messages import Header, Kind
+from cnnstrategies.paramserver.messages import Encoding, Header, Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.simulation.data.watch import Watch, gradient, rate
@@ -173,6 +173,7 @@ class SimulatedWorker:
         seconds: Draws how long things take.
         clock: The world's time.
         progress: Called with each step that is begun.
+        fragments: How many parts of the parameters are exchanged in turn.
 
     Attributes:
         steps: To train.
@@ -189,6 +190,7 @@ class SimulatedWorker:
         seconds: Draw,
         clock: Callable[[], float],
         progress: Callable[[Peer, int], None],
+        fragments: int = 1,
     ) -> None:
         self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
         self.role = WorkerRole(specification, slices, self.values, peer.id, peer.life)
@@ -204,6 +206,7 @@ class SimulatedWorker:
         self._seconds = seconds
         self._clock = clock
         self._progress = progress
+        self._fragments = fragments
         # Where nobody waits for the last ones, some are.
         self._slow = seconds(0.0, 1.0) ** 3 * 0.2 if specification.backup_workers else 0.0
         self._now = 0.0
@@ -234,7 +237,7 @@ class SimulatedWorker:
             self._progress(self._peer, role.step)
             step = role.step
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
-            for index in reversed(range(len(self.values))):
+            for index in reversed(range(step % self._fragments, len(self.values), self._fragments)):
                 brought = gradient(self._peer.id, step, self._peer.life)
                 # In mode local it makes a step of its own, and pushes where that has taken it.
                 role.push(index, self.values[index].sub_(brought) if self._local else brought)
@@ -306,7 +309,7 @@ class SimulatedWorker:
         waited = header.kind == Kind.PULLED and pulls.open_among([header.key]) and header.step == pulls.step
         whole = pulls.refreshing
         self.role.on_message(server.id, header, payload)
-        if waited and not pulls.open_among([header.key]):
+        if waited and not pulls.open_among([header.key]) and header.encoding != Encoding.NOTHING:
             value = self.values[self._slices[header.key].parts[0].parameter]  # Each has one slice of its own.
             self._watch.received(
                 self._peer.id,
