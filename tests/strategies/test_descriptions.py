@@ -78,6 +78,11 @@ def test_a_parameter_server_says_how_old_its_gradients_may_be():
     assert of_servers(mode="local", sync_every=8) == local
     outer = of_servers(mode="local", sync_every=8, outer_lr=0.7, outer_momentum=0.9)[1]
     assert outer == "an outer step every 8 steps, on the mean of what they changed (outer_lr 0.7, outer_momentum 0.9)"
+    streaming = of_servers(mode="local", sync_every=8, fragments=4, overlap=2)
+    assert streaming[2:4] == [
+        "one of 4 fragments of the parameters at a time",
+        "new values are taken 2 own steps late",
+    ]
     dynamic = of_servers(mode="async", data_dispatch="dynamic", delay_compensation=0.04)
     assert dynamic[2:4] == [
         "gradients are corrected for their delay (factor 0.04)",

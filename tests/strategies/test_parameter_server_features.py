@@ -55,9 +55,17 @@ class Collectives(Callback):
         assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("mode", ["sync", "async", "local"])
-def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, mode):
-    options = {"mode": mode, **({"sync_every": 4} if mode == "local" else {})}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mode": "async"},
+        {"mode": "local", "sync_every": 4},
+        {"mode": "local", "sync_every": 6, "fragments": 3, "overlap": 1, "outer_momentum": 0.9},
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, options):
     names = ("SameEverywhere", "Collectives")
     callbacks = [f"--trainer.callbacks+=test_parameter_server_features.{name}" for name in names]
     fit(run_cli, quick, "run", *served(3, **options), *NORMALISED, *callbacks, "--data.init_args.global_batch_size=60")
