@@ -16,6 +16,7 @@ from training import SGD, batches, make_network, make_optimizer, specify
 
 from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.worker.pulls import Target
 
 OWN_STEPS, ROUNDS = 3, 4
 SAMPLES = (12, 6)  # of each worker's batch
@@ -117,7 +118,7 @@ def streaming(outer: dict[str, Any]) -> list[list[Tensor]]:
             if step == LATE - 1:
                 for index, pushed in late.items():
                     for own, was in zip(theirs, pushed, strict=True):
-                        own[index].data.add_(values[index].detach() - was)
+                        own[index].data.copy_(values[index].detach() + (own[index].detach() - was))
                 late = {}
         for index in exchanges(number):
             pushed = [own[index].detach().clone() for own in theirs]
@@ -215,3 +216,14 @@ def test_a_server_that_comes_again_in_the_first_round_is_given_the_values_that_i
         worker.end_step()
         worker.wait_all()
     torch.testing.assert_close(value, torch.full_like(value, -0.5))
+
+
+def test_own_steps_are_kept_of_a_parameter_whose_memory_is_not_flat() -> None:
+    parameter = torch.arange(6.0).view(2, 3).t()  # as on a GPU, what comes is put together first
+    target, pushed = Target(parameter), parameter.detach().clone().reshape(-1)
+    parameter.add_(1.0)
+    target.write(0, torch.full((4,), 10.0), pushed[:4])
+    assert torch.equal(parameter.reshape(-1), pushed + 1), "half of it is not there yet"
+    target.write(4, torch.full((2,), 10.0), pushed[4:])
+    target.finish(pushed)
+    assert torch.equal(parameter, torch.full((3, 2), 11.0))

@@ -154,7 +154,7 @@ class Pulls:
             if self._copies:
                 self._copies[part.parameter].write(part.start, own)
             if not self._left[part.parameter]:
-                target.finish(adds=self._pushed.pop(part.parameter, None) is not None)
+                target.finish(self._pushed.pop(part.parameter, None))
         return True
 
     def _send(self, keys: Sequence[int]) -> None:
@@ -235,18 +235,18 @@ class Target:
             self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
         whole = values.numel() == self._flat.numel()
         own = self._flat if whole else self._flat[start : start + values.numel()]
-        if pushed is None:
-            own.copy_(values)
-        elif self._direct:
-            own.add_(values - pushed)
-        else:
-            torch.sub(values, pushed, out=own)
+        # In this order: where nothing has moved the new values are taken as they are, the same by all workers.
+        own.copy_(values if pushed is None or not self._direct else values + (own - pushed))
 
-    def finish(self, adds: bool = False) -> None:
-        """All slices are written, or what is to be added to them."""
+    def finish(self, pushed: Tensor | None = None) -> None:
+        """All slices are written.
+
+        Args:
+            pushed: What the parameter was when it was pushed, if it has moved since.
+        """
         if not self._direct:
             new = self._flat.view(self._parameter.shape)
-            if adds:
-                self._parameter.add_(new.to(self._parameter.device))
-            else:
-                self._parameter.copy_(new)
+            if pushed is not None:
+                there = self._parameter.device
+                new = new.to(there) + (self._parameter - pushed.view(self._parameter.shape).to(there))
+            self._parameter.copy_(new)

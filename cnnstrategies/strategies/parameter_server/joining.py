@@ -189,9 +189,7 @@ class JoiningStrategy(ParameterServerStrategy):
             return
         self._dispatch.first = chunk
         self.group.membership.tell(entry.worker.counters.figures)
-        self._stepper = Stepper(
-            self.lightning_module, entry.worker, entry.specification, optimizer, eager=False
-        )
+        self._stepper = Stepper(self.lightning_module, entry.worker, entry.specification, optimizer, eager=False)
         self.epochs += 1
 
     def _find_place(self) -> Place:
