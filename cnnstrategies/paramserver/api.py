@@ -96,6 +96,7 @@ class Worker:
         self._ladder = ladder(specification)
         self._chooser = CodecChooser(len(self._ladder)) if len(self._ladder) > 1 else None
         self._began: float | None = None  # when the last step did
+        self._waits = False  # Some time has been waited for what is on its way.
         self._follow()
 
     @property
@@ -225,6 +226,7 @@ class Worker:
                 new values.
         """
         self._role.end_step(goes_on)
+        self._waits = False
         self._links.send(self._role.take())
 
     def wait(self, index: int) -> None:
@@ -240,6 +242,28 @@ class Worker:
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
         self._wait(self._role.all_here())
+
+    def wait_all_for(self, seconds: float) -> bool:
+        """Wait until all parameters are up to date, but not longer than some seconds; whether they are.
+
+        May be called again and again, as where a link may be cut for long. Raises what :meth:`wait` raises.
+        """
+        wait, now = self._role.all_here(), time.monotonic()
+        until = now + seconds
+        if not self._waits:
+            self._waits = True
+            self._role.begin_waiting(now, wait)
+        while wait.waiting():
+            self._follow()
+            self._role.on_time(now)
+            self._links.send(self._role.take())
+            for server, header, payload in self._links.receive(min(POLL_SECONDS, max(0.0, until - now))):
+                self._role.on_message(server, header, payload)
+            now = time.monotonic()
+            if now >= until:
+                break
+        self._links.send(self._role.take())
+        return not wait.waiting()
 
     def refresh(self) -> None:
         """Write the servers' present values into all parameters, between two steps: in async others go on.

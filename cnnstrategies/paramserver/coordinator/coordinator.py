@@ -152,7 +152,7 @@ class Coordinator:
         self._restart.look(awake)
         if self._restart.waits:
             return [*self._take_effects(), Timer(TICK, now + self._tick)]
-        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
+        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.patience)
         self._admission.look(awake, self._ended is not None, overdue)
         if self._ended is None:
             trouble = self._watchdog.look(awake, self._waits())

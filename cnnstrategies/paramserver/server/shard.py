@@ -32,8 +32,8 @@ class Pull:
         who: The worker whose own push must be in it, where versions do not say that.
         step: The step of that push.
         whole: Send the values as they are here, without compression.
-        encoding: What they are sent in; `NOTHING` for that of the specification, `KEYS` if only that they are there is to
-            be said.
+        encoding: What they are sent in; `NOTHING` for that of the specification, `KEYS` if it is only to be said that
+            they are there.
         mark: Where changes are sent: of what it has of the version before; 0 if it has another, or none.
     """
 

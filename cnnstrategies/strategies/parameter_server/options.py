@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -26,8 +26,10 @@ from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
+OnPartition = Literal["end", "continue"]
 
 AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
+PARTITION_SECONDS = 3600.0  # for which a link may be cut, where both sides go on
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
 
 
@@ -66,13 +68,15 @@ class Options:
     timeout: float
     max_restarts: int
     elastic: int
+    on_partition: OnPartition
 
     def __post_init__(self) -> None:
         # As many servers as copies: how many nodes there are is not known yet.
         servers = len(self.endpoints) or max(self.servers, self.replication)
         workers = max(1, self.backup_workers + 1)  # As few as it takes, for the same reason.
         Specification((), "torch.optim.SGD", (), workers, servers, **self._engine())  # Has its own checks.
-        for name, accepted in (("data_dispatch", ("static", "dynamic")), ("security", ("auto", "curve", "none"))):
+        choices = {"data_dispatch": Dispatch, "security": Security, "on_partition": OnPartition}
+        for name, accepted in ((name, get_args(choice)) for name, choice in choices.items()):
             value = getattr(self, name)
             if value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
@@ -152,6 +156,13 @@ class Options:
                 "changes of steps that it takes no part in: use pull_compression: fp16, or fragments: 1"
             )
 
+        if self.on_partition == "continue" and (self.mode != "local" or self.fragments > 1):
+            mode = self.mode if self.fragments == 1 else f"local with fragments={self.fragments}"
+            raise ConfigurationError(
+                f"on_partition: continue is for mode: local without fragments, not mode: {mode}: the two sides make "
+                "different numbers of steps, which only an outer step on all parameters brings together"
+            )
+
     def _check_elastic(self) -> None:
         if self.elastic < 0:
             raise ConfigurationError(f"elastic={self.elastic} is negative; 0 lets no worker join")
@@ -222,6 +233,11 @@ class Options:
             )
 
     @property
+    def silence(self) -> float:
+        """Seconds for which a process may be silent before it counts as dead, if more than the time-out; else 0."""
+        return PARTITION_SECONDS if self.on_partition == "continue" else 0.0
+
+    @property
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time."""
         return self.mode in ("sync", "local") or (self.mode == "ssp" and not self.staleness)
@@ -265,7 +281,9 @@ class Options:
         """
         if self.mode != "local":
             return None
-        return OuterSteps(self.sync_every, fragments(cut(specification), self.fragments), self.overlap, made)
+        patience = self.timeout if self.on_partition == "continue" else None
+        groups = fragments(cut(specification), self.fragments)
+        return OuterSteps(self.sync_every, groups, self.overlap, made, patience)
 
     def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -287,7 +305,7 @@ class Options:
             "snapshot_every": self.snapshot_every,
             "snapshot_directory": self.snapshot_directory,
             "elastic": self.elastic,
-            "timeout": max(self.timeout, LEAST_SECONDS),
+            "timeout": max(self.timeout, self.silence, LEAST_SECONDS),
         }
 
 

@@ -1,6 +1,8 @@
 """How gradients leave during backward, and how a forward waits for its own parameters only."""
 
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -10,6 +12,8 @@ from torch.optim import Optimizer
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
+
+LOOK_SHARE = 0.1  # of a step's time
 
 
 class Stepper:
@@ -54,6 +58,7 @@ class Stepper:
         self._pushed: set[int] = set()
         self._options = [group.options for group in specification.groups]  # in mode local the outer optimizer's
         self._on_its_way: int | None = None  # own steps since an exchange has begun that is not over
+        self._looked: float | None = None  # when for its values, after they had not come in time
         self._handles: list[Any] = []
         if outer is None:
             for index, parameter in enumerate(self.parameters):
@@ -96,20 +101,34 @@ class Stepper:
             if self._on_its_way is not None:
                 self._on_its_way += 1
                 if self._on_its_way >= self.outer.overlap:
-                    self._take()
-            if due is not None:
-                self._exchange([due], goes_on=self.outer.overlap > 0 and not self.eager)
+                    self._take(self.outer.patience)
+            if due is not None and self._on_its_way is None:
+                self._exchange([due], goes_on=self.outer.goes_on and not self.eager)
+                if not self.outer.overlap:
+                    self._take(self.outer.patience)  # Else some own steps later.
         elif self.eager:
             self.worker.wait_all()
 
-    def outer_step(self) -> None:
+    def outer_step(self, agree: Callable[[tuple[int, bool]], Iterable[tuple[int, bool]]] | None = None) -> None:
         """In mode ``local``, have the servers make an outer step with all that is left, and go on from there.
 
         What has had no own steps since its last one is left out: the momentum alone must not move the weights.
+
+        Args:
+            agree: Where workers may have made different numbers of outer steps, gives the number of each worker's next,
+                and whether something is left. Those that are behind make up for it, and all make the last one.
         """
         assert self.outer is not None
-        self._take()
-        left = self.outer.left()
+        if agree is None:
+            self._take()
+            left = self.outer.left()
+        else:
+            known = list(agree((self.worker.step, bool(self.outer.left()))))
+            self._take()
+            everything = list(range(len(self.outer.fragments)))
+            while self.worker.step < max(step for step, _ in known):
+                self._exchange(everything, goes_on=False)
+            left = everything if any(is_left for _, is_left in known) else []
         if left:
             self._exchange(left, goes_on=False)
 
@@ -128,11 +147,28 @@ class Stepper:
         else:
             self.worker.wait_all()
 
-    def _take(self) -> None:
-        """Wait for the values that are on their way."""
-        if self._on_its_way is not None:
-            self._on_its_way = None
+    def _take(self, patience: float | None = None) -> None:
+        """Wait for the values that are on their way.
+
+        Args:
+            patience: Seconds; behind a link that is cut they come later, and own steps go on.
+        """
+        if self._on_its_way is None:
+            return
+        if patience is None:
             self.worker.wait_all()
+        else:
+            # Once that was in vain, a look after each own step takes a tenth of its time.
+            now = time.monotonic()
+            seconds = patience if self._looked is None else LOOK_SHARE * (now - self._looked)
+            there = self.worker.wait_all_for(seconds)
+            if not there and self._looked is None:
+                what = f"no new values for {patience:g} s after outer step {self.worker.step - 1}"
+                print(f"{what}: a link may be cut; own steps go on until they come", file=sys.stderr, flush=True)
+            self._looked = None if there else time.monotonic()
+            if not there:
+                return
+        self._on_its_way = self._looked = None
 
     def _begin(self) -> None:
         if not self._in_step:

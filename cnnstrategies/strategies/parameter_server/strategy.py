@@ -26,6 +26,7 @@ from cnnstrategies.strategies.parameter_server.description import describe_serve
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
+    OnPartition,
     Options,
     Security,
     check_module,
@@ -95,6 +96,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
         max_restarts: How often each process may be started again after it was killed, in the first trainer function
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
+        on_partition: If a link is cut for longer than ``timeout``: ``end``, who is behind it counts as dead. Or for
+            local without fragments ``continue``: both sides go on with their own steps, for an hour at most, and the
+            next outer step brings them together when the link is back. A machine that dies unseen is waited for as
+            long; processes that die are missed as ever.
         elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp
             with ``data_dispatch: dynamic``.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
@@ -133,6 +138,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         timeout: float = 10.0,
         max_restarts: int = 0,
         elastic: int = 0,
+        on_partition: OnPartition = "end",
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
     ) -> None:
@@ -316,7 +322,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker = self._stepper.worker
         worker.interrupt()
         if self.options.mode == "local":
-            self._stepper.outer_step()
+            self._stepper.outer_step(self._agree if self.options.on_partition == "continue" else None)
             worker.interrupt()  # It came early.
         worker.wait_all()
         if not self._buffers_are_equal:
@@ -325,6 +331,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
             worker.refresh()
+
+    def _agree(self, made: tuple[int, bool]) -> list[tuple[int, bool]]:
+        """What each worker says of its outer steps."""
+        return [(int(step), bool(left)) for step, left in self.group.gather(list(made), "outer steps").values()]
 
     @override
     def on_validation_start(self) -> None:
@@ -432,8 +442,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     @property
     def steps_together(self) -> bool:
-        """Whether all workers make the same steps at the same time."""
-        return self.options.steps_together
+        """Whether all workers make the same steps at the same time, and may wait for each other at any of them."""
+        return self.options.steps_together and self.options.on_partition == "end"
 
     # In words
 
