@@ -381,4 +381,19 @@ MUTANTS = [
         "if False:",
         seed=606359,
     ),
+    ProtocolMutant(
+        "a server that has come back with a snapshot goes on with another's updates before it is its copy",
+        "server.shard:Shard",
+        "if self._copied.get(header.key) != primary:",
+        "if False:",
+        seed=705776,
+    ),
+    ProtocolMutant(
+        "a worker does not wait until a step is made that leaves a slice alone",
+        "worker.pulls:Pulls",
+        "self._pending = dict.fromkeys(keys)\n        self._left = [len(own) for own in self._by_parameter]",
+        "self._pending = dict.fromkeys(key for key in keys if key not in self._told)\n"
+        "        self._left = [sum(key not in self._told for key in own) for own in self._by_parameter]",
+        seed=38,
+    ),
 ]

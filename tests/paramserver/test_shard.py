@@ -113,8 +113,14 @@ def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
     shard = shard_of(1, specification, Post())
     key = next(key for key in shard.store.slices if key not in shard.owned)
     shard.relay_begins(0, [group.options for group in specification.groups])
+    relay = push_of(key, ones_for(shard, key), Kind.RELAY, weight=1.0)
+    shard.relayed(0, *relay)
+    assert shard.store.versions[key] == 0, "its values may be those of a snapshot, which are others of that version"
+    described: dict[str, Any] = {"parts": 0, "seen": [], "lineage": 0, "decided": None}
+    copy, payload = push_of(key, 0 * ones_for(shard, key), Kind.COPY)
+    shard.copied(0, copy, described, payload)
     for _ in range(2):
-        shard.relayed(0, *push_of(key, ones_for(shard, key), Kind.RELAY, weight=1.0))
+        shard.relayed(0, *relay)
     assert shard.store.versions[key] == 1
     assert torch.equal(shard.store.values[key], -0.5 * ones_for(shard, key))
 
@@ -237,7 +243,10 @@ def test_what_is_kept_to_be_applied_together_is_applied_before_anything_else_is_
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None:
-    """Its lowest bit left out, the pull's base names it; none for the specification's, and others are refused."""
+    """Its lowest bit left out, the pull's base names it; none for the specification's, and others are refused.
+
+    As keys no value comes, only that it is there.
+    """
     specification = specify(PLAIN, 1, servers=1, mode=mode, pull_compression="bf16")
     shard = shard_of(0, specification, Post())
     server = Server(specification, 0, shard.store)
@@ -246,12 +255,15 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     begin = Header(Kind.HELLO, 0, 0, 1, Encoding.KEYS, meta=len(hello), length=len(hello), base=1)
     server.on_message(0.0, b"route", "", begin, memoryview(hello))
     whole, got = 1, {}
-    for sequence, base in enumerate((0, Encoding.DENSE << 1, Encoding.FP16 << 1, Encoding.BF16 << 1, whole), 2):
+    asked = 0, Encoding.DENSE << 1, Encoding.FP16 << 1, Encoding.BF16 << 1, whole, Encoding.KEYS << 1
+    for sequence, base in enumerate(asked, 2):
         pull = Header(Kind.PULL, 0, 0, sequence, Encoding.KEYS, length=4, base=base)
         answers = server.on_message(0.0, b"route", "", pull, memoryview(pack_keys([0])))
         (got[base],) = (a.header.encoding for a in answers if isinstance(a, Parcel) and a.header.kind == Kind.PULLED)
-    assert [*got.values()] == [Encoding.BF16, Encoding.DENSE, Encoding.FP16, Encoding.BF16, Encoding.DENSE]
-    for sequence, base in enumerate((Encoding.TOPK << 1, Encoding.KEYS << 1, 1 << 20), 10):
+    assert [*got.values()] == [
+        Encoding.BF16, Encoding.DENSE, Encoding.FP16, Encoding.BF16, Encoding.DENSE, Encoding.NOTHING
+    ]  # fmt: skip
+    for sequence, base in enumerate((Encoding.TOPK << 1, Encoding.ONEBIT << 1, 1 << 20), 10):
         pull = Header(Kind.PULL, 0, 0, sequence, Encoding.KEYS, length=4, base=base)
         server.on_message(0.0, b"route", "", pull, memoryview(pack_keys([0])))
     assert server.dropped["a pull in an encoding that parameters do not have"] == 3
