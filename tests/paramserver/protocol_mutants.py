@@ -303,6 +303,20 @@ MUTANTS = [
         "",
         seed=371715,
     ),
+    ProtocolMutant(
+        "a member that may be behind a link that is cut is missed after the time-out",
+        "coordinator.admission:Admission",
+        "if now - member.seen > patience:",
+        "if now - member.seen > self._settings.timeout:",
+        seed=96,
+    ),
+    ProtocolMutant(
+        "a process that may be behind a link that is cut gives the coordinator up after the time-out",
+        "coordinator.participant:Participant",
+        "patience = self._address.patience if",
+        "patience = self._address.timeout if",
+        seed=96,
+    ),
 ]
 
 

@@ -12,6 +12,8 @@ from cnnstrategies.paramserver.simulation.world import World
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
 HORIZON = 100.0  # no run takes longer
+PATIENT = 824  # the draw of whether a member may be silent for longer, as behind a link that is cut
+SILENCE = 5.0  # seconds for which one may be then: longer than any link is cut
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
 
 
@@ -27,9 +29,10 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     survivable = int(draw(seed, 43) < 0.5 and servers > 1)
     restarts, epochs, nodes = int(3 * draw(seed, 44)), 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
     elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
+    silence = SILENCE if not elastic and draw(seed, PATIENT) < 0.2 else 0.0
     settings = CoordinatorSettings(
         "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), restarts > 0, nodes=nodes,
-        restartable=restarts > 0, elastic=elastic,
+        restartable=restarts > 0, elastic=elastic, silence=silence,
     )  # fmt: skip
     places = [("worker", one) for one in range(workers)] + [("server", one) for one in range(servers)]
     places += [("worker", workers + one) for one in range(elastic)]

@@ -60,7 +60,7 @@ class Invariants:
     def _lose(self, sender: Peer, receiver: Peer, cut: bool) -> None:
         """A message that was just sent is lost: by chance, if nobody is cut off."""
         since = self._silent[sender, receiver] = self._world.now if self._last is None else self._last
-        if not cut and self._world.now - since > HARD * self._settings.timeout:
+        if not cut and self._world.now - since > HARD * self._settings.patience:
             member = receiver if sender.role == "coordinator" else sender
             self._unlucky.add(_name(member.role, member.id))
 
@@ -146,7 +146,8 @@ class Invariants:
             ViolationError: So it is.
         """
         since = max(self._world.progress, self._last_fault())
-        if self._world.now - since > WITHIN * self._settings.timeout and self._unfinished():
+        patience = WITHIN * self._settings.timeout + self._settings.patience - self._settings.timeout
+        if self._world.now - since > patience and self._unfinished():
             names = ", ".join(map(str, self._unfinished()))
             raise ViolationError(f"17: nothing has happened for {self._world.now - since:.2f} s: {names}")
         self._watch()
@@ -307,7 +308,7 @@ class Invariants:
 
     def _victims(self) -> set[str]:
         """Who was hit so hard that a run may have to go on without it."""
-        timeout = self._settings.timeout
+        patience = self._settings.patience
         hit: dict[str, float] = {}
         for fault in self._world.faults.timed:
             deadly = fault.kind in DEADLY
@@ -315,8 +316,8 @@ class Invariants:
             if fault.kind == "crash":
                 names += [_name(*place) for place, node in self._toys.hosts.items() if node == fault.id]
             for name in names:
-                hit[name] = hit.get(name, 0.0) + (timeout if deadly else fault.seconds)
-        return {name for name, seconds in hit.items() if seconds > HARD * timeout}
+                hit[name] = hit.get(name, 0.0) + (patience if deadly else fault.seconds)
+        return {name for name, seconds in hit.items() if seconds > HARD * patience}
 
     def _check_samples(self) -> None:
         log = self._toys.log

@@ -108,8 +108,11 @@ class Toys:
             life: How many had it before.
             program: What it does, if that is something else.
         """
-        timeout = self._settings.timeout
-        address = Address("sim", role, identity, life, timeout / 10, timeout, self._settings.appear)
+        settings = self._settings
+        address = Address(
+            "sim", role, identity, life, settings.timeout / 10, settings.timeout, settings.appear,
+            silence=settings.silence,
+        )  # fmt: skip
         hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}
         participant = Participant(address, 1, {**hello, "public_key": ""})
         participant.figures = lambda: {"step": life}
