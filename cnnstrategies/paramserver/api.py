@@ -192,7 +192,7 @@ class Worker:
         self._links.send(self._role.take())
 
     def push(self, index: int, gradient: Tensor) -> None:
-        """Send a parameter's gradient, without waiting and without a copy of what lies in CPU memory.
+        """Send a parameter's gradient, without waiting, and if it is large without a copy of what lies in CPU memory.
 
         The tensor's memory must stay as it is until the parameter has been pulled (``zero_grad`` with its default
         ``set_to_none=True`` is no harm: a reference is kept).

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ reason = missing()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
 
 TIMEOUT = 15
+CUT_TIMEOUT = 4
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def train(hosts: TwoHosts, number: int, *arguments: str) -> Run:
     # It starts itself again for each rank, warm: by a helper that is on the same host.
 
     def run() -> None:
-        os.environ.update(names, PYTHONPATH=str(ROOT))
+        os.environ.update(names, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
         warm.install()
         sys.argv = words
         main()
@@ -74,3 +76,47 @@ def test_encrypted_runs_survive_a_short_cut_of_the_link_and_a_long_one_ends_both
     assert "server 1" in outputs[0], outputs[0]
     assert "coordinator" in outputs[1], outputs[1]
     torch.load(path, weights_only=True)  # It is whole.
+
+
+def steps_of(rank: int) -> list[float]:
+    """When a rank's steps ended."""
+    path = Path(f"diary-{rank}")
+    return [float(line) for line in path.read_text().splitlines() if " " not in line] if path.exists() else []
+
+
+def test_both_sides_of_a_link_that_is_cut_for_longer_than_the_time_out_go_on_and_end_with_the_same(
+    hosts: TwoHosts,
+) -> None:
+    """In mode local with `on_partition: continue`: each makes own steps, and outer steps when the link is back."""
+    strategy = {
+        "mode": "local",
+        "sync_every": 4,
+        "timeout": CUT_TIMEOUT,
+        "on_partition": "continue",
+        "security": "none",
+    }
+    data = {"num_samples": 3200, "num_classes": 10, "image_size": 8, "channels": 1, "batch_size": 4}
+    arguments = [
+        *(f"--trainer.strategy.init_args.{name}={value}" for name, value in strategy.items()),
+        *("--data=SyntheticDataModule", *(f"--data.init_args.{name}={value}" for name, value in data.items())),
+        *("--trainer.max_epochs=1", "--trainer.limit_val_batches=1", "--trainer.callbacks+=cluster.diary.Diary"),
+    ]
+    runs = [train(hosts, number, *arguments) for number in (0, 1)]
+    deadline = time.monotonic() + 60
+    while not all(len(steps_of(rank)) > 20 for rank in (0, 1)):
+        assert time.monotonic() < deadline, "\n".join(run.output() for run in runs)
+        time.sleep(0.1)
+    hosts.cut()
+    begun = time.monotonic()
+    time.sleep(2.2 * CUT_TIMEOUT)
+    hosts.mend()
+    ended = time.monotonic()
+    codes = [run.wait() for run in runs]
+    outputs = [run.output() for run in runs]
+    assert codes == [0, 0], "\n".join(outputs)
+    for rank, output in enumerate(outputs):
+        assert "a link may be cut; own steps go on until they come" in output, output
+        alone = [at for at in steps_of(rank) if begun + CUT_TIMEOUT + 1.0 < at < ended]
+        assert len(alone) > 10, "once the time-out has shown that it is no passing delay"
+    last = [Path(f"diary-{rank}").read_text().splitlines()[-1] for rank in (0, 1)]
+    assert last[0] == last[1]

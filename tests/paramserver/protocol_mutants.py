@@ -68,7 +68,7 @@ MUTANTS = [
     ProtocolMutant(
         "nobody is missed",
         "coordinator.admission:Admission",
-        "if now - member.seen > timeout:\n                self._miss",
+        "if now - member.seen > patience:\n                self._miss",
         "if False:\n                self._miss",
         seed=2,
     ),

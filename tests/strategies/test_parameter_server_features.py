@@ -63,7 +63,7 @@ class Collectives(Callback):
         {"mode": "local", "sync_every": 4},
         {"mode": "local", "sync_every": 6, "fragments": 3, "overlap": 1, "outer_momentum": 0.9},
     ],
-    ids=lambda options: " ".join(map(str, options.values())),
+    ids=["sync", "async", "local", "fragments"],
 )
 def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, options):
     names = ("SameEverywhere", "Collectives")

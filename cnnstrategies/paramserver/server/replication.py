@@ -58,6 +58,11 @@ class Replicas:
         """The slice's primary; -1 if no live server holds it."""
         return next(iter(self._holders.get(key, [])), -1)
 
+    def life(self, key: int) -> tuple[int, int]:
+        """The slice's primary, and the view that its present process came with."""
+        primary = self.primary(key)
+        return primary, self._since.get(primary, -1)
+
     def backups(self, key: int) -> Sequence[int]:
         """The servers that this primary sends the slice's updates to; none if it is not the primary."""
         return self._backups.get(key, ())

@@ -74,7 +74,7 @@ class Shard:
         self.attendance = Attendance() if specification.backup_workers else None
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
         self._relayed_options: dict[int, Options] = {}
-        self._copied: dict[int, int] = {}  # the primary that a slice here is a copy of
+        self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
         self._copied_states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
         self._options_sent: tuple[object, ...] = ()
 
@@ -86,6 +86,7 @@ class Shard:
     def place(self, view: View) -> None:
         """Follow a change of the view; new backups get copies."""
         needed = self._replicas.place(view)
+        self._copied = {key: life for key, life in self._copied.items() if self._replicas.life(key) == life}
         self._sort()
         self._options_sent = ()
         alive = {worker.id for worker in view.workers}
@@ -220,12 +221,8 @@ class Shard:
         self._relayed_options[primary] = options
 
     def relays_lost(self, primary: int) -> None:
-        """Messages of a primary were lost: maybe those with the hyper-parameters of what it sends next, or a copy.
-
-        Where this server has come back with a snapshot, versions of the same number may have another history.
-        """
+        """Messages of a primary were lost: maybe those with the hyper-parameters of what it sends next."""
         self._relayed_options.pop(primary, None)
-        self._copied = {key: other for key, other in self._copied.items() if other != primary}
 
     def relayed(self, primary: int, header: Header, payload: memoryview) -> None:
         """Apply an update that the slice's primary has applied.
@@ -246,8 +243,10 @@ class Shard:
         check_length(size, header.encoding, slice_.numel, slice_.dtype)
         if primary not in self._relayed_options:
             raise InvalidMessageError("an update without hyper-parameters")
-        if self._copied.get(header.key) != primary:
-            return  # After lost messages a whole copy comes before updates go on.
+        # After lost messages a whole copy comes before updates go on. What a snapshot has brought back, or another
+        # primary, may be another history with the same number.
+        if header.key not in self._copied:
+            return
         if self.store.versions[header.key] == header.weight - 1:
             change = from_bytes(payload[:size], slice_.dtype) if header.encoding == Encoding.DENSE else None
             self.store.apply({header.key: change}, self._relayed_options[primary], {header.key: absent})
@@ -332,7 +331,7 @@ class Shard:
         self.store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
         if changes is not None and isinstance(known, Tensor):
             changes.take_over(header.key, known, int(str(described["lineage"])))
-        self._copied[header.key] = primary
+        self._copied[header.key] = self._replicas.life(header.key)
         self._acknowledge(header.key)
 
     # Lost messages

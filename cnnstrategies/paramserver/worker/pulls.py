@@ -102,7 +102,9 @@ class Pulls:
         """
         self._kept = frozenset(kept)
         self._told = frozenset(
-            slice_.key for slice_ in self._slices if kept and all(part.parameter in self._kept for part in slice_.parts)
+            slice_.key
+            for slice_ in (self._slices if kept else ())
+            if all(part.parameter in self._kept for part in slice_.parts)
         )
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
