@@ -95,7 +95,7 @@ def test_both_sides_of_a_link_that_is_cut_for_longer_than_the_time_out_go_on_and
         "on_partition": "continue",
         "security": "none",
     }
-    data = {"num_samples": 3200, "num_classes": 10, "image_size": 8, "channels": 1, "batch_size": 4}
+    data = {"num_samples": 3200, "num_classes": 10, "image_size": 8, "channels": 1, "global_batch_size": 8}
     arguments = [
         *(f"--trainer.strategy.init_args.{name}={value}" for name, value in strategy.items()),
         *("--data=SyntheticDataModule", *(f"--data.init_args.{name}={value}" for name, value in data.items())),
