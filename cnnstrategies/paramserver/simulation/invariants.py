@@ -233,6 +233,8 @@ class Invariants:
                 continue
             if self._joins(process.peer) and (ended.reason in told or over):
                 continue  # It was told what all were told, or has knocked at a run that is over.
+            if over and self._may_have_missed_the_end(process.peer) and "the coordinator at" in ended.reason:
+                continue
             # One that is cut off knows only whom it does not hear.
             named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
             named = {*named, "was silent"} if "coordinator" in victims else named
@@ -241,6 +243,12 @@ class Invariants:
                 raise ViolationError(f"17: {process} ends naming no cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
                 raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
+
+    def _may_have_missed_the_end(self, peer: Peer) -> bool:
+        """Whether a process was cut off, and waits for as long as it may be silent for a coordinator that is gone."""
+        name = _name(peer.role, peer.id)
+        faults = [fault for fault in self._world.faults.timed if fault.kind not in DEADLY]
+        return self._settings.silence > 0 and any(_name(fault.role, fault.id) == name for fault in faults)
 
     def _unheard(self) -> set[str]:
         """Who has ended since a coordinator was killed again before it could tell all that it is there."""
