@@ -1,6 +1,6 @@
 """A step of parameter_server, mode sync, against one of Lightning's DDP (gloo): 2 workers, co-located servers.
 
-Target: at most 1.1 times DDP's time. Fits of both alternate.
+Target: at most 1.00 times DDP's time. Fits of both alternate.
 """
 
 import argparse
