@@ -246,6 +246,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self._admitted:
             self._admitted = False  # It came in at this very boundary.
             return
+        if self.options.on_partition == "continue":
+            self._settle()  # Else one could wait for another's outer step, and that one for it here.
         self._stepper.worker.interrupt()
         self._stepper.worker.wait_all()
         own_steps = [] if self._stepper.outer is None else self._stepper.outer.made
