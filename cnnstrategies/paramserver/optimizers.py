@@ -163,6 +163,13 @@ class SharedOptimizer:
             for name, value in self._optimizer.state.get(part, {}).items()
         }
 
+    def clear_state(self, key: int) -> None:
+        """Forget a slice's state."""
+        for part in self._parts[key]:
+            self._optimizer.state.pop(part, None)
+        if len(self._parts[key]) > 1:
+            self._exchange(key, [_parameter(self._values[key])])
+
     def set_state(self, key: int, name: str, value: StateValue) -> None:
         """Replace one part of a slice's state.
 
@@ -171,9 +178,7 @@ class SharedOptimizer:
         """
         place, plain = of_part(name)
         if place is None and len(self._parts[key]) > 1:
-            for part in self._parts[key]:
-                self._optimizer.state.pop(part, None)
-            self._exchange(key, [_parameter(self._values[key])])
+            self.clear_state(key)
         elif place is not None and not (0 <= place < len(self._sizes[key]) > 1):
             raise ValueError(f"a state of part {place} of {len(self._sizes[key])}")
         elif place is not None and len(self._parts[key]) == 1:

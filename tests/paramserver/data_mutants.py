@@ -396,4 +396,18 @@ MUTANTS = [
         "        self._left = [sum(key not in self._told for key in own) for own in self._by_parameter]",
         seed=38,
     ),
+    ProtocolMutant(
+        "a copy keeps what its primary does not have of the optimizer's state",
+        "server.shard:Shard",
+        "self.store.clear_state(header.key)",
+        "pass",
+        seed=631440,
+    ),
+    ProtocolMutant(
+        "a worker takes for values what only says that they are there",
+        "worker.pulls:Pulls",
+        "if told != (header.encoding == Encoding.NOTHING):",
+        "if told and header.encoding != Encoding.NOTHING:",
+        seed=633366,
+    ),
 ]

@@ -325,6 +325,7 @@ class Shard:
         if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
             raise InvalidMessageError("a copy without what workers have")
         self._copied_states.pop(header.key, None)
+        self.store.clear_state(header.key)  # The primary may have none of a part that a snapshot has brought here.
         for name, value in state.items():
             self.store.set_state(header.key, name, value)
         self.store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}

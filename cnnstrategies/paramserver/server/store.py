@@ -97,6 +97,10 @@ class Store:
         """A slice's optimizer state."""
         return self._optimizers[self._place[key]].state(key)
 
+    def clear_state(self, key: int) -> None:
+        """Forget a slice's optimizer state."""
+        self._optimizers[self._place[key]].clear_state(key)
+
     def set_state(self, key: int, name: str, value: StateValue) -> None:
         """Replace one part of a slice's optimizer state."""
         self._optimizers[self._place[key]].set_state(key, name, value)

@@ -131,10 +131,10 @@ class Pulls:
         changed = header.weight > 0
         if self._had is not None and self.refreshing == changed:
             return False  # It answers the question before, and says something else.
-        slice_ = self._slices[header.key]
-        if header.key in self._told:
-            if header.encoding != Encoding.NOTHING:
-                return False
+        slice_, told = self._slices[header.key], header.key in self._told
+        if told != (header.encoding == Encoding.NOTHING):
+            return False  # Likewise: what was asked before with the same number.
+        if told:
             del self._pending[header.key]
             for part in slice_.parts:
                 self._left[part.parameter] -= 1
