@@ -57,12 +57,18 @@ def diloco(outer: dict[str, Any]) -> tuple[list[Tensor], dict[str, Any]]:
     return [p.detach() for p in whole.parameters()], optimizer.state_dict()["state"]
 
 
-def train(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> tuple[list[Tensor], dict[str, Any]]:
+def joined(connect: Callable[..., Any]) -> tuple[nn.Module, torch.optim.Optimizer, list[nn.Parameter], Worker]:
+    """A network with its own optimizer, and the worker that trains it."""
     network = make_network()
-    inner, parameters = make_optimizer(network, SGD), list(network.parameters())
-    worker = connect([p.data for p in parameters])
+    parameters = list(network.parameters())
+    worker: Worker = connect([p.data for p in parameters])
     worker.initialise()
     worker.join()
+    return network, make_optimizer(network, SGD), parameters, worker
+
+
+def train(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> tuple[list[Tensor], dict[str, Any]]:
+    network, inner, parameters, worker = joined(connect)
     for number in range(ROUNDS):
         own_steps(network, inner, id, number)
         worker.begin_step(outer, SAMPLES[id] * OWN_STEPS)
@@ -138,11 +144,7 @@ def streaming(outer: dict[str, Any]) -> list[list[Tensor]]:
 
 
 def stream(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> list[Tensor]:
-    network = make_network()
-    inner, parameters = make_optimizer(network, SGD), list(network.parameters())
-    worker = connect([p.data for p in parameters])
-    worker.initialise()
-    worker.join()
+    network, inner, parameters, worker = joined(connect)
     for number in range(ROUNDS):
         for step in range(OWN_STEPS):
             own_step(network, inner, id, number * OWN_STEPS + step)

@@ -14,7 +14,7 @@ from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.simulation.world import Process, World
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
-HARD = 0.55  # times the time-out: a silence that a run may have to go on without its victim
+HARD = 0.55  # times the time-out: a fault, or a silence, that a run may have to go on without its victim
 ENTRIES = 16  # that the coordinator keeps of each member's requests
 
 

@@ -5,12 +5,11 @@ from cnnstrategies.paramserver.simulation.data.members import Members
 from cnnstrategies.paramserver.simulation.data.processes import LOOK_WORKER, SimulatedServer, SimulatedWorker
 from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
 from cnnstrategies.paramserver.simulation.faults import DEADLY
+from cnnstrategies.paramserver.simulation.invariants import HARD, WITHIN
 from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.simulation.world import Process, World
 from cnnstrategies.paramserver.specification import Specification
 
-WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
-HARD = 0.55  # times the time-out: a fault that a run may have to go on without its victim
 OFTEN = 5  # messages that are lost within a time-out: as if the connection was cut
 ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something
 
