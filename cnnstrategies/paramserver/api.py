@@ -254,13 +254,8 @@ class Worker:
             self._waits = True
             self._role.begin_waiting(now, wait)
         while wait.waiting():
-            self._follow()
-            self._role.on_time(now)
-            self._links.send(self._role.take())
-            for server, header, payload in self._links.receive(min(POLL_SECONDS, max(0.0, until - now))):
-                self._role.on_message(server, header, payload)
-            now = time.monotonic()
-            if now >= until:
+            self._look(wait, min(POLL_SECONDS, max(0.0, until - time.monotonic())))
+            if time.monotonic() >= until:
                 break
         self._links.send(self._role.take())
         return not wait.waiting()
@@ -325,15 +320,24 @@ class Worker:
         if wait.waiting():
             self._role.begin_waiting(begun, wait)
         while wait.waiting():
-            self._follow()
-            self._role.on_time(time.monotonic())
-            self._links.send(self._role.take())
-            for server, header, payload in self._links.receive(POLL_SECONDS):
-                self._role.on_message(server, header, payload)
-                if not wait.waiting():
-                    break
+            self._look(wait, POLL_SECONDS)
         self._links.send(self._role.take())
         self.counters.seconds_waited += time.monotonic() - begun
+
+    def _look(self, wait: Wait, seconds: float) -> None:
+        """Follow views, look at the time, and handle messages as long as something is waited for.
+
+        Args:
+            wait: What is waited for.
+            seconds: To wait for the first message.
+        """
+        self._follow()
+        self._role.on_time(time.monotonic())
+        self._links.send(self._role.take())
+        for server, header, payload in self._links.receive(seconds):
+            self._role.on_message(server, header, payload)
+            if not wait.waiting():
+                break
 
     def _follow(self) -> None:
         view = self._links.news()
