@@ -49,7 +49,8 @@ def stepper_of(own_steps, **options):
     specification = strategy.options.specification(module, optimizer, 1, 2, slice_bytes=64)
     worker = Recorder()
     outer = strategy.options.outer_steps(specification, own_steps)
-    return Stepper(module, worker, specification, optimizer, False, outer), worker
+    workers = (lambda: 2) if strategy.options.outer_steps_alone else None
+    return Stepper(module, worker, specification, optimizer, False, outer, workers=workers), worker
 
 
 def test_a_newcomer_makes_outer_steps_with_the_others():
@@ -155,6 +156,30 @@ def test_those_that_have_made_fewer_outer_steps_make_up_for_it():
     assert worker.log == [0, 1, "ends", "waits"]
 
 
+def test_a_worker_that_makes_outer_steps_alone_says_how_many_there_are(monkeypatch):
+    stepper, worker = stepper_of([], outer_mode="async", outer_lr=0.7, outer_momentum=0.9)
+    for workers in (3, 2):
+        monkeypatch.setattr(stepper, "_workers", lambda workers=workers: workers)
+        for _ in range(3):
+            stepper.after_step()
+    rounds = [(options[0]["workers"], options[0]["lr"], options[0]["momentum"]) for options, _ in worker.begun]
+    assert rounds == [(3, 0.7, 0.9), (2, 0.7, 0.9)]
+
+
+def test_what_has_not_left_a_worker_is_not_processed():
+    """A batch whose own step is lost with its worker is another's."""
+    stepper, _ = stepper_of([], outer_mode="async")
+    assert stepper.all_pushed
+    stepper.after_step()
+    stepper.after_step()
+    assert not stepper.all_pushed
+    stepper.after_step()
+    assert stepper.all_pushed
+
+
+ALONE = {"mode": "local", "sync_every": 4, "outer_mode": "async"}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -176,6 +201,16 @@ def test_those_that_have_made_fewer_outer_steps_make_up_for_it():
             {"mode": "local", "sync_every": 8, "fragments": 2, "pull_compression": "topk"},
             "a worker would lack the changes of steps that it takes no part in",
         ),
+        ({"outer_mode": "alone"}, "outer_mode='alone': accepted are sync, async"),
+        ({"mode": "async", "outer_mode": "async"}, "outer_mode: async is for mode: local, not mode: async"),
+        ({"fragments": 2, **ALONE}, "fragments=2 with outer_mode: async: .* would be lost"),
+        ({"pull_compression": "topk", **ALONE}, "'topk' with outer_mode: async: servers send one change to all"),
+        ({"on_partition": "continue", **ALONE}, "on_partition: continue with outer_mode: async: a worker behind"),
+        ({"elastic": 1, "data_dispatch": "dynamic", **ALONE}, "elastic=1 with mode: local: who joins has no part"),
+        ({"momentum_correction": True, **ALONE}, "momentum_correction=True is not for mode='local'"),
+        ({"delay_compensation": 0.04, **ALONE}, "delay_compensation=0.04 is for async and ssp"),
+        ({"backup_workers": 1, **ALONE}, "backup_workers=1 is for mode='sync', not mode='local'"),
+        ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
         ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
         ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),
         ({"mode": "local", "outer_lr": float("nan")}, "outer_lr=nan: use more than 0"),

@@ -62,8 +62,9 @@ class Collectives(Callback):
         {"mode": "async"},
         {"mode": "local", "sync_every": 4},
         {"mode": "local", "sync_every": 6, "fragments": 3, "overlap": 1, "outer_momentum": 0.9},
+        {"mode": "local", "sync_every": 4, "outer_mode": "async", "data_dispatch": "dynamic", "overlap": 1},
     ],
-    ids=["sync", "async", "local", "fragments"],
+    ids=["sync", "async", "local", "fragments", "local, each alone"],
 )
 def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, options):
     names = ("SameEverywhere", "Collectives")

@@ -23,7 +23,7 @@ RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "3"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 EPOCHS, STEPS = 3, 6  # of each epoch
 LATEST = 3.0  # seconds after the coordinator's start; a run takes two to four
-EQUAL = ("sync", "local")  # modes whose result does not depend on the timing
+EQUAL = ("sync", "local")  # modes whose result does not depend on the timing, but for outer_mode: async
 GOES_ON, ENDS = "goes on", "ends and says who died"
 
 
@@ -46,7 +46,10 @@ def draw(chance):
         options |= {"snapshot_every": 5, "snapshot_directory": "snapshots"}
     victim = chance.choice(["worker 0", "worker 1", "worker 1", "server 0", f"server {servers - 1}", "coordinator"])
     how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-    return options, victim, how, chance.uniform(0, LATEST)
+    after = chance.uniform(0, LATEST)
+    if mode == "local" and chance.random() < 0.5:
+        options |= {"sync_every": 2, "outer_mode": "async", "data_dispatch": chance.choice(["static", "dynamic"])}
+    return options, victim, how, after
 
 
 def children(parent):
@@ -184,7 +187,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
     assert "updates since then are lost" not in output
     if options.get("data_dispatch") != "dynamic":
         assert got["global_step"] == EPOCHS * STEPS
-    if options["mode"] in EQUAL:
+    if options["mode"] in EQUAL and "outer_mode" not in options:
         kept = tmp_path.parent / f"whole-{options['mode']}.ckpt"
         if not kept.exists():
             code, output = fit("whole")

@@ -36,6 +36,8 @@ def describe_servers(options: Options, specification: Specification, nodes: int)
     if options.replication > 1:
         text += f"; each part is on {options.replication} of them"
     mode = options.mode + (f", staleness {options.staleness}" if options.mode == "ssp" else "")
+    if options.outer_steps_alone:
+        mode += ", outer_mode async"
     if options.backup_workers:
         mode += f", backup_workers {options.backup_workers}"
     return [("mode", mode), ("servers", text)]
@@ -57,10 +59,12 @@ def differences_of_servers(
     together = options.mode == "sync" or (options.mode == "ssp" and not options.staleness)
     if options.mode == "local" and workers > 1:
         lines.append("each worker makes its own steps")
-        if (options.outer_lr, options.outer_momentum) == AVERAGING:
+        outer = f"outer_lr {options.outer_lr:g}, outer_momentum {options.outer_momentum:g}"
+        if options.outer_steps_alone:
+            lines.append(f"an outer step of each every {options.sync_every} steps of its own ({outer})")
+        elif (options.outer_lr, options.outer_momentum) == AVERAGING:
             lines.append(f"weights are averaged every {options.sync_every} steps")
         else:
-            outer = f"outer_lr {options.outer_lr:g}, outer_momentum {options.outer_momentum:g}"
             lines.append(f"an outer step every {options.sync_every} steps, on the mean of what they changed ({outer})")
         if options.fragments > 1:
             lines.append(f"one of {options.fragments} fragments of the parameters at a time")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,6 +13,7 @@ from torch.optim import LBFGS, SGD, Optimizer
 from cnnstrategies._lightning_private import ends_after_search
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.correction_checks import check_clipping, check_momentum
+from cnnstrategies.paramserver.delayed_nesterov import DelayedNesterov
 from cnnstrategies.paramserver.security import check_endpoint, is_local
 from cnnstrategies.paramserver.slicing import cut, fragments
 from cnnstrategies.paramserver.specification import (
@@ -27,6 +28,7 @@ from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 OnPartition = Literal["end", "continue"]
+OuterMode = Literal["sync", "async"]
 
 AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
 PARTITION_SECONDS = 3600.0  # for which a link may be cut, where both sides go on
@@ -49,6 +51,7 @@ class Options:
     overlap: int
     outer_lr: float
     outer_momentum: float
+    outer_mode: OuterMode
     servers: int
     endpoints: Sequence[str]
     coordinator: str | None
@@ -75,7 +78,9 @@ class Options:
         servers = len(self.endpoints) or max(self.servers, self.replication)
         workers = max(1, self.backup_workers + 1)  # As few as it takes, for the same reason.
         Specification((), "torch.optim.SGD", (), workers, servers, **self._engine())  # Has its own checks.
-        choices = {"data_dispatch": Dispatch, "security": Security, "on_partition": OnPartition}
+        choices = {
+            "data_dispatch": Dispatch, "security": Security, "on_partition": OnPartition, "outer_mode": OuterMode
+        }  # fmt: skip
         for name, accepted in ((name, get_args(choice)) for name, choice in choices.items()):
             value = getattr(self, name)
             if value not in accepted:
@@ -107,10 +112,11 @@ class Options:
                 f"timeout={self.timeout}: a process that misses one heartbeat (every {self.heartbeat} s) is not dead; "
                 f"use at least {3 * self.heartbeat:g} s"
             )
-        if self.data_dispatch == "dynamic" and self.mode not in ("async", "ssp"):
+        self._check_outer_mode()
+        if self.data_dispatch == "dynamic" and self.mode not in ("async", "ssp") and not self.outer_steps_alone:
             raise ConfigurationError(
-                f"data_dispatch: dynamic is for mode: async and ssp: in mode: {self.mode} every worker makes the same "
-                "number of steps; use data_dispatch: static"
+                f"data_dispatch: dynamic is for mode: async and ssp, and local with outer_mode: async: in mode: "
+                f"{self.mode} every worker makes the same number of steps; use data_dispatch: static"
             )
         self._check_elastic()
         for endpoint in self.endpoints:
@@ -163,11 +169,37 @@ class Options:
                 "different numbers of steps, which only an outer step on all parameters brings together"
             )
 
+    def _check_outer_mode(self) -> None:
+        if self.outer_mode == "sync":
+            return
+        if self.mode != "local":
+            raise ConfigurationError(f"outer_mode: async is for mode: local, not mode: {self.mode}; leave it out")
+        if self.fragments > 1:
+            raise ConfigurationError(
+                f"fragments={self.fragments} with outer_mode: async: a worker is sent all values after its own outer "
+                "step, and its own steps on the other fragments would be lost; leave fragments out"
+            )
+        if self.pull_compression in ("topk", "onebit"):
+            raise ConfigurationError(
+                f"pull_compression={self.pull_compression!r} with outer_mode: async: servers send one change to all "
+                "workers, which they have in common outer steps only: use pull_compression: fp16"
+            )
+        if self.on_partition == "continue":
+            raise ConfigurationError(
+                "on_partition: continue with outer_mode: async: a worker behind a link that is cut waits for the "
+                "servers beyond it; use outer_mode: sync, or on_partition: end"
+            )
+
     def _check_elastic(self) -> None:
         if self.elastic < 0:
             raise ConfigurationError(f"elastic={self.elastic} is negative; 0 lets no worker join")
         if not self.elastic:
             return
+        if self.outer_steps_alone:
+            raise ConfigurationError(
+                f"elastic={self.elastic} with mode: local: who joins has no part in the count of own steps; use mode: "
+                "async"
+            )
         if self.steps_together:
             mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
             raise ConfigurationError(
@@ -238,9 +270,16 @@ class Options:
         return PARTITION_SECONDS if self.on_partition == "continue" else 0.0
 
     @property
+    def outer_steps_alone(self) -> bool:
+        """Whether each worker makes outer steps when it has made its own, without the others."""
+        return self.mode == "local" and self.outer_mode == "async"
+
+    @property
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time."""
-        return self.mode in ("sync", "local") or (self.mode == "ssp" and not self.staleness)
+        if self.mode == "local":
+            return not self.outer_steps_alone
+        return self.mode == "sync" or (self.mode == "ssp" and not self.staleness)
 
     def server_count(self, nodes: int) -> int:
         """Number of servers of a run."""
@@ -269,8 +308,9 @@ class Options:
         """The engine's specification for a module and its optimizer; mode ``local`` has the outer one in its place."""
         options = {"servers": self.server_count(nodes), **self._engine(), **changes}
         if self.mode == "local":
-            optimizer = self._outer(module, optimizer)
-        return Specification.of(module.named_parameters(), optimizer, workers, **options)
+            optimizer = self._outer(module, optimizer, workers)
+        whole = Specification.of(module.named_parameters(), optimizer, workers, **options)
+        return replace(whole, mode="async") if self.outer_steps_alone else whole
 
     def outer_steps(self, specification: Specification, made: Sequence[int]) -> OuterSteps | None:
         """When a worker takes part in outer steps; None in the other modes.
@@ -285,9 +325,11 @@ class Options:
         groups = fragments(cut(specification), self.fragments)
         return OuterSteps(self.sync_every, groups, self.overlap, made, patience)
 
-    def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
+    def _outer(self, module: LightningModule, optimizer: Optimizer, workers: int) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for parameter in module.parameters() if id(parameter) in held]
+        if self.outer_steps_alone:
+            return DelayedNesterov(trained, self.outer_lr, self.outer_momentum, workers)
         return SGD(trained, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
 
     def _engine(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.strategies.parameter_server.differences import Differences
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 
 LOOK_SHARE = 0.1  # of a step's time
@@ -30,6 +31,7 @@ class Stepper:
         eager: Wait for all parameters at the end of each step, since something else reads them.
         outer: In mode ``local``, when outer steps are made.
         catches_up: Leave out steps that the others have made without this worker.
+        workers: How many there are now, where each makes outer steps on its own; None where all make them together.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Stepper:
         eager: bool,
         outer: OuterSteps | None = None,
         catches_up: bool = False,
+        workers: Callable[[], int] | None = None,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
@@ -59,6 +62,8 @@ class Stepper:
         self._options = [group.options for group in specification.groups]  # in mode local the outer optimizer's
         self._on_its_way: int | None = None  # own steps since an exchange has begun that is not over
         self._looked: float | None = None  # when for its values, after they had not come in time
+        self._workers = workers
+        self._differences = None if workers is None else Differences(self.parameters)
         self._handles: list[Any] = []
         if outer is None:
             for index, parameter in enumerate(self.parameters):
@@ -92,6 +97,23 @@ class Stepper:
         """The next backward is the last one of a step, unless gradients are being accumulated."""
         if not (self.accumulating or self.outer is not None or self._left_out):
             self._begin()
+
+    @property
+    def all_pushed(self) -> bool:
+        """Whether all that this worker has computed has left it."""
+        return self.outer is None or not self.outer.left()
+
+    def take(self) -> None:
+        """Wait until all parameters are up to date."""
+        if self._on_its_way is None:
+            self.worker.wait_all()
+        self._take()
+
+    def refresh(self) -> None:
+        """Take the servers' present values, when nothing is left to be pushed."""
+        self.worker.refresh()
+        if self._differences is not None:
+            self._differences.begin()
 
     def after_step(self) -> None:
         """The optimizer's step was made: in mode ``local`` by the optimizer itself."""
@@ -136,16 +158,19 @@ class Stepper:
         """Push some fragments; their new values come now, or after some further own steps."""
         assert self.outer is not None
         self._take()
-        self.worker.begin_step(self._options, max(self.outer.exchanged(fragments), 1))
+        options = self._options
+        if self._workers is not None:
+            options = [{**group, "workers": max(self._workers(), 1)} for group in options]
+        self.worker.begin_step(options, max(self.outer.exchanged(fragments), 1))
         self._tell_of_codecs()
         for number in fragments:
             for index in self.outer.fragments[number]:
-                self.worker.push(index, self.parameters[index].detach())
+                own = self._differences
+                self.worker.push(index, self.parameters[index].detach() if own is None else own.take(index))
         self.worker.end_step(goes_on)
-        if goes_on:
-            self._on_its_way = 0
-        else:
-            self.worker.wait_all()
+        self._on_its_way = 0
+        if not goes_on:
+            self._take()
 
     def _take(self, patience: float | None = None) -> None:
         """Wait for the values that are on their way.
@@ -155,7 +180,10 @@ class Stepper:
         """
         if self._on_its_way is None:
             return
-        if patience is None:
+        if self._differences is not None:
+            with self._differences.kept():
+                self.worker.wait_all()
+        elif patience is None:
             self.worker.wait_all()
         else:
             # Once that was in vain, a look after each own step takes a tenth of its time.

@@ -28,6 +28,7 @@ from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
     OnPartition,
     Options,
+    OuterMode,
     Security,
     check_module,
     check_optimizers,
@@ -67,6 +68,10 @@ class ParameterServerStrategy(CoordinatedStrategy):
         outer_lr: For local: learning rate of the outer step, which is SGD's. 1 without momentum averages the weights
             (local SGD); DiLoCo's are 0.7 and 0.9.
         outer_momentum: For local: Nesterov momentum of the outer step.
+        outer_mode: For local: ``sync``, all workers make an outer step together, after as many own steps each. Or
+            ``async``: each makes one with what its own steps have changed, when it has made them, and nobody waits for
+            the slow; momentum is that of a round of as many as there are workers (Liu et al., "Asynchronous Local-SGD
+            Training for Language Modeling", 2024).
         servers: Server processes that each node starts.
         endpoints: Addresses of dedicated servers, started with ``cnnstrategies-server``, instead.
         coordinator: ``tcp://address:port`` on the machine of rank 0; by default a socket in a private directory on one
@@ -86,8 +91,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
         snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.
         snapshot_directory: Where they are written.
-        data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, gives batches to
-            whoever asks, so faster workers take more and a dead worker's batches are given out again.
+        data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, and for local with
+            ``outer_mode: async``, gives batches to whoever asks, so faster workers take more and a dead worker's
+            batches are given out again.
         security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does wherever TCP is used, and needs
             ``key_file`` where other machines are reached.
         key_file: The run's keys, the same on every machine.
@@ -119,6 +125,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         overlap: int = 0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
+        outer_mode: OuterMode = "sync",
         servers: int = 1,
         endpoints: list[str] | None = None,
         coordinator: str | None = None,
@@ -235,7 +242,12 @@ class ParameterServerStrategy(CoordinatedStrategy):
             eager=self._averages_weights,
             outer=self.options.outer_steps(start.specification, start.own_steps),
             catches_up=self.has_backup_workers,
+            workers=self._count_workers if self.options.outer_steps_alone else None,
         )
+
+    def _count_workers(self) -> int:
+        """How many there are now."""
+        return self.group.membership.members[0]
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -249,7 +261,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.options.on_partition == "continue":
             self._settle()  # Else one could wait for another's outer step, and that one for it here.
         self._stepper.worker.interrupt()
-        self._stepper.worker.wait_all()
+        self._stepper.take()
         own_steps = [] if self._stepper.outer is None else self._stepper.outer.made
         state = trainer_state(self._trainer, self.optimizers[0], own_steps)
         if self.group.collectives.boundary(state).admitted:
@@ -301,7 +313,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         assert self._stepper is not None
         assert self._trainer is not None
         self._stepper.after_step()
-        self._dispatch.processed = self._dispatch.seen
+        if self._stepper.all_pushed:
+            self._dispatch.processed = self._dispatch.seen
         if self.options.mode == "ssp" and self._trainer.is_last_batch:
             # Nobody shall wait for a worker that has no more batches in this epoch.
             self._stepper.worker.leave()
@@ -326,13 +339,14 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.options.mode == "local":
             self._stepper.outer_step(self._agree if self.options.on_partition == "continue" else None)
             worker.interrupt()  # It came early.
-        worker.wait_all()
+        self._stepper.take()
         if not self._buffers_are_equal:
             average_buffers(self.lightning_module, self.group)
             self._buffers_are_equal = True
-        if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
+        others_go_on = self.options.mode in ("async", "ssp") or self.options.outer_steps_alone
+        if refresh and (others_go_on or self.options.pull_compression != "none"):
             self.barrier("refresh")
-            worker.refresh()
+            self._stepper.refresh()
 
     def _agree(self, made: tuple[int, bool]) -> list[tuple[int, bool]]:
         """What each worker says of its outer steps."""
