@@ -12,6 +12,7 @@ import torch
 from fits import Clock, Fit  # First: it makes the pipeline's benchmarks importable.
 from hosts import hosts, run_on
 from lightning.pytorch import Callback, LightningModule, Trainer
+from wire import far_hosts
 
 TIME_LIMIT = 900
 
@@ -44,8 +45,15 @@ def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-def trainer_of(strategy: Any, folder: Path, epochs: int) -> Trainer:
-    """The trainer of one host; to be called in the process that `fit_across` has started there."""
+def trainer_of(strategy: Any, folder: Path, epochs: int, slow_rank: int | None = None) -> Trainer:
+    """The trainer of one host; to be called in the process that `fit_across` has started there.
+
+    Args:
+        strategy: The strategy.
+        folder: Where the measured goes.
+        epochs: How many.
+        slow_rank: A host of a quarter of the speed.
+    """
     torch.set_num_threads(1)
     if "RANK" in os.environ:  # Not in the process that the parameter server's launcher starts from here.
         os.environ["NODE_RANK"] = os.environ.pop("RANK")
@@ -57,7 +65,7 @@ def trainer_of(strategy: Any, folder: Path, epochs: int) -> Trainer:
         strategy=strategy,
         max_epochs=epochs,
         num_sanity_val_steps=0,
-        callbacks=[Notes(folder), Clock(folder)],
+        callbacks=[Notes(folder), Clock(folder, slow_rank)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -66,17 +74,19 @@ def trainer_of(strategy: Any, folder: Path, epochs: int) -> Trainer:
     )
 
 
-def fit_across(megabits: int, arguments: Sequence[str]) -> tuple[Fit, dict[str, float]]:
+def fit_across(megabits: int, arguments: Sequence[str], milliseconds: float = 0) -> tuple[Fit, dict[str, float]]:
     """Run the calling script on both hosts, with ``--folder`` and some arguments.
 
     Args:
         megabits: Mbit/s of the link in each direction.
         arguments: What the script needs to know of the fit.
+        milliseconds: From one host to the other and back, where it is a long way.
 
     Returns:
         The times, and the metrics at the end with ``bytes``, those that the first host has sent in a step.
     """
-    with tempfile.TemporaryDirectory() as folder, hosts(2, megabits) as names:
+    link = far_hosts(megabits, milliseconds) if milliseconds else hosts(2, megabits)
+    with tempfile.TemporaryDirectory() as folder, link as names:
         run_on(names, [sys.executable, sys.argv[0], "--folder", folder, *arguments], timeout=TIME_LIMIT)
         notes = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, 1)]
         metrics = json.loads((Path(folder) / "notes").read_text())
