@@ -6,7 +6,8 @@ from cnnstrategies.paramserver.correction_checks import FIRST_SHARE
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.differences import differences_of_replicas
-from cnnstrategies.strategies.parameter_server.options import AVERAGING, Options
+from cnnstrategies.strategies.parameter_server.option_checks import AVERAGING
+from cnnstrategies.strategies.parameter_server.options import Options
 
 MEGABYTE = 1e6
 

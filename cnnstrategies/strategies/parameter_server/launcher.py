@@ -37,7 +37,8 @@ from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.processes import end_with_parent
-from cnnstrategies.strategies.parameter_server.options import Options, check_callbacks
+from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks
+from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, Layout, choose_place, open_supervision
 from cnnstrategies.strategies.parameter_server.sessions import SESSIONS
 

@@ -1,20 +1,16 @@
 """What a user asks of the parameter server, checked before any process starts."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
-from torch.optim import LBFGS, SGD, Optimizer
+from lightning.pytorch import LightningModule
+from torch.optim import SGD, Optimizer
 
-from cnnstrategies._lightning_private import ends_after_search
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.correction_checks import check_clipping, check_momentum
 from cnnstrategies.paramserver.delayed_nesterov import DelayedNesterov
-from cnnstrategies.paramserver.security import check_endpoint, is_local
+from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.slicing import cut, fragments
 from cnnstrategies.paramserver.specification import (
     Compression,
@@ -23,6 +19,7 @@ from cnnstrategies.paramserver.specification import (
     Specification,
     hyperparameters,
 )
+from cnnstrategies.strategies.parameter_server.option_checks import check_together
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 
 Dispatch = Literal["static", "dynamic"]
@@ -30,7 +27,6 @@ Security = Literal["auto", "curve", "none"]
 OnPartition = Literal["end", "continue"]
 OuterMode = Literal["sync", "async"]
 
-AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
 PARTITION_SECONDS = 3600.0  # for which a link may be cut, where both sides go on
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
 
@@ -85,132 +81,7 @@ class Options:
             value = getattr(self, name)
             if value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
-        if self.sync_every < 1:
-            raise ConfigurationError(f"sync_every={self.sync_every}: average every 1 step or more; 4 to 16 is usual")
-        if self.sync_every > 1 and self.mode != "local":
-            raise ConfigurationError(
-                f"sync_every={self.sync_every} is for mode: local, not mode: {self.mode}; leave it out"
-            )
-        self._check_fragments()
-        if not 0 < self.outer_lr < math.inf:
-            raise ConfigurationError(
-                f"outer_lr={self.outer_lr}: use more than 0, and a finite one; 1 with outer_momentum 0 averages"
-            )
-        if not 0 <= self.outer_momentum < 1:
-            raise ConfigurationError(f"outer_momentum={self.outer_momentum}: use 0 or more and less than 1")
-        if (self.outer_lr, self.outer_momentum) != AVERAGING and self.mode != "local":
-            raise ConfigurationError(
-                f"outer_lr={self.outer_lr} and outer_momentum={self.outer_momentum} are for mode: local, not mode: "
-                f"{self.mode}; leave them out"
-            )
-        if self.max_restarts < 0:
-            raise ConfigurationError(f"max_restarts={self.max_restarts} is negative; 0 restarts no process")
-        if self.heartbeat <= 0:
-            raise ConfigurationError(f"heartbeat={self.heartbeat}: use a number of seconds above 0; 0.5 is usual")
-        if self.timeout < 3 * self.heartbeat:
-            raise ConfigurationError(
-                f"timeout={self.timeout}: a process that misses one heartbeat (every {self.heartbeat} s) is not dead; "
-                f"use at least {3 * self.heartbeat:g} s"
-            )
-        self._check_outer_mode()
-        if self.data_dispatch == "dynamic" and self.mode not in ("async", "ssp") and not self.outer_steps_alone:
-            raise ConfigurationError(
-                f"data_dispatch: dynamic is for mode: async and ssp, and local with outer_mode: async: in mode: "
-                f"{self.mode} every worker makes the same number of steps; use data_dispatch: static"
-            )
-        self._check_elastic()
-        for endpoint in self.endpoints:
-            if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
-                raise ConfigurationError(
-                    f"endpoint {endpoint!r}: name where the dedicated server listens as tcp://address:port"
-                )
-            check_endpoint(endpoint, encrypted=self.security != "none", insecure=self.security == "none")
-        if self.endpoints and self.coordinator is None:
-            raise ConfigurationError(
-                "endpoints: dedicated servers must find the coordinator, which the machine of rank 0 runs: set "
-                "coordinator: tcp://address:port"
-            )
-        if self.endpoints and self.servers > 1:
-            raise ConfigurationError(
-                f"servers={self.servers} are started on each node, and endpoints names dedicated ones: leave one out"
-            )
-        if self.key_file is not None and not Path(self.key_file).is_file():
-            raise ConfigurationError(
-                f"key_file: {self.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
-                f"{self.key_file}` and copy it to every machine"
-            )
-
-    def _check_fragments(self) -> None:
-        for name, value, least in (("fragments", self.fragments, 1), ("overlap", self.overlap, 0)):
-            if value < least:
-                raise ConfigurationError(f"{name}={value}: use {least} or more")
-            if value > least and self.mode != "local":
-                raise ConfigurationError(f"{name}={value} is for mode: local, not mode: {self.mode}; leave it out")
-        if self.fragments > self.sync_every:
-            raise ConfigurationError(
-                f"fragments={self.fragments} with sync_every={self.sync_every}: each is exchanged once in sync_every "
-                f"steps, one at a time: use at most {self.sync_every}"
-            )
-        if self.overlap > self.sync_every // self.fragments:
-            raise ConfigurationError(
-                f"overlap={self.overlap} with sync_every={self.sync_every} and fragments={self.fragments}: an exchange "
-                f"must be over before the next begins: use at most {self.sync_every // self.fragments}"
-            )
-        if self.fragments > 1 and self.pull_compression in ("topk", "onebit"):
-            raise ConfigurationError(
-                f"fragments={self.fragments} with pull_compression={self.pull_compression!r}: a worker would lack the "
-                "changes of steps that it takes no part in: use pull_compression: fp16, or fragments: 1"
-            )
-
-        if self.on_partition == "continue" and (self.mode != "local" or self.fragments > 1):
-            mode = self.mode if self.fragments == 1 else f"local with fragments={self.fragments}"
-            raise ConfigurationError(
-                f"on_partition: continue is for mode: local without fragments, not mode: {mode}: the two sides make "
-                "different numbers of steps, which only an outer step on all parameters brings together"
-            )
-
-    def _check_outer_mode(self) -> None:
-        if self.outer_mode == "sync":
-            return
-        if self.mode != "local":
-            raise ConfigurationError(f"outer_mode: async is for mode: local, not mode: {self.mode}; leave it out")
-        if self.fragments > 1:
-            raise ConfigurationError(
-                f"fragments={self.fragments} with outer_mode: async: a worker is sent all values after its own outer "
-                "step, and its own steps on the other fragments would be lost; leave fragments out"
-            )
-        if self.pull_compression in ("topk", "onebit"):
-            raise ConfigurationError(
-                f"pull_compression={self.pull_compression!r} with outer_mode: async: servers send one change to all "
-                "workers, which they have in common outer steps only: use pull_compression: fp16"
-            )
-        if self.on_partition == "continue":
-            raise ConfigurationError(
-                "on_partition: continue with outer_mode: async: a worker behind a link that is cut waits for the "
-                "servers beyond it; use outer_mode: sync, or on_partition: end"
-            )
-
-    def _check_elastic(self) -> None:
-        if self.elastic < 0:
-            raise ConfigurationError(f"elastic={self.elastic} is negative; 0 lets no worker join")
-        if not self.elastic:
-            return
-        if self.outer_steps_alone:
-            raise ConfigurationError(
-                f"elastic={self.elastic} with mode: local: who joins has no part in the count of own steps; use mode: "
-                "async"
-            )
-        if self.steps_together:
-            mode = self.mode + (" with staleness 0" if self.mode == "ssp" else "")
-            raise ConfigurationError(
-                f"elastic={self.elastic} is for mode: async, and ssp with a staleness: in mode: {mode} all workers "
-                "step together, and none can come and go; use mode: async, or leave elastic out"
-            )
-        if self.data_dispatch != "dynamic":
-            raise ConfigurationError(
-                f"elastic={self.elastic} with data_dispatch: {self.data_dispatch}: the shares of an epoch are divided "
-                "before anybody joins; use data_dispatch: dynamic"
-            )
+        check_together(self)
 
     def check_momentum(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer whose momentum the workers are to make and cannot.
@@ -349,77 +220,3 @@ class Options:
             "elastic": self.elastic,
             "timeout": max(self.timeout, self.silence, LEAST_SECONDS),
         }
-
-
-def check_module(module: LightningModule) -> None:
-    """Refuse a module that the parameter server cannot train.
-
-    Raises:
-        ConfigurationError: It optimises by hand.
-    """
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{type(module).__name__} sets automatic_optimization=False: with strategy parameter_server the servers "
-            "make the optimizer's step; leave it on, or use strategy ddp"
-        )
-
-
-def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bool) -> None:
-    """Refuse callbacks that search and could not do it right.
-
-    Args:
-        callbacks: The trainer's.
-        options: The strategy's.
-        returns: Whether what a callback finds is where the script goes on.
-
-    Raises:
-        ConfigurationError: One of them cannot search here.
-    """
-    for callback in callbacks:
-        if isinstance(callback, BatchSizeFinder):
-            raise ConfigurationError(
-                "BatchSizeFinder: Lightning searches on one device only: do so with strategy: auto, train without it"
-            )
-        if not isinstance(callback, LearningRateFinder):
-            continue
-        if options.max_restarts:
-            raise ConfigurationError(
-                f"LearningRateFinder with max_restarts={options.max_restarts}: a worker that is started again in the "
-                "middle of the search has not seen its beginning; search with max_restarts: 0, and train without it"
-            )
-        if options.backup_workers:
-            raise ConfigurationError(
-                f"LearningRateFinder with backup_workers={options.backup_workers}: a worker that is late leaves steps "
-                "out, and their losses with them; search with backup_workers: 0, and train without it"
-            )
-        if options.endpoints:
-            raise ConfigurationError(
-                "LearningRateFinder with endpoints: after the search training needs fresh servers, and dedicated ones "
-                "serve one training; search with endpoints left out, and train without it"
-            )
-        if ends_after_search(callback) and not returns:
-            raise ConfigurationError(
-                "Tuner.lr_find: what is found stays in the processes that start_method fork or spawn has started; use "
-                "start_method: popen, or the callback LearningRateFinder in the fit itself"
-            )
-
-
-def check_optimizers(optimizers: list[Optimizer]) -> Optimizer:
-    """Refuse what the servers cannot do.
-
-    Returns:
-        The only optimizer.
-
-    Raises:
-        ConfigurationError: There is none or more than one, or one that evaluates the loss itself.
-    """
-    if len(optimizers) != 1:
-        raise ConfigurationError(
-            f"configure_optimizers gave {len(optimizers)} optimizers: the servers run one; use its parameter groups"
-        )
-    if isinstance(optimizers[0], LBFGS):
-        raise ConfigurationError(
-            "LBFGS evaluates the loss several times in a step, which servers cannot: use SGD, Adam or another "
-            "optimizer that takes one gradient, or strategy ddp"
-        )
-    return optimizers[0]

@@ -24,14 +24,13 @@ from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
+from cnnstrategies.strategies.parameter_server.module_checks import check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
     OnPartition,
     Options,
     OuterMode,
     Security,
-    check_module,
-    check_optimizers,
 )
 from cnnstrategies.strategies.parameter_server.start import meet_servers
 from cnnstrategies.strategies.parameter_server.state import trainer_state

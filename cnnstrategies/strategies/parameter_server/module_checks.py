@@ -1,0 +1,85 @@
+"""Modules, callbacks and optimizers that the parameter server cannot train or use."""
+
+from collections.abc import Sequence
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from torch.optim import LBFGS, Optimizer
+
+from cnnstrategies._lightning_private import ends_after_search
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.parameter_server.options import Options
+
+
+def check_module(module: LightningModule) -> None:
+    """Refuse a module that the parameter server cannot train.
+
+    Raises:
+        ConfigurationError: It optimises by hand.
+    """
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{type(module).__name__} sets automatic_optimization=False: with strategy parameter_server the servers "
+            "make the optimizer's step; leave it on, or use strategy ddp"
+        )
+
+
+def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bool) -> None:
+    """Refuse callbacks that search and could not do it right.
+
+    Args:
+        callbacks: The trainer's.
+        options: The strategy's.
+        returns: Whether what a callback finds is where the script goes on.
+
+    Raises:
+        ConfigurationError: One of them cannot search here.
+    """
+    for callback in callbacks:
+        if isinstance(callback, BatchSizeFinder):
+            raise ConfigurationError(
+                "BatchSizeFinder: Lightning searches on one device only: do so with strategy: auto, train without it"
+            )
+        if not isinstance(callback, LearningRateFinder):
+            continue
+        if options.max_restarts:
+            raise ConfigurationError(
+                f"LearningRateFinder with max_restarts={options.max_restarts}: a worker that is started again in the "
+                "middle of the search has not seen its beginning; search with max_restarts: 0, and train without it"
+            )
+        if options.backup_workers:
+            raise ConfigurationError(
+                f"LearningRateFinder with backup_workers={options.backup_workers}: a worker that is late leaves steps "
+                "out, and their losses with them; search with backup_workers: 0, and train without it"
+            )
+        if options.endpoints:
+            raise ConfigurationError(
+                "LearningRateFinder with endpoints: after the search training needs fresh servers, and dedicated ones "
+                "serve one training; search with endpoints left out, and train without it"
+            )
+        if ends_after_search(callback) and not returns:
+            raise ConfigurationError(
+                "Tuner.lr_find: what is found stays in the processes that start_method fork or spawn has started; use "
+                "start_method: popen, or the callback LearningRateFinder in the fit itself"
+            )
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> Optimizer:
+    """Refuse what the servers cannot do.
+
+    Returns:
+        The only optimizer.
+
+    Raises:
+        ConfigurationError: There is none or more than one, or one that evaluates the loss itself.
+    """
+    if len(optimizers) != 1:
+        raise ConfigurationError(
+            f"configure_optimizers gave {len(optimizers)} optimizers: the servers run one; use its parameter groups"
+        )
+    if isinstance(optimizers[0], LBFGS):
+        raise ConfigurationError(
+            "LBFGS evaluates the loss several times in a step, which servers cannot: use SGD, Adam or another "
+            "optimizer that takes one gradient, or strategy ddp"
+        )
+    return optimizers[0]

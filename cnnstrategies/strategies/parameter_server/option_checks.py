@@ -1,0 +1,169 @@
+"""Whether a strategy's arguments agree with each other."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.security import check_endpoint
+
+if TYPE_CHECKING:
+    from cnnstrategies.strategies.parameter_server.options import Options
+
+AVERAGING = (1.0, 0.0)  # outer_lr and outer_momentum: the outer step ends at the mean of the workers' weights
+
+
+def check_together(options: "Options") -> None:
+    """Refuse what is out of range, or contradicts the rest.
+
+    Raises:
+        ConfigurationError: So it is, and why.
+    """
+    _check_own_steps(options)
+    _check_outer_step(options)
+    _check_outer_mode(options)
+    _check_partition(options)
+    _check_times(options)
+    _check_dispatch(options)
+    _check_elastic(options)
+    _check_places(options)
+
+
+def _check_own_steps(options: "Options") -> None:
+    if options.sync_every < 1:
+        raise ConfigurationError(f"sync_every={options.sync_every}: average every 1 step or more; 4 to 16 is usual")
+    if options.sync_every > 1 and options.mode != "local":
+        raise ConfigurationError(
+            f"sync_every={options.sync_every} is for mode: local, not mode: {options.mode}; leave it out"
+        )
+    for name, value, least in (("fragments", options.fragments, 1), ("overlap", options.overlap, 0)):
+        if value < least:
+            raise ConfigurationError(f"{name}={value}: use {least} or more")
+        if value > least and options.mode != "local":
+            raise ConfigurationError(f"{name}={value} is for mode: local, not mode: {options.mode}; leave it out")
+    if options.fragments > options.sync_every:
+        raise ConfigurationError(
+            f"fragments={options.fragments} with sync_every={options.sync_every}: each is exchanged once in sync_every "
+            f"steps, one at a time: use at most {options.sync_every}"
+        )
+    if options.overlap > options.sync_every // options.fragments:
+        raise ConfigurationError(
+            f"overlap={options.overlap} with sync_every={options.sync_every} and fragments={options.fragments}: an "
+            f"exchange must be over before the next begins: use at most {options.sync_every // options.fragments}"
+        )
+    if options.fragments > 1 and options.pull_compression in ("topk", "onebit"):
+        raise ConfigurationError(
+            f"fragments={options.fragments} with pull_compression={options.pull_compression!r}: a worker would lack "
+            "the changes of steps that it takes no part in: use pull_compression: fp16, or fragments: 1"
+        )
+
+
+def _check_outer_step(options: "Options") -> None:
+    if not 0 < options.outer_lr < math.inf:
+        raise ConfigurationError(
+            f"outer_lr={options.outer_lr}: use more than 0, and a finite one; 1 with outer_momentum 0 averages"
+        )
+    if not 0 <= options.outer_momentum < 1:
+        raise ConfigurationError(f"outer_momentum={options.outer_momentum}: use 0 or more and less than 1")
+    if (options.outer_lr, options.outer_momentum) != AVERAGING and options.mode != "local":
+        raise ConfigurationError(
+            f"outer_lr={options.outer_lr} and outer_momentum={options.outer_momentum} are for mode: local, not mode: "
+            f"{options.mode}; leave them out"
+        )
+
+
+def _check_outer_mode(options: "Options") -> None:
+    if options.outer_mode == "sync":
+        return
+    if options.mode != "local":
+        raise ConfigurationError(f"outer_mode: async is for mode: local, not mode: {options.mode}; leave it out")
+    if options.fragments > 1:
+        raise ConfigurationError(
+            f"fragments={options.fragments} with outer_mode: async: a worker is sent all values after its own outer "
+            "step, and its own steps on the other fragments would be lost; leave fragments out"
+        )
+    if options.pull_compression in ("topk", "onebit"):
+        raise ConfigurationError(
+            f"pull_compression={options.pull_compression!r} with outer_mode: async: servers send one change to all "
+            "workers, which they have in common outer steps only: use pull_compression: fp16"
+        )
+    if options.on_partition == "continue":
+        raise ConfigurationError(
+            "on_partition: continue with outer_mode: async: a worker behind a link that is cut waits for the "
+            "servers beyond it; use outer_mode: sync, or on_partition: end"
+        )
+
+
+def _check_partition(options: "Options") -> None:
+    if options.on_partition == "continue" and (options.mode != "local" or options.fragments > 1):
+        mode = options.mode if options.fragments == 1 else f"local with fragments={options.fragments}"
+        raise ConfigurationError(
+            f"on_partition: continue is for mode: local without fragments, not mode: {mode}: the two sides make "
+            "different numbers of steps, which only an outer step on all parameters brings together"
+        )
+
+
+def _check_times(options: "Options") -> None:
+    if options.max_restarts < 0:
+        raise ConfigurationError(f"max_restarts={options.max_restarts} is negative; 0 restarts no process")
+    if options.heartbeat <= 0:
+        raise ConfigurationError(f"heartbeat={options.heartbeat}: use a number of seconds above 0; 0.5 is usual")
+    if options.timeout < 3 * options.heartbeat:
+        raise ConfigurationError(
+            f"timeout={options.timeout}: a process that misses one heartbeat (every {options.heartbeat} s) is not "
+            f"dead; use at least {3 * options.heartbeat:g} s"
+        )
+
+
+def _check_dispatch(options: "Options") -> None:
+    if options.data_dispatch == "dynamic" and options.mode not in ("async", "ssp") and not options.outer_steps_alone:
+        raise ConfigurationError(
+            f"data_dispatch: dynamic is for mode: async and ssp, and local with outer_mode: async: in mode: "
+            f"{options.mode} every worker makes the same number of steps; use data_dispatch: static"
+        )
+
+
+def _check_elastic(options: "Options") -> None:
+    if options.elastic < 0:
+        raise ConfigurationError(f"elastic={options.elastic} is negative; 0 lets no worker join")
+    if not options.elastic:
+        return
+    if options.outer_steps_alone:
+        raise ConfigurationError(
+            f"elastic={options.elastic} with mode: local: who joins has no part in the count of own steps; use mode: "
+            "async"
+        )
+    if options.steps_together:
+        mode = options.mode + (" with staleness 0" if options.mode == "ssp" else "")
+        raise ConfigurationError(
+            f"elastic={options.elastic} is for mode: async, and ssp with a staleness: in mode: {mode} all workers "
+            "step together, and none can come and go; use mode: async, or leave elastic out"
+        )
+    if options.data_dispatch != "dynamic":
+        raise ConfigurationError(
+            f"elastic={options.elastic} with data_dispatch: {options.data_dispatch}: the shares of an epoch are "
+            "divided before anybody joins; use data_dispatch: dynamic"
+        )
+
+
+def _check_places(options: "Options") -> None:
+    for endpoint in options.endpoints:
+        if not endpoint.startswith("tcp://") or endpoint.endswith("*"):
+            raise ConfigurationError(
+                f"endpoint {endpoint!r}: name where the dedicated server listens as tcp://address:port"
+            )
+        check_endpoint(endpoint, encrypted=options.security != "none", insecure=options.security == "none")
+    if options.endpoints and options.coordinator is None:
+        raise ConfigurationError(
+            "endpoints: dedicated servers must find the coordinator, which the machine of rank 0 runs: set "
+            "coordinator: tcp://address:port"
+        )
+    if options.endpoints and options.servers > 1:
+        raise ConfigurationError(
+            f"servers={options.servers} are started on each node, and endpoints names dedicated ones: leave one out"
+        )
+    if options.key_file is not None and not Path(options.key_file).is_file():
+        raise ConfigurationError(
+            f"key_file: {options.key_file} does not exist; make it with `cnnstrategies-server --make-keys "
+            f"{options.key_file}` and copy it to every machine"
+        )
