@@ -130,8 +130,8 @@ def _check_elastic(options: "Options") -> None:
         return
     if options.outer_steps_alone:
         raise ConfigurationError(
-            f"elastic={options.elastic} with mode: local: who joins has no part in the count of own steps; use mode: "
-            "async"
+            f"elastic={options.elastic} with mode: local: who joins would push gradients, and not what own steps have "
+            "changed; use mode: async"
         )
     if options.steps_together:
         mode = options.mode + (" with staleness 0" if options.mode == "ssp" else "")
