@@ -206,10 +206,6 @@ ALONE = {"mode": "local", "sync_every": 4, "outer_mode": "async"}
         ({"fragments": 2, **ALONE}, "fragments=2 with outer_mode: async: .* would be lost"),
         ({"pull_compression": "topk", **ALONE}, "'topk' with outer_mode: async: servers send one change to all"),
         ({"on_partition": "continue", **ALONE}, "on_partition: continue with outer_mode: async: a worker behind"),
-        (
-            {"elastic": 1, "data_dispatch": "dynamic", **ALONE},
-            "elastic=1 with mode: local: who joins would push",
-        ),
         ({"momentum_correction": True, **ALONE}, "momentum_correction=True is not for mode='local'"),
         ({"delay_compensation": 0.04, **ALONE}, "delay_compensation=0.04 is for async and ssp"),
         ({"backup_workers": 1, **ALONE}, "backup_workers=1 is for mode='sync', not mode='local'"),

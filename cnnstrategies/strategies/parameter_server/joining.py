@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
-from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, as_of_the_run, enter
+from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, enter
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
@@ -179,7 +179,7 @@ class JoiningStrategy(ParameterServerStrategy):
         except ConfigurationError:
             self.group.leave()
             raise
-        self.options = as_of_the_run(self.options, entry.specification)
+        self.options = entry.options
         self._epoch = entry.epoch
         chunk = self.group.collectives.take(entry.epoch, 0)
         if not chunk or (not first and not entry.epoch):  # Lightning would not iterate again in the first epoch.
@@ -189,7 +189,15 @@ class JoiningStrategy(ParameterServerStrategy):
             return
         self._dispatch.first = chunk
         self.group.membership.tell(entry.worker.counters.figures)
-        self._stepper = Stepper(self.lightning_module, entry.worker, entry.specification, optimizer, eager=False)
+        self._stepper = Stepper(
+            self.lightning_module,
+            entry.worker,
+            entry.specification,
+            optimizer,
+            eager=False,
+            outer=self.options.outer_steps(entry.specification, []),
+            workers=self._count_workers if self.options.outer_steps_alone else None,
+        )
         self.epochs += 1
 
     def _find_place(self) -> Place:
@@ -204,6 +212,9 @@ class JoiningStrategy(ParameterServerStrategy):
         """Leave when what was taken is done, for the others to end the epoch; a second time does nothing."""
         if self._stepper is None:
             return
+        if self.options.mode == "local":
+            self._stepper.outer_step()
+            self._count_processed()
         self._stepper.worker.wait_all()
         self._leave_servers()
         self.group.leave({"epoch": self._epoch, "processed": self._dispatch.processed})

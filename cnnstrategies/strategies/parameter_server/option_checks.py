@@ -128,16 +128,11 @@ def _check_elastic(options: "Options") -> None:
         raise ConfigurationError(f"elastic={options.elastic} is negative; 0 lets no worker join")
     if not options.elastic:
         return
-    if options.outer_steps_alone:
-        raise ConfigurationError(
-            f"elastic={options.elastic} with mode: local: who joins would push gradients, and not what own steps have "
-            "changed; use mode: async"
-        )
     if options.steps_together:
         mode = options.mode + (" with staleness 0" if options.mode == "ssp" else "")
         raise ConfigurationError(
-            f"elastic={options.elastic} is for mode: async, and ssp with a staleness: in mode: {mode} all workers "
-            "step together, and none can come and go; use mode: async, or leave elastic out"
+            f"elastic={options.elastic} is for mode: async, ssp with a staleness, and local with outer_mode: async: "
+            f"in mode: {mode} all workers step together, and none can come and go; use one of these, or leave it out"
         )
     if options.data_dispatch != "dynamic":
         raise ConfigurationError(

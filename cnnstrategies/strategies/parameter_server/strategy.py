@@ -105,8 +105,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             local without fragments ``continue``: both sides go on with their own steps, for an hour at most, and the
             next outer step brings them together when the link is back. A machine that dies unseen is waited for as
             long; processes that die are missed as ever.
-        elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp
-            with ``data_dispatch: dynamic``.
+        elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp,
+            and for local with ``outer_mode: async``, with ``data_dispatch: dynamic``.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -312,13 +312,17 @@ class ParameterServerStrategy(CoordinatedStrategy):
         assert self._stepper is not None
         assert self._trainer is not None
         self._stepper.after_step()
-        if self._stepper.all_pushed:
-            self._dispatch.processed = self._dispatch.seen
+        self._count_processed()
         if self.options.mode == "ssp" and self._trainer.is_last_batch:
             # Nobody shall wait for a worker that has no more batches in this epoch.
             self._stepper.worker.leave()
             self._has_left = True
         return output
+
+    def _count_processed(self) -> None:
+        """What has left this worker need not be done by another if it dies."""
+        if self._stepper is not None and self._stepper.all_pushed:
+            self._dispatch.processed = self._dispatch.seen
 
     def _clip_elsewhere(self) -> None:
         """The servers clip, by the norm of the whole gradient; in mode ``local`` the worker does."""
