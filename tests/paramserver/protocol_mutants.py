@@ -317,6 +317,13 @@ MUTANTS = [
         "patience = self._address.timeout if",
         seed=96,
     ),
+    ProtocolMutant(
+        "a member that has not heard why the run is over is told that it was silent",
+        "coordinator.admission:Admission",
+        " and peer not in self._left_behind",
+        "",
+        seed=662686,
+    ),
 ]
 
 

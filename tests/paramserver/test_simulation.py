@@ -153,6 +153,7 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((344713,), id="a coordinator is cut off for as long as all others have to appear"),
         pytest.param((392524, 394598), id="training begins anew when only those are left that were started again"),
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
+        pytest.param((662686,), id="a member is cut off for a time-out when the run is over for another reason"),
         pytest.param((690721,), id="a worker counts as dead of whom all messages are lost by chance for a time-out"),
     ],
 )

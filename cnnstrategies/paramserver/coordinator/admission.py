@@ -44,6 +44,7 @@ class Admission:
         self._finish = finish
         self._began = 0.0
         self._told: set[Peer] = set()
+        self._left_behind: set[Peer] = set()  # Members when the run was over, silent since: they are to hear why.
 
     def begin(self, now: float) -> None:
         """Wait for the members from now on."""
@@ -58,7 +59,7 @@ class Admission:
                 f"this run has {self._settings.workers} workers and {self._settings.servers} "
                 f"servers{self._places}: no {peer} is expected"
             )
-        if self._roster.is_over(peer):
+        if self._roster.is_over(peer) and peer not in self._left_behind:
             return (
                 f"{peer} was silent for {self._settings.patience:g} s and counts as dead: the run goes on without it; "
                 "raise `timeout` if it was only busy"
@@ -121,6 +122,7 @@ class Admission:
             for member in self._roster.members:
                 if now - member.seen > self._settings.timeout:
                     self._roster.remove(member)
+                    self._left_behind.add(member.peer)
             return
         if self._hears_nobody(now):
             return

@@ -295,6 +295,8 @@ class Coordinator:
         refusal = self._admission.refusal(sender)
         if refusal is not None:
             self._send(sender, Message("ended", {"message": refusal, "clean": False}))
+        elif self._ended is not None:
+            self._send(sender, self._ended)
         elif self._settings.term:
             self._send(sender, Message("again"))
 
