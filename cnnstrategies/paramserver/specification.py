@@ -75,6 +75,8 @@ class Specification:
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
         backup_workers: For sync: workers that a step does not wait for (Chen et al. 2016).
+        pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
+            answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
         delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
         replication: Servers that hold each slice.
         clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
@@ -101,6 +103,7 @@ class Specification:
     momentum_correction: bool = False
     pull_compression: PullCompression = "none"
     backup_workers: int = 0
+    pipelined: bool = False
     delay_compensation: float = 0.0
     replication: int = 1
     clip_norm: float | None = None

@@ -19,6 +19,7 @@ def check_options(spec: "Specification") -> None:
     _check_numbers(spec)
     _check_compression(spec)
     _check_steps(spec)
+    _check_pipelined(spec)
     _check_clipping(spec)
 
 
@@ -87,6 +88,21 @@ def _check_steps(spec: "Specification") -> None:
         raise ConfigurationError(
             f"backup_workers={spec.backup_workers} with elastic={spec.elastic}: nobody joins common steps while they "
             "are made; leave one of them out"
+        )
+
+
+def _check_pipelined(spec: "Specification") -> None:
+    if not spec.pipelined:
+        return
+    if spec.mode != "sync" or spec.clip_norm is not None or spec.backup_workers:
+        raise ConfigurationError(
+            "pipelined=True is for mode='sync' without clip_norm and backup_workers: else something of all slices "
+            "decides each step; leave it out"
+        )
+    if spec.pulls_changes or spec.pull_compression == "auto":
+        raise ConfigurationError(
+            f"pipelined=True with pull_compression={spec.pull_compression!r}: a push asks for what is the same in all "
+            "steps; use pull_compression='fp16', or leave it out"
         )
 
 

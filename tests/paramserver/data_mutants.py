@@ -410,4 +410,18 @@ MUTANTS = [
         "if told and header.encoding != Encoding.NOTHING:",
         seed=633366,
     ),
+    ProtocolMutant(
+        "a slice of a pipelined step is made before its pushes are there",
+        "server.updater:Updater",
+        "                if pushes.has(key, self._present):\n",
+        "                if True:\n",
+        seed=29,
+    ),
+    ProtocolMutant(
+        "a push of a pipelined step does not ask for its answer",
+        "server.handlers:Handlers",
+        "if self._pipelined:",
+        "if False:",
+        seed=29,
+    ),
 ]

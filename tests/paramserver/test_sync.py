@@ -9,6 +9,7 @@ import pytest
 import torch
 from local_cluster import Cluster
 from ranks import run_apart
+from roles import roles
 from torch import Tensor
 from training import (
     ADAMW,
@@ -75,6 +76,34 @@ def test_sync_equals_one_process(options: dict[str, Any], servers: int, workers:
             assert_same(network, expected)
             if got:
                 assert_same_state(got, state)
+
+
+@pytest.mark.parametrize("options", [SGD, ADAMW | {"groups": True}], ids=["sgd", "adamw-groups"])
+def test_pipelined_steps_equal_one_process(options: dict[str, Any], tmp_path: Path) -> None:
+    """Each slice is made when its own pushes are there."""
+    expected, state = run_apart(train_alone, options, batches(STEPS, 12))
+    with Cluster(specify(options, 3, servers=2, replication=2, pipelined=True, slice_bytes=256), tmp_path) as cluster:
+        cluster.start_workers(train, options, shares_of(3, 12), 12)
+        for network, got in cluster.results():
+            assert_same(network, expected)
+            if got:
+                assert_same_state(got, state)
+
+
+def test_values_come_while_gradients_leave(tmp_path: Path) -> None:
+    """Nothing was asked for but by the pushes, and not all have left."""
+    with roles(tmp_path, (40, 40), slice_bytes=160, pipelined=True) as run:
+        worker, values = run.worker()
+        worker.initialise()
+        worker.join()
+        worker.begin_step(hyperparameters(run.optimizer), 1)
+        worker.push(0, torch.ones(40))
+        worker.wait(0)
+        assert torch.equal(values[0], torch.full((40,), -0.5))
+        assert torch.equal(values[1], torch.zeros(40))
+        worker.end_step()
+        worker.wait_all()
+        assert torch.equal(values[1], torch.zeros(40)), "it has no gradient"
 
 
 @pytest.mark.parametrize("servers", [1, 2])

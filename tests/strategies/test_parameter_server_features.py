@@ -173,6 +173,28 @@ def test_refuses_nonsense_before_a_process_starts(run_cli, quick, reason):
     assert message in output.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("options", "changes", "is_pipelined"),
+    [
+        ({}, {}, True),
+        ({"pull_compression": "fp16"}, {"clip_value": 1.0}, True),
+        ({}, {"clip_norm": 1.0}, False),
+        ({"backup_workers": 1}, {}, False),
+        ({"mode": "async"}, {}, False),
+        ({"pull_compression": "topk"}, {}, False),
+        ({"endpoints": []}, {}, False),
+    ],
+)
+def test_steps_of_dedicated_servers_are_pipelined_where_each_slice_is_for_itself(options, changes, is_pipelined):
+    dedicated = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001", "security": "none"}
+    strategy = ParameterServerStrategy(**{**dedicated, **options})
+    module = NormalisedCNN()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    specification = strategy.options.specification(module, optimizer, 1, 2, **changes)
+    assert specification.pipelined is is_pipelined
+    assert (specification.slice_bytes < 1 << 21) is is_pipelined, "the sooner the first comes back"
+
+
 def test_servers_of_all_nodes_count_for_copies():
     options = ParameterServerStrategy(replication=2).options
     options.check_nodes(2)

@@ -76,6 +76,12 @@ class Backlog:
                 if self.complete(step, worker):
                     yield step, worker
 
+    def all_begun(self) -> Iterator[tuple[int, Who]]:
+        """Steps with workers that have begun them."""
+        for step, pushes in self._steps.items():
+            for worker in pushes.begun:
+                yield step, worker
+
     def compare(self) -> None:
         """After a change of the view: look whether the own slices have had the same steps."""
         self.uneven = len({self._shard.store.versions[key] for key in self._shard.own}) > 1

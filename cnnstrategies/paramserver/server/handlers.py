@@ -65,6 +65,7 @@ class Handlers:
         self._lost: Counter[int] = Counter()  # by slice: workers tell of different ones
         self._dropped = dropped
         self._groups = specification.groups
+        self._pipelined = specification.pipelined
         self._server = server
         self._shard = shard
         self._mode = mode
@@ -267,6 +268,8 @@ class Handlers:
             raise InvalidMessageError("a push of a slice that another server is the primary of")
         if not self._mode.push((worker, header.incarnation), header, payload):
             self._dropped["a push that is here already"] += 1
+        if self._pipelined:  # It asks for its answer, too.
+            self._shard.pull_one(worker, header.key, Pull(header.step + 1, header.step + 1))
 
     def _pull(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.encoding != Encoding.KEYS or len(payload) % 4:

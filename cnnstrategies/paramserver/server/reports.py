@@ -11,9 +11,13 @@ class Reports:
     """The servers' reports under the present view, and under those that are to come.
 
     Those under the present view are counted as they come: a report costs the same for any number of workers.
+
+    Args:
+        alone: Whether what one server has is enough.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
+        self._alone = alone
         self._view = -1
         self._servers: frozenset[int] = frozenset()
         self._reports: dict[int, dict[int, set[Entry]]] = {}
@@ -47,7 +51,7 @@ class Reports:
         if view == self._view and server in self._servers:
             for entry in new:
                 count = self._counts[entry] = self._counts.get(entry, 0) + 1
-                if count == len(self._servers):
+                if count == (1 if self._alone else len(self._servers)):
                     self._complete.setdefault(entry[0], set()).add(entry[1])
 
     def complete(self, step: int) -> Set[int] | None:

@@ -117,7 +117,12 @@ class Shard:
             self._order.update((key, place) for place, key in enumerate(keys))
             self._sort()
         for key in keys:
-            self._pulls[key][worker] = pull
+            self.pull_one(worker, key, pull)
+
+    def pull_one(self, worker: int, key: int, pull: Pull) -> None:
+        """A worker wants a slice."""
+        self._pulls[key][worker] = pull
+        if self.store.versions[key] >= pull.version:
             self.answer(key)
 
     def pulled_by(self, key: int, worker: int, request: int) -> Pull | None:

@@ -4,6 +4,10 @@ A step's members must be the same on every server, also when a worker dies after
 So one server, the leader, decides: each server tells it whose pushes it has in full, and the leader names the members
 once all servers have those of all live workers. With clipping by the global norm the leader then adds up the servers'
 squared norms and sends the factor. After a change of the view every server tells the leader again what it has.
+
+Where steps are pipelined the leader names the members sooner: once all live workers have begun the step, so have had
+all of the step before. Each slice is then made as soon as its own pushes are there. Of a member that dies only what has
+come takes part: it may be in some slices of that step, and not in others.
 """
 
 from dataclasses import replace
@@ -46,6 +50,7 @@ class Synchronous:
         self.clock = SyncClock(specification.workers, None if waits else specification.quorum)
         self.roll = RollCall()
         self._clips = specification.clip_norm is not None
+        self._pipelined = specification.pipelined
         self._server = server
         self._shard = shard
         self._outbox = outbox
@@ -57,7 +62,7 @@ class Synchronous:
         self._backlog = Backlog(shard)
         self._updater = Updater(specification, shard, self._backlog)
         self._norm = GlobalNorm(specification.clip_norm)
-        self._reports = Reports()
+        self._reports = Reports(alone=self._pipelined)
         self._decision: Decision | None = None
         self._voted: set[tuple[int, int]] = set()
         self._votes: list[tuple[int, int]] = []
@@ -132,7 +137,7 @@ class Synchronous:
     def _send_status(self) -> None:
         known = self._known
         decision = None if known is None else known.as_dict()
-        report = {"decision": decision, "complete": sorted(self._voted)}
+        report = {"decision": decision, "complete": [] if self._pipelined else sorted(self._voted)}
         self._outbox.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
 
     def join(self, worker: int, step: int | None) -> int | None:
@@ -240,7 +245,10 @@ class Synchronous:
             self._vote(step, who[0])
         elif step >= lowest:
             self._backlog.begin(who, step, begin)
-            self._vote_if_complete(step, who)
+            if self._pipelined:
+                self._vote(step, who[0])
+            else:
+                self._vote_if_complete(step, who)
 
     def push(self, who: Who, header: Header, payload: memoryview) -> bool:
         """Keep a worker's push; whether it is new.
@@ -250,9 +258,10 @@ class Synchronous:
         """
         if not self._backlog.add(who, header, payload):
             return False
-        self._vote_if_complete(header.step, who)
+        if not self._pipelined:
+            self._vote_if_complete(header.step, who)
         if self._decision is not None and self._decision.step == header.step:
-            self._updater.came(header.key)
+            self._updater.came(header.key, header.step)
         return True
 
     def holds(self, key: int, who: Who, request: int) -> bool:
@@ -278,7 +287,7 @@ class Synchronous:
 
     def _countable(self) -> set[tuple[int, int]]:
         """Steps that may be decided, with the members whose pushes of that step are all here."""
-        complete = self._backlog.all_complete()
+        complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
         here = {(step, worker) for step, (worker, life) in complete if self._lives.get(worker) == life}
         countable = {entry for entry in here if self._may_count(entry[0])}
         self._ahead = len(here) > len(countable)
@@ -300,7 +309,7 @@ class Synchronous:
         if self.leader == self._server:
             self._reports.add(self._server, self._view.number, {(step, worker)})
             self._consider()
-        else:
+        elif not self._pipelined:
             self._votes.append((step, worker))
 
     def settle(self) -> None:

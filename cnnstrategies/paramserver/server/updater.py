@@ -37,6 +37,8 @@ class Updater:
         self._keeps_means = specification.clip_norm is not None or specification.replication > 1
         self._buffers: dict[int | torch.dtype, Tensor] = {}
         self._todo: deque[int] = deque()
+        self._waiting: set[int] = set()  # slices that lack pushes of the decided step
+        self._present: list[Who] = []  # the members whose pushes come again if they are not here
         self._lives: dict[int, int] = {}
 
     def follow(self, view: View) -> None:
@@ -46,11 +48,23 @@ class Updater:
     def plan(self, decision: Decision | None) -> None:
         """List the slices that the decided step is still to be applied to."""
         versions = self._shard.store.versions
-        self._todo = deque(key for key in self._shard.own if decision is not None and versions[key] == decision.step)
+        self._todo = deque()
+        self._waiting = set()
+        if decision is None:
+            return
+        self._present = [(worker, life) for worker, life in decision.who if self._lives.get(worker) == life]
+        pushes = self._backlog.of(decision.step)
+        for key in self._shard.own:
+            if versions[key] == decision.step:
+                if pushes.has(key, self._present):
+                    self._todo.append(key)
+                else:
+                    self._waiting.add(key)
 
-    def came(self, key: int) -> None:
+    def came(self, key: int, step: int) -> None:
         """A push of the decided step has come for a slice."""
-        if key not in self._todo:
+        if key in self._waiting and self._backlog.of(step).has(key, self._present):
+            self._waiting.discard(key)
             self._todo.append(key)
 
     @property
@@ -65,7 +79,7 @@ class Updater:
             Whether there was a slice to be worked on.
         """
         pushes = self._backlog.of(decision.step)
-        keys = self._next(decision, pushes)
+        keys = self._next(decision.step)
         if not keys:
             return False
         means: dict[int, Tensor | None] = {}
@@ -84,20 +98,19 @@ class Updater:
         self._shard.update(means, decision.options, EVERYBODY, decision.step, absent)
         for key in keys:
             pushes.drop(key)
-        if not self._todo:
+        if not self._todo and not self._waiting:
             self.finished = self._backlog.lowest(decision.step)
             self._backlog.compare()
         return True
 
-    def _next(self, decision: Decision, pushes: Pushes) -> list[int]:
+    def _next(self, step: int) -> list[int]:
         """The next slices that are there to be worked on."""
-        store, present = self._shard.store, self._present(decision)
+        store = self._shard.store
         keys: list[int] = []
         size = 0
         while self._todo and (not keys or size + store.slices[self._todo[0]].nbytes <= TOGETHER_BYTES):
             key = self._todo.popleft()
-            # Pushes lack of a slice that was taken over from a dead server: the last one brings it back here.
-            if store.versions[key] == decision.step and pushes.has(key, present):
+            if store.versions[key] == step:
                 keys.append(key)
                 size += store.slices[key].nbytes
         return keys
@@ -105,15 +118,10 @@ class Updater:
     def squared_norm(self, decision: Decision) -> float | None:
         """The squared norm of this server's part of the mean gradient; None while a push is missing."""
         pushes = self._backlog.of(decision.step)
-        present = self._present(decision)
         keys = [key for key in self._shard.own if self._shard.store.versions[key] == decision.step]
-        if not all(pushes.has(key, present) for key in keys):
+        if not all(pushes.has(key, self._present) for key in keys):
             return None
         return squared_norm([self._mean(pushes, key, decision.who, 0) for key in keys])
-
-    def _present(self, decision: Decision) -> list[Who]:
-        """The members whose pushes come again if they are not here."""
-        return [(worker, life) for worker, life in decision.who if self._lives.get(worker) == life]
 
     def _mean(self, pushes: Pushes, key: int, members: list[Who], start: int) -> Tensor | None:
         """The mean of a slice: of all its workers' pushes at once, while it is in the processor's cache.

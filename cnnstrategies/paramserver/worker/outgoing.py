@@ -17,6 +17,7 @@ from cnnstrategies.paramserver.specification import Compression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.momentum import MomentumCorrection, share
 from cnnstrategies.paramserver.worker.placement import Placement
+from cnnstrategies.paramserver.worker.pulls import Pulls
 
 
 class Outgoing:
@@ -32,6 +33,7 @@ class Outgoing:
         placement: The slices' primaries.
         counters: Its bytes sent are counted.
         began_with: In mode ``local`` the parameters' values before the worker's own steps.
+        answers: Where each push asks for its answer: what waits for that.
 
     Attributes:
         options: The hyper-parameters of each parameter group, as last begun with.
@@ -47,6 +49,7 @@ class Outgoing:
         placement: Placement,
         counters: Counters,
         began_with: Sequence[Tensor] = (),
+        answers: Pulls | None = None,
     ) -> None:
         self.options = [group.options for group in specification.groups]
         self.pushed: set[int] = set()
@@ -59,6 +62,7 @@ class Outgoing:
         self._placement = placement
         self._counters = counters
         self._began_with = began_with
+        self._answers = answers
         self._begin: tuple[int, dict[str, Any], float] | None = None
         self._unanswered: dict[int, tuple[Any, Encoding, int]] = {}
         self._sent: set[int] = set()  # slices
@@ -195,6 +199,8 @@ class Outgoing:
         assert self._begin is not None
         self._sent.add(key)
         payload, encoding, absent = self._unanswered[key]
+        if self._answers is not None:
+            self._answers.with_push(key)
         self._counters.bytes_sent += self._connections.send(
             self._placement.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
             base=absent,

@@ -113,6 +113,23 @@ class Pulls:
         self._left = [len(own) for own in self._by_parameter]
         self._send(keys)
 
+    def begin(self, step: int) -> None:
+        """Where pushes ask for their answers: those that follow ask for the parameters of the next step.
+
+        Args:
+            step: That step.
+        """
+        self.refreshing = False
+        self._kept = self._told = frozenset()
+        self._step = step
+
+    def with_push(self, key: int) -> None:
+        """A slice's push asks for its answer, too."""
+        if key not in self._pending:
+            self._pending[key] = None
+            for part in self._slices[key].parts:
+                self._left[part.parameter] += 1
+
     def send_again(self, keys: Collection[int]) -> None:
         """Ask again for those of some slices that have not come."""
         wanted = set(keys)

@@ -89,11 +89,13 @@ class WorkerRole:
         local = specification.mode == "local"
         began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
         self._began_with = began_with
-        self._outgoing = Outgoing(
-            specification, slices, parameters, self._connections, self._placement, self.counters, began_with
-        )
         changes = specification.pulls_changes
         self._pulls = Pulls(slices, parameters, self._connections, self._placement, began_with, changes)
+        self._pipelined = specification.pipelined
+        answers = self._pulls if self._pipelined else None
+        self._outgoing = Outgoing(
+            specification, slices, parameters, self._connections, self._placement, self.counters, began_with, answers
+        )
         self._now = 0.0
         self._repeat: Callable[[], object] | None = None
         self._next_repeat = 0.0
@@ -209,7 +211,9 @@ class WorkerRole:
             self._pulls.encoding = ENCODINGS[pull_compression]
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
-        """Start a step's pushes; all parameters are up to date."""
+        """Start a step's pushes; all parameters are up to date. Nothing is handed over before the step ends."""
+        if self._pipelined:
+            self._pulls.begin(self.step + 1)
         self._outgoing.begin(self.step, groups, samples)
         self.counters.samples += samples
 
@@ -228,6 +232,9 @@ class WorkerRole:
             self._pulls.go_on_from(
                 {index: self._parameters[index].detach().to("cpu", copy=True).reshape(-1) for index in pushed}
             )
+        if self._pipelined:
+            self._asked = self._connections.sequence
+            return
         # Changes come one after the other: who lacks one gets all values.
         keeps = self._began_with and not self._specification.pulls_changes
         kept = set(range(len(self._parameters))) - pushed if keeps else ()
@@ -462,5 +469,6 @@ class WorkerRole:
 
     def _send_again(self, keys: list[int]) -> None:
         self._outgoing.send_again(keys, self.step)
-        self._pulls.send_again(keys)
+        if not self._pipelined or self._pulls.refreshing:  # Else the pushes ask, too.
+            self._pulls.send_again(keys)
         self._asked = self._connections.sequence

@@ -28,6 +28,7 @@ OnPartition = Literal["end", "continue"]
 OuterMode = Literal["sync", "async"]
 
 PARTITION_SECONDS = 3600.0  # for which a link may be cut, where both sides go on
+PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes are there
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
 
 
@@ -180,6 +181,8 @@ class Options:
         options = {"servers": self.server_count(nodes), **self._engine(), **changes}
         if self.mode == "local":
             optimizer = self._outer(module, optimizer, workers)
+        if self._may_pipeline and "clip_norm" not in changes:
+            options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
         whole = Specification.of(module.named_parameters(), optimizer, workers, **options)
         return replace(whole, mode="async") if self.outer_steps_alone else whole
 
@@ -195,6 +198,12 @@ class Options:
         patience = self.timeout if self.on_partition == "continue" else None
         groups = fragments(cut(specification), self.fragments)
         return OuterSteps(self.sync_every, groups, self.overlap, made, patience)
+
+    @property
+    def _may_pipeline(self) -> bool:
+        """Whether values come back while gradients leave: with dedicated servers, else both share the nodes' links."""
+        is_plain = self.mode == "sync" and not self.backup_workers
+        return bool(self.endpoints) and is_plain and self.pull_compression in ("none", "fp16", "bf16")
 
     def _outer(self, module: LightningModule, optimizer: Optimizer, workers: int) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -17,6 +17,7 @@ BUSY = 1.5  # seconds in which faults begin
 BACKED_UP = 4498  # the draw of whether steps wait for all: none whose seeds have found faults before
 HORIZON = 300.0  # no run takes longer
 EVENTS = 100_000  # nor has one as many: a tenth is rare
+PIPELINED = 216862  # the draw of whether each slice of a step is made for itself: none whose seeds have found faults
 CHANGES = 126  # the draw of whether workers pull compressed changes
 MODES: tuple[Mapping[str, Any], ...] = (
     {"mode": "sync"},
@@ -42,6 +43,7 @@ def specification_of(seed: int) -> Specification:
     mode = MODES[int(len(MODES) * draw(seed, 63))]
     backed_up = workers > 1 and mode["mode"] == "sync" and draw(seed, BACKED_UP) < 0.2
     changes = mode["mode"] in ("sync", "local") and not backed_up and draw(seed, CHANGES) < 0.24
+    pipelined = mode == {"mode": "sync"} and not (backed_up or changes) and draw(seed, PIPELINED) < 0.6
     return Specification(
         tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(parameters)),
         "torch.optim.sgd.SGD",
@@ -49,6 +51,7 @@ def specification_of(seed: int) -> Specification:
         workers,
         servers,
         backup_workers=1 + int((workers - 1) * draw(seed, BACKED_UP, 1)) if backed_up else 0,
+        pipelined=pipelined,
         replication=2 if servers > 1 and draw(seed, 64) < 0.5 else 1,
         snapshot_every=snapshots,
         snapshot_directory="simulated" if snapshots else None,

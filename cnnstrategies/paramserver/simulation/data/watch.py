@@ -53,6 +53,7 @@ class Watch:
     def __init__(self, specification: Specification) -> None:
         self.aggregates = specification.aggregates
         self.clipped = specification.clip_norm is not None
+        self._pipelined = specification.pipelined
         self._changes = specification.pulls_changes
         self._quorum = specification.quorum if specification.backup_workers else None
         self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
@@ -209,10 +210,14 @@ class Watch:
             raise ViolationError(f"9: step {step} of slice {key} is made of {members}; {live} live")
 
     def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
-        """Whether workers have died, and a server with what they had pushed: nobody can push that again."""
+        """Whether workers have died, and a server with what they had pushed: nobody can push that again.
+
+        Where steps are pipelined the workers' deaths are enough: they had not pushed all.
+        """
         since = self._begun.get(step, 0.0)
         workers = {peer.id for at, peer in self._deaths["worker"] if at >= since - HEARD}
-        return workers >= {worker for worker, _, _ in tokens} and any(at >= since for at, _ in self._deaths["server"])
+        lost = self._pipelined or any(at >= since for at, _ in self._deaths["server"])
+        return lost and workers >= {worker for worker, _, _ in tokens}
 
     def holds_all(self, key: int, value: Tensor) -> bool:
         """Whether a content has everything in it that was answered."""
