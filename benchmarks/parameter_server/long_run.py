@@ -40,7 +40,7 @@ def sources(root: Path, names: list[str]) -> str:
     for name in names:
         path = root.joinpath(*name.split("."))
         file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        found.update(name.encode() + file.read_bytes())
+        found.update(name.encode() + (file.read_bytes() if file.exists() else b"no file"))
     return found.hexdigest()[:16]
 
 
