@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fits import TIME_LIMIT, Clock  # First: it makes the pipeline's benchmarks importable.
+from fits import TIME_LIMIT, Clock, digits_classifier  # First: it makes the pipeline's benchmarks importable.
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from ranks import report
 
-from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
-from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import ParameterServerStrategy
 
 TARGET = 0.98
@@ -73,13 +71,7 @@ def _train(folder: Path, strategy: Any, epochs: int, slow_rank: int | None) -> N
     os.dup2(output, 2)
     torch.set_num_threads(1)
     seed_everything(1, verbose=False)
-    model = ImageClassifier(
-        SmallCNN(10, widths=[32, 64]),
-        10,
-        optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.0005),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
-        label_smoothing=0.05,
-    )
+    model = digits_classifier([32, 64], epochs)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

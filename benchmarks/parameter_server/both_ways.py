@@ -9,9 +9,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 from across import fit_across, trainer_of
-from fits import data, sgd
+from fits import data, digits_classifier, sgd
 from hosts import missing
 from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import DDPStrategy
@@ -20,7 +19,6 @@ from ranks import report
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
-from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import CompressedDDPStrategy, ParameterServerStrategy
 
 MEGABITS = 100
@@ -61,13 +59,7 @@ def worker(folder: Path, name: str, steps: int, seed: int) -> None:
         return
     seed_everything(seed, verbose=False)
     trainer = trainer_of(STRATEGIES[name](), folder, EPOCHS)
-    model = ImageClassifier(
-        SmallCNN(10, widths=[64, 128]),
-        10,
-        optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.0005),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS),
-        label_smoothing=0.05,
-    )
+    model = digits_classifier([64, 128], EPOCHS)
     trainer.fit(model, DigitsDataModule(batch_size=BATCH_SIZE, seed=seed))
 
 

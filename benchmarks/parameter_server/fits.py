@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies import ImageClassifier
+from cnnstrategies.networks import SmallCNN
 
 sys.path.append(str(Path(__file__).parents[1] / "pipeline"))  # hosts, networks, ranks
 
@@ -94,6 +95,17 @@ def data(size: int, classes: int, samples: int, batch_size: int) -> DataLoader[A
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD with momentum."""
     return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+def digits_classifier(widths: Sequence[int], epochs: int) -> ImageClassifier:
+    """The quickstart's model for the digits, its optimizer and schedule, with so many channels."""
+    return ImageClassifier(
+        SmallCNN(10, widths=widths),
+        10,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.0005),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
+        label_smoothing=0.05,
+    )
 
 
 def fit(

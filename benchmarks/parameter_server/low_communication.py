@@ -12,10 +12,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import torch
 from across import fit_across, trainer_of  # First: it makes the pipeline's benchmarks importable.
 from both_ways import described
-from fits import WARM_UP, data, sgd
+from fits import WARM_UP, data, digits_classifier, sgd
 from hosts import missing
 from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import DDPStrategy
@@ -25,7 +24,6 @@ from ranks import report
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
-from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import ParameterServerStrategy
 
 MEGABITS, MILLISECONDS = 100, 20.0
@@ -74,13 +72,7 @@ def worker(folder: Path, name: str, seed: int) -> None:
         return
     seed_everything(seed, verbose=False)
     trainer = trainer_of(ACCURACY[name](), folder, EPOCHS, slow_rank=1 if name == SLOW else None)
-    model = ImageClassifier(
-        SmallCNN(10, widths=[32, 64]),
-        10,
-        optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.0005),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS),
-        label_smoothing=0.05,
-    )
+    model = digits_classifier([32, 64], EPOCHS)
     trainer.fit(model, DigitsDataModule(batch_size=32, seed=seed))
 
 

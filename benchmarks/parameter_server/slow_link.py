@@ -9,14 +9,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
 from across import fit_across, trainer_of
+from fits import digits_classifier
 from hosts import missing
 from lightning.pytorch import seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from ranks import report
 
-from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import CompressedDDPStrategy, ParameterServerStrategy
@@ -44,13 +43,7 @@ def worker(folder: Path, name: str, epochs: int) -> None:
     """One host's part of a fit."""
     trainer = trainer_of(STRATEGIES[name](), folder, epochs)
     seed_everything(1, verbose=False)
-    model = ImageClassifier(
-        SmallCNN(10, widths=WIDTHS),
-        10,
-        optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.0005),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs),
-        label_smoothing=0.05,
-    )
+    model = digits_classifier(WIDTHS, epochs)
     trainer.fit(model, DigitsDataModule(batch_size=32))
 
 
