@@ -275,9 +275,15 @@ class SimulatedWorker:
         """It has computed, or looks at the time."""
         if name == "computed":
             return self._advance(now)
-        if self._wait is None:
+        if not self._waits:
             return []
-        return [*self._waited(now, look=True), *([Timer("look", now + LOOK_WORKER)] if self._wait else [])]
+        effects = self._waited(now, look=True)
+        return [*effects, Timer("look", now + LOOK_WORKER)] if self._waits else effects
+
+    @property
+    def _waits(self) -> bool:
+        """Not by the attribute: compiled, one that was looked at once is not expected to change in a call."""
+        return self._wait is not None
 
     def _waited(self, now: float, look: bool = False) -> NodeEffects:
         """Act on what has come, if this worker waits."""
