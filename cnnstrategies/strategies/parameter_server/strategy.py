@@ -72,8 +72,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             the slow; momentum is that of a round of as many as there are workers (Liu et al., "Asynchronous Local-SGD
             Training for Language Modeling", 2024).
         servers: Server processes that each node starts.
-        endpoints: Addresses of dedicated servers, started with ``cnnstrategies-server``, instead. With them each slice of
-            a step in ``sync`` is made for itself, so that values come back while gradients leave.
+        endpoints: Addresses of dedicated servers, started with ``cnnstrategies-server``, instead. With them each slice
+            of a step in ``sync`` is made for itself, so that values come back while gradients leave.
         coordinator: ``tcp://address:port`` on the machine of rank 0; by default a socket in a private directory on one
             machine, else Lightning's main address and port.
         compression: Of pushed gradients: ``none``, ``fp16``, ``bf16``, or with error feedback ``topk`` and ``onebit``.
