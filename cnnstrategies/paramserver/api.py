@@ -1,7 +1,7 @@
 """What a training loop calls: a worker's connection to the servers."""
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +44,7 @@ class Worker:
         incarnation: Its incarnation in the views.
         keys: CURVE keys; None for no encryption.
         insecure: Allow `keys` None with servers on other machines.
+        came: Called with the index of each parameter whose new value is written.
 
     Attributes:
         step: Number of the step that is or will be worked on next, counted from the start of the run; a worker that
@@ -68,6 +69,7 @@ class Worker:
         incarnation: int = 0,
         keys: KeyPair | None = None,
         insecure: bool = False,
+        came: Callable[[int], None] | None = None,
     ) -> None:
         given = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
         expected = [(parameter.shape, getattr(torch, parameter.dtype)) for parameter in specification.parameters]
@@ -82,9 +84,8 @@ class Worker:
         self._specification = specification
         self._parameters = parameters
         slices = cut(specification)
-        self._role = WorkerRole(
-            specification, slices, parameters, id, incarnation, lambda index: self._note("arrived", index)
-        )
+        self._came = came
+        self._role = WorkerRole(specification, slices, parameters, id, incarnation, self._arrived)
         self._links = Links(
             specification.session,
             slices,
@@ -344,6 +345,11 @@ class Worker:
         if view is not None and view.number > self._role.view.number:
             self._role.follow(time.monotonic(), view)
             self._links.connect(view)
+
+    def _arrived(self, index: int) -> None:
+        self._note("arrived", index)
+        if self._came is not None:
+            self._came(index)
 
     def _note(self, what: str, index: int) -> None:
         if self.trace is not None:

@@ -1,0 +1,156 @@
+"""What a worker shows the others of its node, in memory that they share: it alone writes, and they look."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NEVER = -1
+_ALIGNED = 64  # bytes of a cache line
+_HEAD = ("led", "begun", "ended")
+_lock = threading.Lock()
+
+
+class Board:
+    """A worker's own gradients, the parameters' values if it leads its node, and marks that tell what is there.
+
+    A mark is written after what it stands for, and read before. Nothing is written while others may read it: gradients
+    of a step come after its values, which come after the gradients of the step before were added up.
+
+    Args:
+        memory: Zeros at first, of :func:`size_of` bytes; the same in all processes that look at it.
+        parameters: The run's, for their shapes and types.
+
+    Attributes:
+        gradients: The last gradient of each parameter, of its shape.
+        values: The last value of each parameter that the servers have sent, of its shape.
+    """
+
+    def __init__(self, memory: memoryview, parameters: Sequence[Tensor]) -> None:
+        count = len(parameters)
+        places = _places(parameters)
+        # Marks are kept one higher, so that memory of zeros says: never.
+        self._head = np.frombuffer(memory, np.int64, len(_HEAD))
+        self._samples = np.frombuffer(memory, np.float64, 1, offset=8 * len(_HEAD))
+        self._given = np.frombuffer(memory, np.int64, count, offset=_ALIGNED)
+        self._there = np.frombuffer(memory, np.int64, count, offset=_ALIGNED + 8 * count)
+        areas: list[list[Tensor]] = [[], []]
+        for area, starts in zip(areas, places, strict=True):
+            for parameter, start in zip(parameters, starts, strict=True):
+                flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=start)
+                area.append(flat.view(parameter.shape))
+        self.gradients, self.values = areas
+
+    # Of one that gives gradients
+
+    @property
+    def begun(self) -> int:
+        """The step whose gradients are being given; :data:`NEVER` before the first."""
+        return self._read(1)
+
+    @property
+    def ended(self) -> int:
+        """The last step of which no more gradients come; :data:`NEVER` before the first."""
+        return self._read(2)
+
+    @property
+    def samples(self) -> float:
+        """How many samples the gradients of the step that was begun are means of."""
+        return float(self._samples[0])
+
+    def begin(self, step: int, samples: float) -> None:
+        """Gradients of a step follow."""
+        self._samples[0] = samples
+        self._write(1, step)
+
+    def give(self, index: int, gradient: Tensor, step: int) -> None:
+        """Show a gradient of a step that was begun."""
+        self.gradients[index].copy_(gradient)
+        _fence()
+        self._given[index] = step + 1
+
+    def has_given(self, index: int, step: int) -> bool:
+        """Whether a step's gradient of a parameter is there."""
+        if self._given[index] != step + 1:
+            return False
+        _fence()
+        return True
+
+    def end(self, step: int) -> None:
+        """What was not given has no gradient in the step."""
+        self._write(2, step)
+
+    # Of the one that leads the node
+
+    @property
+    def led(self) -> int:
+        """The step with which it began to lead; :data:`NEVER` if it does not."""
+        return self._read(0)
+
+    def lead(self, step: int) -> None:
+        """The values are there that a step begins with: from now on they are kept up to date."""
+        self._write(0, step)
+
+    def show(self, index: int, value: Tensor, mark: int) -> None:
+        """Show a parameter's value.
+
+        Args:
+            index: Of the parameter.
+            value: Its value.
+            mark: Grows with each value.
+        """
+        self.values[index].copy_(value)
+        _fence()
+        self._there[index] = mark + 1
+
+    def shows(self, index: int, mark: int) -> bool:
+        """Whether a value is there that was shown with a mark, or a later one."""
+        if self._there[index] <= mark:
+            return False
+        _fence()
+        return True
+
+    def _read(self, place: int) -> int:
+        mark = int(self._head[place]) - 1
+        _fence()
+        return mark
+
+    def _write(self, place: int, mark: int) -> None:
+        _fence()
+        self._head[place] = mark + 1
+
+
+def size_of(parameters: Sequence[Tensor]) -> int:
+    """Bytes of a board.
+
+    Args:
+        parameters: The run's.
+    """
+    return _places(parameters)[1][-1] + _padded(parameters[-1].nbytes) if parameters else _ALIGNED
+
+
+def _places(parameters: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Where each gradient and each value begins."""
+    place = _ALIGNED + _padded(16 * len(parameters))
+    areas: tuple[list[int], list[int]] = ([], [])
+    for area in areas:
+        for parameter in parameters:
+            area.append(place)
+            place += _padded(parameter.nbytes)
+    return areas
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _fence() -> None:
+    """Keep reads and writes before it before those after it, also on processors that reorder them (such as ARM's).
+
+    The release of the first turn and the acquisition of the second cannot change places.
+    """
+    for _ in range(2):
+        with _lock:
+            pass

@@ -1,0 +1,313 @@
+"""A worker of a node of which only one speaks with the servers."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from cnnstrategies.paramserver.combiner.board import NEVER, Board
+from cnnstrategies.paramserver.combiner.step_sum import StepSum
+from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.worker.codecs import Codecs
+
+
+class Engine(Protocol):
+    """What the leader uses of a :class:`~cnnstrategies.paramserver.api.Worker`; see there."""
+
+    @property
+    def step(self) -> int: ...  # noqa: D102
+    @property
+    def counters(self) -> Counters: ...  # noqa: D102
+    @property
+    def codecs(self) -> Codecs: ...  # noqa: D102
+    def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None: ...  # noqa: D102
+    def stand_in(self, optimizer_state: Mapping[str, Any] | None = None) -> None: ...  # noqa: D102
+    def join(self) -> int: ...  # noqa: D102
+    def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None: ...  # noqa: D102
+    def push(self, index: int, gradient: Tensor) -> None: ...  # noqa: D102
+    def end_step(self) -> None: ...  # noqa: D102
+    def wait(self, index: int) -> None: ...  # noqa: D102
+    def wait_all(self) -> None: ...  # noqa: D102
+    def refresh(self) -> None: ...  # noqa: D102
+    def optimizer_state(self) -> dict[str, Any]: ...  # noqa: D102
+    def interrupt(self) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+
+
+class CombinedWorker:
+    """Has the interface of a :class:`~cnnstrategies.paramserver.api.Worker`; for common steps that wait for all.
+
+    The live worker of the lowest rank leads the node: it adds up what all of them give, pushes that as one worker, and
+    shows the others the new values (hierarchical aggregation, as in BytePS: Jiang et al., OSDI 2020). If it dies the
+    next one takes its place, and pushes the step's gradients once more if the servers have not made it, since all are
+    still on the boards. Steps that the servers have made meanwhile are left out.
+
+    Args:
+        rank: This worker's.
+        boards: Of the node's workers, by rank; its own among them.
+        parameters: The parameters in the specification's order; new values are written into them, in place.
+        connect: Connects to the servers; given what to call with the index of each parameter that has come.
+        alive: Gives the ranks of the workers that live, as far as is known here.
+        pause: Called again and again while something is waited for.
+        codecs: The encodings, for who does not lead.
+
+    Attributes:
+        step: Number of the step that is or will be worked on next.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        boards: Mapping[int, Board],
+        parameters: Sequence[Tensor],
+        connect: Callable[[Callable[[int], None]], Engine],
+        alive: Callable[[], Collection[int]],
+        pause: Callable[[], None],
+        codecs: Codecs,
+    ) -> None:
+        self.step = 0
+        self._rank = rank
+        self._own = boards[rank]
+        self._boards = boards
+        self._others = {other: board for other, board in boards.items() if other != rank}
+        self._parameters = parameters
+        self._connect = connect
+        self._alive = alive
+        self._pause = pause
+        self._codecs = codecs
+        self._engine: Engine | None = None
+        self._leader: int | None = None  # whose values are taken
+        self._has = [NEVER] * len(parameters)  # marks of the values
+        self._exact = False  # Values that come are those that the servers have, not rounded.
+        self._first_state: tuple[Mapping[str, Any] | None] | None = None
+        self._left_out = 0  # batches, of steps that were made without this node
+        self._begun: tuple[Sequence[Mapping[str, Any]], float] = ((), 0.0)
+        self._given: set[int] = set()
+        self._sum: StepSum | None = None
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+        self._counters = Counters()
+        self._waited = 0.0  # seconds, for the node's other workers
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker pushes for its node."""
+        return self._engine is not None
+
+    @property
+    def codecs(self) -> Codecs:
+        """The encodings of pushes and pulls."""
+        return self._codecs if self._engine is None else self._engine.codecs
+
+    @property
+    def counters(self) -> Counters:
+        """What was sent, received and waited: over the network by the leader alone."""
+        own = self._counters
+        own.seconds_waited = self._waited
+        if self._engine is not None:
+            node = self._engine.counters
+            own.bytes_sent, own.bytes_received = node.bytes_sent, node.bytes_received
+            own.seconds_waited += node.seconds_waited
+        return own
+
+    # Beginning
+
+    def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
+        """Give the servers the first values; for rank 0, right before :meth:`join`."""
+        self._first_state = (optimizer_state,)
+
+    stand_in = initialise
+
+    def join(self) -> int:
+        """Take part from the step on that the node begins with, in :attr:`step`; the parameters are those of it.
+
+        Raises:
+            ServersUnreachableError: A server does not answer.
+            RunEnded: The run is over.
+        """
+        self._look()
+        self.wait_all()
+        return self.step
+
+    # Steps
+
+    @property
+    def late(self) -> bool:
+        """Whether the batch that comes is of a step that was made without this node."""
+        return self._left_out > 0
+
+    def catch_up(self) -> int:
+        """Leave such batches to the caller; how many there are."""
+        left_out, self._left_out = self._left_out, 0
+        self._counters.dropped += left_out
+        self._counters.steps += left_out
+        return left_out
+
+    def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
+        """Start the step's gradients."""
+        self._look()  # Who was taken for dead must hear of it, also where all that it waits for is there.
+        self.wait_all()
+        if self._left_out:
+            return
+        self._begun = groups, samples
+        self._given.clear()
+        self._counters.samples += samples
+        if self._engine is not None:
+            self._sum = StepSum(self.step, groups, samples, {}, self._others, self._alive, self._sums)
+            self._sum.advance(self._engine)
+        else:
+            self._own.begin(self.step, samples)
+
+    def push(self, index: int, gradient: Tensor) -> None:
+        """Give a parameter's gradient."""
+        if self._left_out:
+            return
+        if self._engine is None:
+            self._own.give(index, gradient, self.step)
+            self._given.add(index)
+            return
+        assert self._sum is not None, "push before begin_step"
+        self._sum.add(index, gradient)
+        self._sum.advance(self._engine)
+
+    def end_step(self) -> None:
+        """Finish the step: parameters that were not pushed have no gradient."""
+        self._counters.steps += 1
+        if self._left_out:
+            self._left_out -= 1
+            self._counters.dropped += 1
+            return
+        if self._engine is None:
+            self._own.end(self.step)
+        else:
+            self._finish()
+        self.step += 1
+        self._exact = False
+
+    def _finish(self) -> None:
+        """Wait for the others' gradients, and push the rest."""
+        assert self._engine is not None
+        assert self._sum is not None, "end_step before begin_step"
+        self._sum.end()
+        while not self._sum.advance(self._engine):
+            self._look()
+            self._rest()
+        self._engine.end_step()
+        self._sum = None
+
+    # Waiting
+
+    def wait(self, index: int) -> None:
+        """Wait until one parameter is up to date.
+
+        Raises:
+            ServersUnreachableError: A server does not answer.
+            RemovedError: This worker was taken for dead.
+            RunEnded: The run is over.
+        """
+        while self._engine is None and self._has[index] < self._mark:
+            if not self._take(index):
+                self._look()
+                self._rest()
+        if self._engine is not None:
+            self._engine.wait(index)
+
+    def wait_all(self) -> None:
+        """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
+        while (
+            self._engine is None and min(self._has, default=self._mark) < self._mark
+        ):  # Again if another leads by now.
+            for index in range(len(self._parameters)):
+                self.wait(index)
+        if self._engine is not None:
+            self._engine.wait_all()
+
+    def refresh(self) -> None:
+        """Take the servers' present values, which no step changes meanwhile. Raises what :meth:`wait` raises."""
+        self.wait_all()
+        self._exact = True
+        if self._engine is not None:
+            self._engine.refresh()
+        self.wait_all()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The servers' optimizer state; for rank 0, which leads its node."""
+        assert self._engine is not None, "the lowest rank leads"
+        return self._engine.optimizer_state()
+
+    def interrupt(self) -> None:
+        """Between two steps there is more than training."""
+        if self._engine is not None:
+            self._engine.interrupt()
+
+    def close(self) -> None:
+        """Close the sockets; nothing more is sent."""
+        if self._engine is not None:
+            self._engine.close()
+
+    @property
+    def _mark(self) -> int:
+        """Of the values that are waited for: rounded, as steps use them, or exact ones, too."""
+        return 2 * self.step + self._exact
+
+    def _take(self, index: int) -> bool:
+        """Take a value if it is shown."""
+        if self._leader is None or not self._boards[self._leader].shows(index, self._mark):
+            return False
+        self._parameters[index].copy_(self._boards[self._leader].values[index])
+        self._has[index] = self._mark
+        return True
+
+    def _rest(self) -> None:
+        began = time.monotonic()
+        self._pause()
+        self._waited += time.monotonic() - began
+
+    # Who leads
+
+    def _look(self) -> None:
+        """Follow who leads the node, and begin to if it is this worker."""
+        alive = self._alive()
+        if self._rank not in alive:
+            raise RemovedError(f"worker {self._rank} was taken for dead: it must join again as a new incarnation")
+        leader = min(rank for rank in self._boards if rank in alive)
+        if leader == self._leader:
+            return
+        if leader == self._rank:
+            self._lead()
+        elif self._boards[leader].led != NEVER:
+            self._leader = leader
+            self._go_on_with(self._boards[leader].led)
+
+    def _lead(self) -> None:
+        self._leader, self._exact = self._rank, True
+        self._engine = self._connect(self._came)
+        if self._first_state is not None and not self.step:
+            (self._engine.initialise if self._rank == 0 else self._engine.stand_in)(*self._first_state)
+        step = self._engine.join()
+        self._own.lead(step)
+        if self.step == step + 1:
+            # The servers have not made the step whose gradients all workers of the node have given, or will.
+            own = {index: self._own.gradients[index] for index in self._given}
+            self._sum = StepSum(step, *self._begun, own, self._others, self._alive, self._sums)
+            self._finish()
+            self._exact = False
+        else:
+            self._go_on_with(step)
+
+    def _go_on_with(self, step: int) -> None:
+        """The node goes on with a step that may be another one than this worker is at."""
+        if step > self.step:
+            self._left_out += step - self.step
+            self.step = step
+        elif step < self.step - 1:
+            raise ServersUnreachableError(
+                f"the servers are at step {step} again, and this node had begun step {self.step}: the gradients of the "
+                "steps between are gone; start the run from its last checkpoint"
+            )
+
+    def _came(self, index: int) -> None:
+        """The servers have sent a value."""
+        assert self._engine is not None
+        self._own.show(index, self._parameters[index], 2 * self._engine.step + self._exact)
