@@ -59,12 +59,13 @@ class Collectives(Callback):
     "options",
     [
         {},
+        {"combine": "true", "pull_compression": "fp16"},
         {"mode": "async"},
         {"mode": "local", "sync_every": 4},
         {"mode": "local", "sync_every": 6, "fragments": 3, "overlap": 1, "outer_momentum": 0.9},
         {"mode": "local", "sync_every": 4, "outer_mode": "async", "data_dispatch": "dynamic", "overlap": 1},
     ],
-    ids=["sync", "async", "local", "fragments", "local, each alone"],
+    ids=["sync", "combined, rounded", "async", "local", "fragments", "local, each alone"],
 )
 def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, options):
     names = ("SameEverywhere", "Collectives")
@@ -160,6 +161,9 @@ REFUSALS = {
     "a time-out of one heartbeat": (["heartbeat=5"], "a process that misses one heartbeat"),
     "an open endpoint": (["endpoints=[tcp://10.0.0.1:4000]"], "coordinator: tcp://address:port"),
     "a missing key file": (["key_file=nowhere"], "does not exist; make it with"),
+    "combining in another mode": (["combine=true", "mode=async"], "combine: true is for mode: sync"),
+    "combining with restarts": (["combine=true", "max_restarts=1"], "who comes back has no node"),
+    "combining with backup workers": (["combine=true", "backup_workers=1"], "takes or leaves a whole node"),
     "snapshots to nowhere": (["snapshot_every=10"], "needs a snapshot_directory"),
 }
 

@@ -26,6 +26,7 @@ def check_together(options: "Options") -> None:
     _check_times(options)
     _check_dispatch(options)
     _check_elastic(options)
+    _check_combining(options)
     _check_places(options)
 
 
@@ -139,6 +140,20 @@ def _check_elastic(options: "Options") -> None:
             f"elastic={options.elastic} with data_dispatch: {options.data_dispatch}: the shares of an epoch are "
             "divided before anybody joins; use data_dispatch: dynamic"
         )
+
+
+def _check_combining(options: "Options") -> None:
+    if not options.combine:
+        return
+    if options.mode != "sync":
+        raise ConfigurationError(
+            f"combine: true is for mode: sync, not mode: {options.mode}: in others the workers of a node make steps of "
+            "their own, or send seldom; leave it out"
+        )
+    for name in ("backup_workers", "max_restarts"):
+        if getattr(options, name):
+            why = "a step takes or leaves a whole node" if name == "backup_workers" else "who comes back has no node"
+            raise ConfigurationError(f"combine: true with {name}={getattr(options, name)}: {why}; use one of the two")
 
 
 def _check_places(options: "Options") -> None:

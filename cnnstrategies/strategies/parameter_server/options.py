@@ -69,6 +69,7 @@ class Options:
     max_restarts: int
     elastic: int
     on_partition: OnPartition
+    combine: bool
 
     def __post_init__(self) -> None:
         # As many servers as copies: how many nodes there are is not known yet.
@@ -153,6 +154,14 @@ class Options:
             return not self.outer_steps_alone
         return self.mode == "sync" or (self.mode == "ssp" and not self.staleness)
 
+    def combines(self, per_node: int) -> bool:
+        """Whether the workers of a node push as one.
+
+        Args:
+            per_node: How many there are on each.
+        """
+        return self.combine and per_node > 1
+
     def server_count(self, nodes: int) -> int:
         """Number of servers of a run."""
         return len(self.endpoints) or self.servers * nodes
@@ -183,7 +192,8 @@ class Options:
             optimizer = self._outer(module, optimizer, workers)
         if self._may_pipeline and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
-        whole = Specification.of(module.named_parameters(), optimizer, workers, **options)
+        pushing = nodes if self.combines(workers // nodes) else workers
+        whole = Specification.of(module.named_parameters(), optimizer, pushing, **options)
         return replace(whole, mode="async") if self.outer_steps_alone else whole
 
     def outer_steps(self, specification: Specification, made: Sequence[int]) -> OuterSteps | None:

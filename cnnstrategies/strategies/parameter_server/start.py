@@ -1,7 +1,7 @@
 """How a worker meets the servers and begins to train."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.services import SPECIFICATION
 from cnnstrategies.paramserver.specification import Mode, Specification
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.nodes import combined_worker
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.state import restore_trainer
 
@@ -27,7 +29,7 @@ class Start:
         own_steps: In mode ``local``, the others' own steps, as `OuterSteps.made` tells them; none if all begin.
     """
 
-    worker: Worker
+    worker: Worker | CombinedWorker
     specification: Specification
     joined: bool
     own_steps: list[int]
@@ -40,6 +42,7 @@ def meet_servers(
     trainer: Trainer,
     optimizer: Optimizer,
     nodes: int,
+    per_node: int,
     outer_state: Mapping[str, Any] | None,
 ) -> Start:
     """Agree on the run's specification, and join; a worker that was started again waits until the others let it in.
@@ -51,6 +54,7 @@ def meet_servers(
         trainer: The trainer; one that was started again is put where the others stand.
         optimizer: The user's. In all modes but ``local`` its state moves to the servers.
         nodes: Nodes of the run.
+        per_node: Workers of each.
         outer_state: In mode ``local``, what the outer optimizer goes on with.
     """
     run, membership = group.collectives, group.membership
@@ -65,15 +69,24 @@ def meet_servers(
     # From here on the servers know this worker, and admit its keys.
     started = run.start()
     address = membership.address
-    worker = Worker(
-        specification,
-        parameters,
-        membership.source(),
-        address.id,
-        address.incarnation,
-        membership.keys,
-        group.insecure,
-    )
+
+    def connect(came: Callable[[int], None] | None = None) -> Worker:
+        return Worker(
+            specification,
+            parameters,
+            membership.source(),
+            address.id,
+            address.incarnation,
+            membership.keys,
+            group.insecure,
+            came,
+        )
+
+    worker: Worker | CombinedWorker
+    if options.combines(per_node):
+        worker = combined_worker(group, per_node, specification, parameters, connect)
+    else:
+        worker = connect()
     own_steps: list[int] = []
     if started.joined:
         state = started.values[started.leader]

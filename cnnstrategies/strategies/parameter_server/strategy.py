@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.run_address import RunAddress
@@ -108,6 +109,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             long; processes that die are missed as ever.
         elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp,
             and for local with ``outer_mode: async``, with ``data_dispatch: dynamic``.
+        combine: For sync: the workers of a node add their gradients up in memory that they share, and one of them
+            pushes and pulls for all, so that the node's link carries one worker's bytes. If it dies another takes its
+            place.
         **kwargs: Those of :class:`~lightning.pytorch.strategies.DDPStrategy` for devices.
 
     Raises:
@@ -146,6 +150,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         max_restarts: int = 0,
         elastic: int = 0,
         on_partition: OnPartition = "end",
+        combine: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
     ) -> None:
@@ -230,10 +235,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         assert trainer is not None
         assert isinstance(self.lightning_module, LightningModule)
         start = meet_servers(
-            self.group, self.options, self.lightning_module, trainer, optimizer, self.num_nodes, self._outer_state
-        )
+            self.group, self.options, self.lightning_module, trainer, optimizer, self.num_nodes, self.num_processes,
+            self._outer_state,
+        )  # fmt: skip
         self._admitted = start.joined
-        self.group.membership.tell(start.worker.counters.figures)
+        self.group.membership.tell(lambda: start.worker.counters.figures())
         self._stepper = Stepper(
             self.lightning_module,
             start.worker,
@@ -241,7 +247,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             optimizer,
             eager=self._averages_weights,
             outer=self.options.outer_steps(start.specification, start.own_steps),
-            catches_up=self.has_backup_workers,
+            catches_up=self.has_backup_workers or self.options.combines(self.num_processes),
             workers=self._count_workers if self.options.outer_steps_alone else None,
         )
 
@@ -316,7 +322,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._count_processed()
         if self.options.mode == "ssp" and self._trainer.is_last_batch:
             # Nobody shall wait for a worker that has no more batches in this epoch.
-            self._stepper.worker.leave()
+            worker = self._stepper.worker
+            assert isinstance(worker, Worker), "in mode ssp each pushes for itself"
+            worker.leave()
             self._has_left = True
         return output
 
