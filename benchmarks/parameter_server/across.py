@@ -45,7 +45,7 @@ def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-def trainer_of(strategy: Any, folder: Path, epochs: int, slow_rank: int | None = None) -> Trainer:
+def trainer_of(strategy: Any, folder: Path, epochs: int, slow_rank: int | None = None, devices: int = 1) -> Trainer:
     """The trainer of one host; to be called in the process that `fit_across` has started there.
 
     Args:
@@ -53,6 +53,7 @@ def trainer_of(strategy: Any, folder: Path, epochs: int, slow_rank: int | None =
         folder: Where the measured goes.
         epochs: How many.
         slow_rank: A host of a quarter of the speed.
+        devices: Processes of a host.
     """
     torch.set_num_threads(1)
     if "RANK" in os.environ:  # Not in the process that the parameter server's launcher starts from here.
@@ -60,7 +61,7 @@ def trainer_of(strategy: Any, folder: Path, epochs: int, slow_rank: int | None =
         del os.environ["WORLD_SIZE"]
     return Trainer(
         accelerator="cpu",
-        devices=1,
+        devices=devices,
         num_nodes=2,
         strategy=strategy,
         max_epochs=epochs,
