@@ -21,7 +21,7 @@ from cnnstrategies.paramserver.errors import RemovedError
 
 SIZES = (3, 1, 2)
 STEPS = 6
-MOST_TURNS = 20_000
+MOST_TURNS = 100_000
 DENSE = ("none", "none")
 
 
@@ -200,6 +200,7 @@ class World:
         self.dead: set[int] = set()
         self.zombies: set[int] = set()
         self._killed: set[int] = set()
+        self._speeds = {rank: self.random.choice((0.1, 1.0, 1.0)) for rank in ranks}
         self._turns = {rank: threading.Semaphore(0) for rank in ranks}
         self._over = threading.Semaphore(0)
         self._running: int | None = None
@@ -238,7 +239,8 @@ class World:
             turn += 1
             self._play(turn)
             over = turn > MOST_TURNS or self.errors
-            self._running = left[0] if over else self.random.choice(left)
+            speeds = [self._speeds[rank] for rank in left]
+            self._running = left[0] if over else self.random.choices(left, speeds)[0]
             if over:
                 self._killed.add(self._running)
             self._turns[self._running].release()
