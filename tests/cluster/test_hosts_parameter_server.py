@@ -78,6 +78,24 @@ def test_encrypted_runs_survive_a_short_cut_of_the_link_and_a_long_one_ends_both
     torch.load(path, weights_only=True)  # It is whole.
 
 
+def test_a_node_that_pushes_once_goes_on_when_its_leader_is_killed(hosts: TwoHosts) -> None:
+    strategy = {"combine": "true", "security": "none"}
+    arguments = [
+        *(f"--trainer.strategy.init_args.{name}={value}" for name, value in strategy.items()),
+        *("--trainer.devices=2", "--trainer.max_epochs=2", "--trainer.limit_train_batches=15"),
+        *("--trainer.callbacks+=cluster.diary.Diary", "--trainer.callbacks+=cluster.diary.Dies"),
+    ]
+    runs = [train(hosts, number, *arguments) for number in (0, 1)]
+    codes = [run.wait() for run in runs]
+    outputs = [run.output() for run in runs]
+    assert codes == [0, 0], "\n".join(outputs)
+    assert "one push for each node" in outputs[0]
+    assert "was killed by SIGKILL; it is not replaced" in outputs[1]
+    last = [Path(f"diary-{rank}").read_text().splitlines()[-1] for rank in (0, 1, 3)]
+    assert last[0] == last[1] == last[2], "all end with the same weights"
+    assert torch.load(next(Path("runs").rglob("last.ckpt")), weights_only=True)["global_step"] == 30
+
+
 def steps_of(rank: int) -> list[float]:
     """When a rank's steps ended."""
     path = Path(f"diary-{rank}")

@@ -1,5 +1,6 @@
 """`combine: true`: the workers of a node push as one, through the command line and with what users switch on."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -28,5 +29,7 @@ def test_one_push_for_all_equals_one_process(run_cli, quick, optimizer):
     single = fit(run_cli, quick, "single", *OPTIMIZERS[optimizer], *ONE)
     combined = fit(run_cli, quick, "combined", *OPTIMIZERS[optimizer], *served(4, servers=2, combine="true"), write)
     assert_same_run(combined, single)
+    with Path("runs/combined/version_0/metrics.csv").open() as file:
+        assert {row["servers/dropped"] for row in csv.DictReader(file)} == {"", "0.0"}
     assert [sent > 0 for sent, _ in traffic(4)] == [received > 0 for _, received in traffic(4)]
     assert [sent > 0 for sent, _ in traffic(4)] == [True, False, False, False]

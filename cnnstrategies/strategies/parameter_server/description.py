@@ -41,6 +41,8 @@ def describe_servers(options: Options, specification: Specification, nodes: int)
         mode += ", outer_mode async"
     if options.backup_workers:
         mode += f", backup_workers {options.backup_workers}"
+    if options.combine:
+        mode += ", one push for each node"
     return [("mode", mode), ("servers", text)]
 
 

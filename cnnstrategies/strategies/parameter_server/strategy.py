@@ -247,7 +247,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             optimizer,
             eager=self._averages_weights,
             outer=self.options.outer_steps(start.specification, start.own_steps),
-            catches_up=self.has_backup_workers or self.options.combines(self.num_processes),
+            catches_up=self.leaves_out_steps,
             workers=self._count_workers if self.options.outer_steps_alone else None,
         )
 
@@ -457,6 +457,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def has_backup_workers(self) -> bool:
         """Whether steps are made without workers that come too late."""
         return self.options.backup_workers > 0
+
+    @property
+    def leaves_out_steps(self) -> bool:
+        """Whether others may make steps without this worker, which goes on with the one that they are at."""
+        return self.has_backup_workers or self.options.combines(self.num_processes)
 
     @property
     def membership(self) -> Membership | None:
