@@ -155,6 +155,7 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
         pytest.param((662686,), id="a member is cut off for a time-out when the run is over for another reason"),
         pytest.param((690721,), id="a worker counts as dead of whom all messages are lost by chance for a time-out"),
+        pytest.param((710930,), id="a worker that hears nothing by chance, and then of a coordinator that is stopped"),
     ],
 )
 def test_the_seeds_that_found_a_fault_hold_now(seeds):

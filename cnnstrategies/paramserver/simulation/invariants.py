@@ -43,7 +43,7 @@ class Invariants:
         self._deaths: list[Process] = []
         self._last: float | None = None  # since when all that the last sender had sent to its receiver was lost
         self._silent: dict[tuple[Peer, Peer], float] = {}  # the same of all, while it is so
-        self._unlucky: set[str] = set()  # who was as good as cut off for long, by chance
+        self._unlucky: dict[str, float] = {}  # seconds for which members were as good as cut off, by chance
         self._sealed_at: float | None = None
         world.on_send = self._sent
         world.on_step = self._stepped
@@ -60,9 +60,10 @@ class Invariants:
     def _lose(self, sender: Peer, receiver: Peer, cut: bool) -> None:
         """A message that was just sent is lost: by chance, if nobody is cut off."""
         since = self._silent[sender, receiver] = self._world.now if self._last is None else self._last
-        if not cut and self._world.now - since > HARD * self._settings.patience:
+        if not cut:
             member = receiver if sender.role == "coordinator" else sender
-            self._unlucky.add(_name(member.role, member.id))
+            name = _name(member.role, member.id)
+            self._unlucky[name] = max(self._unlucky.get(name, 0.0), self._world.now - since)
 
     def _sent(self, sender: Process, send: Send) -> None:
         self._last = self._silent.pop((sender.peer, send.to), None)
@@ -223,7 +224,7 @@ class Invariants:
         return heard and process.peer == peer and process.alive
 
     def _check_ends(self) -> None:
-        victims = self._victims() | self._unheard() | self._unlucky
+        victims = self._victims() | self._unheard()
         over = self._world.processes["coordinator", 0].ended is not None
         own = [self._world.processes[WORKER, one] for one in range(self._settings.workers)]
         told = {one.ended.reason for one in own if one.ended is not None}
@@ -317,7 +318,7 @@ class Invariants:
     def _victims(self) -> set[str]:
         """Who was hit so hard that a run may have to go on without it."""
         patience = self._settings.patience
-        hit: dict[str, float] = {}
+        hit = dict(self._unlucky)
         for fault in self._world.faults.timed:
             deadly = fault.kind in DEADLY
             names = [_name(fault.role, fault.id)] if fault.kind != "sleep" else []
@@ -325,6 +326,8 @@ class Invariants:
                 names += [_name(*place) for place, node in self._toys.hosts.items() if node == fault.id]
             for name in names:
                 hit[name] = hit.get(name, 0.0) + (patience if deadly else fault.seconds)
+        if "coordinator" in hit:  # Who does not hear it for that long may have heard nothing before, by chance.
+            hit["coordinator"] += max(self._unlucky.values(), default=0.0)
         return {name for name, seconds in hit.items() if seconds > HARD * patience}
 
     def _check_samples(self) -> None:
