@@ -12,6 +12,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import ViewSource
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.drivers.links import POLL_SECONDS, Links
+from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.limits import allow_files, files_of_worker
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.slicing import cut
@@ -44,7 +45,7 @@ class Worker:
         incarnation: Its incarnation in the views.
         keys: CURVE keys; None for no encryption.
         insecure: Allow `keys` None with servers on other machines.
-        came: Called with the index of each parameter whose new value is written.
+        came: Called with the index of each parameter that has come, and its value in the host's memory.
 
     Attributes:
         step: Number of the step that is or will be worked on next, counted from the start of the run; a worker that
@@ -69,7 +70,7 @@ class Worker:
         incarnation: int = 0,
         keys: KeyPair | None = None,
         insecure: bool = False,
-        came: Callable[[int], None] | None = None,
+        came: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         given = [(tuple(parameter.shape), parameter.dtype) for parameter in parameters]
         expected = [(parameter.shape, getattr(torch, parameter.dtype)) for parameter in specification.parameters]
@@ -85,7 +86,10 @@ class Worker:
         self._parameters = parameters
         slices = cut(specification)
         self._came = came
-        self._role = WorkerRole(specification, slices, parameters, id, incarnation, self._arrived)
+        # In mode local own steps move the parameters, on the device, while values are on their way.
+        self._staging = None if specification.mode == "local" else staging_for(parameters)
+        self._values = parameters if self._staging is None else self._staging.values
+        self._role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
         self._links = Links(
             specification.session,
             slices,
@@ -130,6 +134,8 @@ class Worker:
         Raises:
             ServersUnreachableError: A server does not answer.
         """
+        if self._staging is not None:
+            self._staging.take_values()
         self._run(self._role.initialise(time.monotonic(), optimizer_state))
 
     def stand_in(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
@@ -138,6 +144,8 @@ class Worker:
         Args:
             optimizer_state: As for :meth:`initialise`.
         """
+        if self._staging is not None:
+            self._staging.take_values()
         self._role.stand_in(optimizer_state)
 
     def join(self) -> int:
@@ -213,8 +221,11 @@ class Worker:
                 "gradient of the same type and shape"
             )
         self._note("push", index)
-        self._role.push(index, gradient)
-        self._links.send(self._role.take())
+        if self._staging is None or gradient.device != parameter.device:  # A node's sum is on the host already.
+            self._push(index, gradient)
+        else:
+            self._staging.fetch(index, gradient)
+            self._push_fetched()
 
     def end_step(self, goes_on: bool = False) -> None:
         """Finish the step: parameters that were not pushed have no gradient; ask for the new parameters.
@@ -226,6 +237,7 @@ class Worker:
             goes_on: In mode ``local``, make further own steps before :meth:`wait_all`: what they change is added to the
                 new values.
         """
+        self._push_fetched(wait=True)
         self._role.end_step(goes_on)
         self._waits = False
         self._links.send(self._role.take())
@@ -238,11 +250,14 @@ class Worker:
             RemovedError: A newer view no longer contains this worker.
         """
         self._wait(self._role.here(index))
+        if self._staging is not None:
+            self._staging.before_use(index)
         self._note("wait", index)
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
         self._wait(self._role.all_here())
+        self._use_all()
 
     def wait_all_for(self, seconds: float) -> bool:
         """Wait until all parameters are up to date, but not longer than some seconds; whether they are.
@@ -299,7 +314,23 @@ class Worker:
         except StopIteration as end:
             result: Result = end.value
         self._links.send(self._role.take())
+        self._use_all()
         return result
+
+    def _push(self, index: int, gradient: Tensor) -> None:
+        self._role.push(index, gradient)
+        self._links.send(self._role.take())
+
+    def _push_fetched(self, wait: bool = False) -> None:
+        """Send the gradients that have come from the device."""
+        if self._staging is not None:
+            for index, gradient in self._staging.fetched(wait):
+                self._push(index, gradient)
+
+    def _use_all(self) -> None:
+        if self._staging is not None:
+            for index in range(len(self._parameters)):
+                self._staging.before_use(index)
 
     def _choose(self) -> None:
         """Choose the encodings of the step that begins by the time of those before."""
@@ -348,8 +379,10 @@ class Worker:
 
     def _arrived(self, index: int) -> None:
         self._note("arrived", index)
+        if self._staging is not None:
+            self._staging.bring(index)
         if self._came is not None:
-            self._came(index)
+            self._came(index, self._values[index])
 
     def _note(self, what: str, index: int) -> None:
         if self.trace is not None:

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from late_copies import LateCopies
 from torch import Tensor
 
 from cnnstrategies.paramserver.combiner import board as board_module
+from cnnstrategies.paramserver.combiner import worker as worker_module
 from cnnstrategies.paramserver.combiner.board import Board, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.drivers.staging import Staging
 from cnnstrategies.paramserver.errors import RemovedError
 
 SIZES = (3, 1, 2)
@@ -82,7 +85,7 @@ class Servers:
 class Engine:
     """A worker's connection to the toy."""
 
-    def __init__(self, world: "World", rank: int, came: Callable[[int], None]) -> None:
+    def __init__(self, world: "World", rank: int, came: Callable[[int, Tensor], None]) -> None:
         self.step = 0
         self.counters = Counters()
         self.codecs = DENSE
@@ -153,7 +156,7 @@ class Engine:
     def _take(self, index: int) -> None:
         self._open.discard(index)
         self._world.parameters[self._rank][index].copy_(self._servers.values[self.step][index])
-        self._came(index)
+        self._came(index, self._world.parameters[self._rank][index])
 
     def _pause(self) -> None:
         self._world.pause()
@@ -166,12 +169,14 @@ class World:
 
     Args:
         seed: Draws everything.
+        patch: Puts simulated devices in their place, until the run is over.
         faults: Whether workers die.
         nodes: How many; drawn by default.
     """
 
-    def __init__(self, seed: int, faults: bool = True, nodes: int | None = None) -> None:
+    def __init__(self, seed: int, patch: pytest.MonkeyPatch, faults: bool = True, nodes: int | None = None) -> None:
         self.random = random.Random(seed)
+        self._patch = patch
         self.nodes = nodes or self.random.randint(1, 3)
         self.per_node = self.random.randint(2, 4)
         self.count = self.nodes * self.per_node
@@ -181,6 +186,7 @@ class World:
         size = size_of(self.parameters[0])
         memory = {rank: memoryview(bytearray(size)) for rank in ranks}
         self.boards = {rank: Board(memory[rank], self.parameters[rank]) for rank in ranks}
+        self.copies = [LateCopies() for _ in ranks] if self.random.random() < 0.3 else []  # Else there are no devices.
         self.workers = {rank: self._worker(rank) for rank in ranks}
         self.views = [frozenset(ranks)]
         self.seen = dict.fromkeys(ranks, 0)
@@ -208,6 +214,8 @@ class World:
     def _worker(self, rank: int) -> CombinedWorker:
         first = rank // self.per_node * self.per_node
         boards = {other: self.boards[other] for other in range(first, first + self.per_node)}
+        copies = self.copies[rank] if self.copies else None
+        self._patch.setattr(worker_module, "staging_for", lambda own: copies and Staging(own, copies))
         return CombinedWorker(
             rank, boards, self.parameters[rank], lambda came: Engine(self, rank, came), lambda: self._alive(rank),
             self.pause, DENSE,
@@ -319,6 +327,8 @@ class World:
             self._check_values(rank, STEPS)
 
     def _check_values(self, rank: int, step: int) -> None:
+        if self.copies:
+            self.copies[rank].compute()
         for own, value in zip(self.parameters[rank], self.servers.values[step], strict=True):
             assert torch.equal(own, value), f"rank {rank} has other values than those of step {step}"
 
@@ -354,9 +364,9 @@ def simulate(seed: int, faults: bool = True, nodes: int | None = None) -> World:
         faults: Whether workers die.
         nodes: How many; drawn by default.
     """
-    world = World(seed, faults, nodes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(board_module, "_fence", lambda: world.pause() if world._running is not None else None)
+        world = World(seed, patch, faults, nodes)
+        patch.setattr(board_module, "_fence", world.pause)
         world.run()
     alive = set(range(world.count)) - world.dead
     assert world.servers.step >= STEPS or not alive

@@ -75,7 +75,7 @@ class Node:
         return Board(memory, self.cluster.parameters)
 
     def _worker(self, rank: int, boards: dict[int, Board]) -> CombinedWorker:
-        def connect(came: Callable[[int], None]) -> Worker:
+        def connect(came: Callable[[int, torch.Tensor], None]) -> Worker:
             views = self.cluster.views(f"worker-{rank}")
             worker = Worker(self.cluster.specification, self.values[rank], views, rank, came=came)
             self.cluster.workers.append(worker)

@@ -9,6 +9,7 @@ from torch import Tensor
 from cnnstrategies.paramserver.combiner.board import NEVER, Board
 from cnnstrategies.paramserver.combiner.step_sum import StepSum
 from cnnstrategies.paramserver.counters import Counters
+from cnnstrategies.paramserver.drivers.staging import staging_for
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.worker.codecs import Codecs
 
@@ -48,7 +49,7 @@ class CombinedWorker:
         rank: This worker's.
         boards: Of the node's workers, by rank; its own among them.
         parameters: The parameters in the specification's order; new values are written into them, in place.
-        connect: Connects to the servers; given what to call with the index of each parameter that has come.
+        connect: Connects to the servers; given what to call with each parameter that has come, and its value.
         alive: Gives the ranks of the workers that live, as far as is known here.
         pause: Called again and again while something is waited for.
         codecs: The encodings, for who does not lead.
@@ -62,7 +63,7 @@ class CombinedWorker:
         rank: int,
         boards: Mapping[int, Board],
         parameters: Sequence[Tensor],
-        connect: Callable[[Callable[[int], None]], Engine],
+        connect: Callable[[Callable[[int, Tensor], None]], Engine],
         alive: Callable[[], Collection[int]],
         pause: Callable[[], None],
         codecs: Codecs,
@@ -86,6 +87,7 @@ class CombinedWorker:
         self._begun: tuple[Sequence[Mapping[str, Any]], float] = ((), 0.0)
         self._given: set[int] = set()
         self._sum: StepSum | None = None
+        self._staging = staging_for(parameters)
         self._sums: list[Tensor | None] = [None] * len(parameters)
         self._counters = Counters()
         self._waited = 0.0  # seconds, for the node's other workers
@@ -163,6 +165,13 @@ class CombinedWorker:
         """Give a parameter's gradient."""
         if self._left_out:
             return
+        if self._staging is None:
+            self._give(index, gradient)
+        else:
+            self._staging.fetch(index, gradient)
+            self._give_fetched()
+
+    def _give(self, index: int, gradient: Tensor) -> None:
         if self._engine is None:
             self._own.give(index, gradient, self.step)
             self._given.add(index)
@@ -171,6 +180,12 @@ class CombinedWorker:
         self._sum.add(index, gradient)
         self._sum.advance(self._engine)
 
+    def _give_fetched(self, wait: bool = False) -> None:
+        """Give the gradients that have come from the device."""
+        if self._staging is not None:
+            for index, gradient in self._staging.fetched(wait):
+                self._give(index, gradient)
+
     def end_step(self) -> None:
         """Finish the step: parameters that were not pushed have no gradient."""
         self._counters.steps += 1
@@ -178,6 +193,7 @@ class CombinedWorker:
             self._left_out -= 1
             self._counters.dropped += 1
             return
+        self._give_fetched(wait=True)
         if self._engine is None:
             self._own.end(self.step)
         else:
@@ -212,6 +228,8 @@ class CombinedWorker:
                 self._rest()
         if self._engine is not None:
             self._engine.wait(index)
+        elif self._staging is not None:
+            self._staging.before_use(index)
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
@@ -255,7 +273,11 @@ class CombinedWorker:
         """Take a value if it is shown."""
         if self._leader is None or not self._boards[self._leader].shows(index, self._mark):
             return False
-        self._parameters[index].copy_(self._boards[self._leader].values[index])
+        value = self._boards[self._leader].values[index]
+        if self._staging is None:
+            self._parameters[index].copy_(value)
+        else:
+            self._staging.put(index, value)
         self._has[index] = self._mark
         return True
 
@@ -282,6 +304,8 @@ class CombinedWorker:
 
     def _lead(self) -> None:
         self._leader, self._exact = self._rank, True
+        if self._staging is not None:
+            self._staging.settle()  # From here on values come over the connection.
         self._engine = self._connect(self._came)
         if self._first_state is not None and not self.step:
             (self._engine.initialise if self._rank == 0 else self._engine.stand_in)(*self._first_state)
@@ -307,7 +331,7 @@ class CombinedWorker:
                 "steps between are gone; start the run from its last checkpoint"
             )
 
-    def _came(self, index: int) -> None:
+    def _came(self, index: int, value: Tensor) -> None:
         """The servers have sent a value."""
         assert self._engine is not None
-        self._own.show(index, self._parameters[index], 2 * self._engine.step + self._exact)
+        self._own.show(index, value, 2 * self._engine.step + self._exact)

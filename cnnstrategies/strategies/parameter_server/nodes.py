@@ -23,7 +23,7 @@ def combined_worker(
     per_node: int,
     specification: Specification,
     parameters: Sequence[Tensor],
-    connect: Callable[[Callable[[int], None]], Worker],
+    connect: Callable[[Callable[[int, Tensor], None]], Worker],
 ) -> CombinedWorker:
     """Share memory with the other workers of this node; a collective, after training has begun.
 
@@ -32,7 +32,7 @@ def combined_worker(
         per_node: Workers of each node, of successive ranks.
         specification: What all processes of the run agree on.
         parameters: The parameters in the specification's order.
-        connect: Connects to the servers, given what to call with the index of each parameter that has come.
+        connect: Connects to the servers, given what to call with each parameter that has come, and its value.
 
     Raises:
         ConfigurationError: A worker of this node shares no memory with this one.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.api import Worker
@@ -70,7 +71,7 @@ def meet_servers(
     started = run.start()
     address = membership.address
 
-    def connect(came: Callable[[int], None] | None = None) -> Worker:
+    def connect(came: Callable[[int, Tensor], None] | None = None) -> Worker:
         return Worker(
             specification,
             parameters,
