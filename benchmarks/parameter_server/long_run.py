@@ -30,8 +30,8 @@ COMPILED = ROOT / "build" / "compiled"
 ENGINE = "cnnstrategies.paramserver"
 FIRST = 600_000  # Its seeds are none that the code was developed with.
 KEPT = HERE / "long_run.json"
-# What looks at the runs, and has no part in them.
-CHECKS = [f"{ENGINE}.simulation.{name}" for name in ("invariants", "data.checks")]
+# What looks at the runs, and has no part in them but that `data.watch` says whether a step was begun.
+CHECKS = [f"{ENGINE}.simulation.{name}" for name in ("invariants", "data.checks", "data.watch")]
 
 
 def sources(root: Path, names: list[str]) -> str:
