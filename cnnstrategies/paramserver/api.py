@@ -148,6 +148,14 @@ class Worker:
             self._staging.take_values()
         self._role.stand_in(optimizer_state)
 
+    def meet(self) -> None:
+        """Let the servers know that this worker is there and takes no part in their steps: they would wait to hear it.
+
+        Raises:
+            ServersUnreachableError: A server does not answer.
+        """
+        self._run(self._role._meet(time.monotonic()))
+
     def join(self) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
 

@@ -100,7 +100,7 @@ class Engine:
     def initialise(self, optimizer_state: Any = None) -> None:
         self._pause()
 
-    stand_in = initialise
+    stand_in = meet = initialise
 
     def join(self) -> int:
         self._pause()

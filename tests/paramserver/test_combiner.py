@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from cnnstrategies.paramserver.combiner.step_sum import StepSum
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.paramserver.server import roll_call
 from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.nodes import Alive
@@ -83,15 +86,10 @@ class Node:
 
         self.cluster.show(f"worker-{rank}", self.cluster.view)
         alive = Alive(self.cluster.views(f"worker-{rank}").current, boards.keys())
-        pause = lambda: self._pause(rank)  # noqa: E731
+        pause = partial(time.sleep, 1e-4)
         return CombinedWorker(
             rank, boards, self.values[rank], connect, alive, pause, ladder(self.cluster.specification)[0]
         )
-
-    def _pause(self, rank: int) -> None:
-        if rank == min(self.workers) and self.workers[rank].step == self.dies_at:
-            raise SystemExit  # Of this thread.
-        time.sleep(1e-4)
 
     def _train(self, rank: int) -> None:
         worker = self.workers[rank]
@@ -103,13 +101,18 @@ class Node:
             worker.begin_step(hyperparameters(self.cluster.optimizer), 1)
             for index, value in enumerate(self.values[rank]):
                 worker.push(index, torch.ones_like(value))
-                time.sleep(0.002 * (rank % 2))  # So that the leader waits for it.
+                if rank == min(self.workers) and worker.step == self.dies_at:
+                    return  # It is as good as dead.
             worker.end_step()
         worker.wait_all()
 
 
-def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(tmp_path: Path) -> None:
-    with roles(tmp_path, parameters=(40, 7), workers=2, servers=2) as cluster:
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
+    tmp_path: Path, pipelined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", 1e3)  # For who is in the view, and does not say where it is.
+    with roles(tmp_path, parameters=(40, 7), workers=2, servers=2, pipelined=pipelined) as cluster:
         everyone = tuple(WorkerInfo(rank) for rank in range(4))
         cluster.view = replace(cluster.view, number=2, workers=everyone, begun=1)
         nodes = [Node(cluster, first) for first in (0, 2)]
@@ -191,7 +194,7 @@ def test_who_was_taken_for_dead_hears_of_it_also_where_all_that_it_waits_for_is_
     parameters = [torch.zeros(2)]
     boards = boards_of(parameters, range(2))
     alive = {0, 1}
-    worker = CombinedWorker(1, boards, parameters, lambda came: None, lambda: alive, lambda: None, ("none", "none"))
+    worker = CombinedWorker(1, boards, parameters, lambda came: Mock(), lambda: alive, lambda: None, ("none", "none"))
     boards[0].show(0, torch.ones(2), 0)
     boards[0].lead(0)
     worker.join()
@@ -205,7 +208,7 @@ def test_a_node_does_not_go_on_where_servers_have_forgotten_steps() -> None:
     parameters = [torch.zeros(2)]
     boards = boards_of(parameters, range(3))
     alive = {0, 1, 2}
-    worker = CombinedWorker(2, boards, parameters, lambda came: None, lambda: alive, lambda: None, ("none", "none"))
+    worker = CombinedWorker(2, boards, parameters, lambda came: Mock(), lambda: alive, lambda: None, ("none", "none"))
     boards[0].show(0, torch.ones(2), 2 * 7)
     boards[0].lead(7)
     assert worker.join() == 7

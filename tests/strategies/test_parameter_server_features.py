@@ -129,9 +129,13 @@ class Terminate(Callback):
             os.kill(os.getppid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, mode):
-    layout = [*served(mode=mode, max_restarts=1), "--trainer.max_epochs=2000", "--stop.grace=60"]
+@pytest.mark.parametrize(
+    ("options", "restarts"),
+    [({}, 1), ({"mode": "async"}, 1), ({"combine": "true", "pull_compression": "fp16"}, 0)],
+    ids=["sync", "async", "combined, rounded"],
+)
+def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options, restarts):
+    layout = [*served(**options, max_restarts=restarts), "--trainer.max_epochs=2000", "--stop.grace=60"]
     terminate = "--trainer.callbacks+=test_parameter_server_features.Terminate"
     code, output = run_cli("fit", *quick, *COMMON, *layout, terminate, "--trainer.logger.init_args.name=stopped")
     assert code == 128 + signal.SIGTERM, output
@@ -140,7 +144,7 @@ def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, mode):
     assert stopped["global_step"] > 0
     assert stopped["epoch"] < 1999, "the run was over before the signal"
     epochs = f"--trainer.max_epochs={stopped['epoch'] + 2}"
-    resumed = fit(run_cli, quick, "resumed", *served(mode=mode), epochs, f"--ckpt_path={path.resolve()}")
+    resumed = fit(run_cli, quick, "resumed", *served(**options), epochs, f"--ckpt_path={path.resolve()}")
     assert resumed["global_step"] == 6 * (stopped["epoch"] + 2)
 
 

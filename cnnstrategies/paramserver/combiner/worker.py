@@ -25,6 +25,7 @@ class Engine(Protocol):
     def codecs(self) -> Codecs: ...  # noqa: D102
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None: ...  # noqa: D102
     def stand_in(self, optimizer_state: Mapping[str, Any] | None = None) -> None: ...  # noqa: D102
+    def meet(self) -> None: ...  # noqa: D102
     def join(self) -> int: ...  # noqa: D102
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None: ...  # noqa: D102
     def push(self, index: int, gradient: Tensor) -> None: ...  # noqa: D102
@@ -129,6 +130,11 @@ class CombinedWorker:
             RunEnded: The run is over.
         """
         self._look()
+        if self._engine is None:
+            # The servers wait some seconds for whoever they do not know. And who cannot reach them should say so now.
+            visitor = self._connect(lambda index, value: None)
+            visitor.meet()
+            visitor.close()
         self.wait_all()
         return self.step
 
@@ -233,9 +239,8 @@ class CombinedWorker:
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
-        while (
-            self._engine is None and min(self._has, default=self._mark) < self._mark
-        ):  # Again if another leads by now.
+        # Again if another leads by now.
+        while self._engine is None and min(self._has, default=self._mark) < self._mark:
             for index in range(len(self._parameters)):
                 self.wait(index)
         if self._engine is not None:
