@@ -168,7 +168,7 @@ class Stepper:
             for index in self.outer.fragments[number]:
                 own = self._differences
                 self.worker.push(index, self.parameters[index].detach() if own is None else own.take(index))
-        assert isinstance(self.worker, Worker), "in mode local each pushes for itself"
+        assert not isinstance(self.worker, CombinedWorker), "in mode local each pushes for itself"
         self.worker.end_step(goes_on)
         self._on_its_way = 0
         if not goes_on:
@@ -191,7 +191,7 @@ class Stepper:
             # Once that was in vain, a look after each own step takes a tenth of its time.
             now = time.monotonic()
             seconds = patience if self._looked is None else LOOK_SHARE * (now - self._looked)
-            assert isinstance(self.worker, Worker), "in mode local each pushes for itself"
+            assert not isinstance(self.worker, CombinedWorker), "in mode local each pushes for itself"
             there = self.worker.wait_all_for(seconds)
             if not there and self._looked is None:
                 what = f"no new values for {patience:g} s after outer step {self.worker.step - 1}"

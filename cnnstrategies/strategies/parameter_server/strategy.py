@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.run_address import RunAddress
@@ -323,7 +323,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self.options.mode == "ssp" and self._trainer.is_last_batch:
             # Nobody shall wait for a worker that has no more batches in this epoch.
             worker = self._stepper.worker
-            assert isinstance(worker, Worker), "in mode ssp each pushes for itself"
+            assert not isinstance(worker, CombinedWorker), "in mode ssp each pushes for itself"
             worker.leave()
             self._has_left = True
         return output
