@@ -45,7 +45,7 @@ class Servers:
         self.made: list[list[dict[int, Tensor]]] = []
         self.members: set[int] = set()
         self.gone: set[int] = set()
-        self.pushes: dict[int, tuple[float, dict[int, Tensor], bool]] = {}
+        self.pushes: dict[int, tuple[float, dict[int, Tensor]]] = {}
         self._seen: set[int] = set()
         self._nodes = nodes
 
@@ -66,7 +66,7 @@ class Servers:
         self.decide()
 
     def decide(self) -> None:
-        complete = all(worker in self.pushes and self.pushes[worker][2] for worker in self.members)
+        complete = all(worker in self.pushes for worker in self.members)
         if not self.members or not complete or (not self.made and len(self._seen) < self._nodes):
             return
         total = sum(self.pushes[worker][0] for worker in self.members)
@@ -124,7 +124,7 @@ class Engine:
         self._pause()
         assert self._servers.step == self.step or self._rank not in self._servers.members
         if self._rank in self._servers.members:
-            self._servers.pushes[self._rank] = self._samples, self._push, True
+            self._servers.pushes[self._rank] = self._samples, self._push
             self._servers.decide()
         self._push = {}
         self.step += 1
@@ -204,7 +204,6 @@ class World:
             (self.random.randint(0, 150 * self.count), rank) for rank in self.random.sample(list(ranks), deaths)
         )
         self.dead: set[int] = set()
-        self.zombies: set[int] = set()
         self._killed: set[int] = set()
         self._speeds = {rank: self.random.choice((0.1, 1.0, 1.0)) for rank in ranks}
         self._turns = {rank: threading.Semaphore(0) for rank in ranks}
@@ -265,9 +264,7 @@ class World:
             if rank in self.finished:
                 continue
             self.dead.add(rank)
-            if self.random.random() < 0.3:
-                self.zombies.add(rank)  # It was stopped, was taken for dead, and goes on.
-            else:
+            if self.random.random() < 0.7:  # Else it was stopped, was taken for dead, and goes on.
                 self._killed.add(rank)
             self.views.append(self.views[-1] - {rank})
             self.servers.remove(rank)

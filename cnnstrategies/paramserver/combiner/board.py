@@ -9,7 +9,8 @@ from torch import Tensor
 
 NEVER = -1
 _ALIGNED = 64  # bytes of a cache line
-_HEAD = ("led", "begun", "ended")
+_LED, _BEGUN, _ENDED = range(3)  # places of the marks that there is one of
+_HEAD = 3
 _lock = threading.Lock()
 
 
@@ -32,8 +33,8 @@ class Board:
         count = len(parameters)
         places = _places(parameters)
         # Marks are kept one higher, so that memory of zeros says: never.
-        self._head = np.frombuffer(memory, np.int64, len(_HEAD))
-        self._samples = np.frombuffer(memory, np.float64, 1, offset=8 * len(_HEAD))
+        self._head = np.frombuffer(memory, np.int64, _HEAD)
+        self._samples = np.frombuffer(memory, np.float64, 1, offset=8 * _HEAD)
         self._given = np.frombuffer(memory, np.int64, count, offset=_ALIGNED)
         self._there = np.frombuffer(memory, np.int64, count, offset=_ALIGNED + 8 * count)
         areas: list[list[Tensor]] = [[], []]
@@ -48,12 +49,12 @@ class Board:
     @property
     def begun(self) -> int:
         """The step whose gradients are being given; :data:`NEVER` before the first."""
-        return self._read(1)
+        return self._read(_BEGUN)
 
     @property
     def ended(self) -> int:
         """The last step of which no more gradients come; :data:`NEVER` before the first."""
-        return self._read(2)
+        return self._read(_ENDED)
 
     @property
     def samples(self) -> float:
@@ -63,7 +64,7 @@ class Board:
     def begin(self, step: int, samples: float) -> None:
         """Gradients of a step follow."""
         self._samples[0] = samples
-        self._write(1, step)
+        self._write(_BEGUN, step)
 
     def give(self, index: int, gradient: Tensor, step: int) -> None:
         """Show a gradient of a step that was begun."""
@@ -80,18 +81,18 @@ class Board:
 
     def end(self, step: int) -> None:
         """What was not given has no gradient in the step."""
-        self._write(2, step)
+        self._write(_ENDED, step)
 
     # Of the one that leads the node
 
     @property
     def led(self) -> int:
         """The step with which it began to lead; :data:`NEVER` if it does not."""
-        return self._read(0)
+        return self._read(_LED)
 
     def lead(self, step: int) -> None:
         """The values are there that a step begins with: from now on they are kept up to date."""
-        self._write(0, step)
+        self._write(_LED, step)
 
     def show(self, index: int, value: Tensor, mark: int) -> None:
         """Show a parameter's value.

@@ -71,8 +71,9 @@ class StepSum:
                 return False
             self._weights = {rank: board.samples for rank, board in others.items()}
             engine.begin_step(self._groups, self._samples + sum(self._weights.values()))
+        give_more = [board for board in others.values() if board.ended < self._step]
         for index in list(self._open):
-            if all(board.ended >= self._step or board.has_given(index, self._step) for board in others.values()):
+            if all(board.has_given(index, self._step) for board in give_more):
                 del self._open[index]
                 mean = self._mean(index, others.keys())
                 if mean is not None:

@@ -162,8 +162,7 @@ class CombinedWorker:
         self._given.clear()
         self._counters.samples += samples
         if self._engine is not None:
-            self._sum = StepSum(self.step, groups, samples, {}, self._others, self._alive, self._sums)
-            self._sum.advance(self._engine)
+            self._add_up(self.step, {}).advance(self._engine)
         else:
             self._own.begin(self.step, samples)
 
@@ -206,6 +205,11 @@ class CombinedWorker:
             self._finish()
         self.step += 1
         self._exact = False
+
+    def _add_up(self, step: int, own: dict[int, Tensor]) -> StepSum:
+        """Begin a step's sum, for the leader."""
+        self._sum = StepSum(step, *self._begun, own, self._others, self._alive, self._sums)
+        return self._sum
 
     def _finish(self) -> None:
         """Wait for the others' gradients, and push the rest."""
@@ -319,7 +323,7 @@ class CombinedWorker:
         if self.step == step + 1:
             # The servers have not made the step whose gradients all workers of the node have given, or will.
             own = {index: self._own.gradients[index] for index in self._given}
-            self._sum = StepSum(step, *self._begun, own, self._others, self._alive, self._sums)
+            self._add_up(step, own)
             self._finish()
             self._exact = False
         else:
