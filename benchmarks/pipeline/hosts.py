@@ -70,7 +70,8 @@ def limit(names: Sequence[str], megabits: int) -> None:
         megabits: Mbit/s in each direction.
     """
     # What may pass at once after a pause: two milliseconds' worth, else small messages would not notice the limit.
-    shape = f"root tbf rate {megabits}mbit burst {max(32, megabits // 4)}kb latency 50ms"
+    # By a handle of its own: a limit that were changed would wait for ever with a packet that is larger than its burst.
+    shape = f"root handle {megabits:x}: tbf rate {megabits}mbit burst {max(32, megabits // 4)}kb latency 50ms"
     for number, name in enumerate(names):
         sh(f"ip netns exec {name} tc qdisc replace dev eth0 {shape}")
         sh(f"ip netns exec {SWITCH} tc qdisc replace dev port{number} {shape}")
