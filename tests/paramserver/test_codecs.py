@@ -93,6 +93,13 @@ def test_one_long_step_is_no_change_and_two_are() -> None:
 
 
 @pytest.mark.light
+def test_what_a_link_hides_while_it_changes_is_found_when_it_has_settled() -> None:
+    """The steps of the first round all take as long, since the link still loses packets."""
+    run = Run().steps(100, FAST).steps(12, (1.6, 1.6, 1.6)).steps(12, SLOW)
+    assert run.choosers[0].chosen == 2
+
+
+@pytest.mark.light
 @pytest.mark.parametrize("seed", range(5))
 def test_what_differs_all_the_time_is_a_change_no_more_and_a_great_change_still_is(seed: int) -> None:
     run = Run(noise=0.3, seed=seed).steps(1500, (0.2, 0.24, 0.3))

@@ -47,8 +47,8 @@ class CodecChooser:
     """Finds the rung of a ladder with which steps take the least time, and again when that time changes for good.
 
     A round compares the present rung with its neighbours, step by step in turns, and climbs while that gains. Rounds
-    come when the time of steps has changed, and now and then without a change: seldom where they find nothing, and so
-    seldom that they cost 1 % at most. A change is found by two one-sided cumulative sums (Page, "Continuous Inspection
+    come when the time of steps has changed, twice if the first finds nothing, and now and then without a change: seldom
+    where they find nothing, and so seldom that they cost 1 % at most. A change is found by two one-sided cumulative sums (Page, "Continuous Inspection
     Schemes", Biometrika 1954) of the logarithm of the time.
 
     Where all workers step together each has a chooser of its own, which is given nearly the same times as the others.
@@ -91,7 +91,10 @@ class CodecChooser:
         while True:
             change, last = yield from self._watch(times, wait, slack)
             before, self._cost = self.chosen, 0.0
-            times = yield from self._climb([last] if change else [], (-1, 1) if change < 0 else (1, -1))
+            directions = (-1, 1) if change < 0 else (1, -1)
+            times = yield from self._climb([last] if change else [], directions)
+            if change and self.chosen == before:  # A link that has just become slow still loses packets.
+                times = yield from self._climb([(yield self.chosen)], directions)
             if self.chosen != before:
                 wait, slack = WAIT, SLACK
             else:
