@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,17 @@ def endpoint():
     return f"tcp://127.0.0.1:{free_port()}"
 
 
+def until_it_listens(endpoint):
+    host, _, port = endpoint.removeprefix("tcp://").partition(":")
+    deadline = time.monotonic() + 60
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                return
+        assert time.monotonic() < deadline, f"nobody listens at {endpoint}"
+        time.sleep(0.01)
+
+
 def test_who_comes_after_all_have_left_is_told(tmp_path):
     with Run(tmp_path, 2, 1) as run:
         for rank in range(2):
@@ -49,19 +61,18 @@ def test_a_worker_that_is_ahead_knocks_until_the_coordinator_of_its_session_is_t
         while True:
             collectives.membership.wait_newer(collectives.membership.current().number, 10)
 
-    with (
-        Run(tmp_path, 2, endpoint=endpoint) as first,
-        Run(tmp_path, 2, options={"session": 1}, endpoint=endpoint) as run,
-    ):
-        run.worker(1, fail)
-        first.worker(0, gather_often)
-        time.sleep(0.3)
-        first.worker(1, gather_often)
-        for rank in range(2):
-            assert first.result("worker", rank, 0) == [[0, 1]] * 50
-        run.worker(0, lambda collectives: collectives.gather(None))
-        for rank in range(2):
-            assert run.result("worker", rank, 0) == "RunEnded: session 1 has failed"
+    with Run(tmp_path, 2, endpoint=endpoint) as first:
+        until_it_listens(endpoint)  # Else the other coordinator may come first, and this one waits for its end.
+        with Run(tmp_path, 2, options={"session": 1}, endpoint=endpoint) as run:
+            run.worker(1, fail)
+            first.worker(0, gather_often)
+            time.sleep(0.3)
+            first.worker(1, gather_often)
+            for rank in range(2):
+                assert first.result("worker", rank, 0) == [[0, 1]] * 50
+            run.worker(0, lambda collectives: collectives.gather(None))
+            for rank in range(2):
+                assert run.result("worker", rank, 0) == "RunEnded: session 1 has failed"
 
 
 def test_who_knocks_again_before_the_answer_has_come_is_the_same(tmp_path):
