@@ -37,7 +37,7 @@ STRATEGIES = ("parameter server", "ddp")
 CORES = 0.5
 AN_HOUR = 75  # faults
 CALM = 1 / 6  # of the storm's length: without faults, half of it before the storm and half of it after
-SETTLE = 30.0  # seconds after the quotas are set: each host starts a spare program for a server meanwhile
+SETTLE = 30.0  # seconds after the quotas are set
 PATIENCE = 180.0  # seconds after the storm, for the run to be whole again
 PRESENT = 5.0  # seconds for which all servers are there before one of them is hit: the copies are complete
 ABSENT = 30.0  # seconds to wait for what is to be hit
@@ -183,9 +183,9 @@ def write(given: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         f"""{__doc__}
 A storm of {given.minutes:g} minutes with {AN_HOUR} faults an hour, seed {given.seed}; {CORES} cores for a host.
 SmallCNN on the digits in batches of 32 for each worker, in epochs of {REPEATS} times all training images. The parameter
-server runs in mode async with `data_dispatch: dynamic`, `replication: 2` and `max_restarts`, encrypted. The same run
-without faults is measured for {60 * given.minutes * CALM / 2:.0f} s before the storm and as long after it. What was
-lost and done again counts once.
+server runs in mode async with `data_dispatch: dynamic`, `replication: 2`, `max_restarts` and `start_method: fork`,
+encrypted. The same run without faults is measured for {60 * given.minutes * CALM / 2:.0f} s before the storm and as
+long after it. What was lost and done again counts once.
 
 | | {" | ".join(STRATEGIES)} |
 |---|---|---|

@@ -99,18 +99,20 @@ def schedule(seed: int, seconds: float, an_hour: float) -> list[Fault]:
 
 def find(group: Group, what: str) -> int | None:
     """The process of a host that is a worker, the server or the coordinator; None if it is not there."""
+    fits = {}
     for pid in map(int, (group.folder / "cgroup.procs").read_text().split()):
         try:
             title = Path(f"/proc/{pid}/comm").read_text().strip()
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            status = Path(f"/proc/{pid}/status").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if what == "worker" and b"\0LOCAL_RANK=" in b"\0" + environment and b"\0fit\0" in command:
-            return pid
         if what != "worker" and title.startswith(f"ps-{what}"):
             return pid
-    return None
+        if b"\0fit\0" in command and not title.startswith("ps-"):
+            fits[pid] = int(status.partition("PPid:")[2].split()[0])
+    # The process that has started `fit`, or torchrun's agent, is not hit.
+    return next((pid for pid, parent in fits.items() if what == "worker" and parent in fits), None)
 
 
 def play(kind: Kind, fault: Fault, pid: int | None, names: Sequence[str]) -> None:
