@@ -48,8 +48,8 @@ class CodecChooser:
 
     A round compares the present rung with its neighbours, step by step in turns, and climbs while that gains. Rounds
     come when the time of steps has changed, twice if the first finds nothing, and now and then without a change: seldom
-    where they find nothing, and so seldom that they cost 1 % at most. A change is found by two one-sided cumulative sums (Page, "Continuous Inspection
-    Schemes", Biometrika 1954) of the logarithm of the time.
+    where they find nothing, and so seldom that they cost 1 % at most. A change is found by two one-sided cumulative
+    sums (Page, "Continuous Inspection Schemes", Biometrika 1954) of the logarithm of the time.
 
     Where all workers step together each has a chooser of its own, which is given nearly the same times as the others.
     So that they try the same at the same time, only even steps try, and rounds without a change begin at multiples of

@@ -1,0 +1,55 @@
+"""All ranks begin with rank 0's state, and none of its messages keeps signs of life waiting for long."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cnnstrategies.strategies.parameter_server.buffers import PIECE_BYTES, take_state_of_rank_zero
+
+pytestmark = pytest.mark.light
+
+
+class Group:
+    """Rank 0 says what rank 1 then hears."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.said: list[list[Tensor]] = []
+
+    def broadcast(self, value: list[Tensor], source: int) -> Any:
+        if self.rank == 0:
+            self.said.append([tensor.clone() for tensor in value])
+            return value
+        return self.said.pop(0)
+
+
+def network(seed: int) -> nn.Module:
+    """Large and small tensors of several types, one without elements and some that are not contiguous."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = [
+        nn.Linear(700, 1100),
+        nn.BatchNorm2d(5),
+        nn.Conv2d(300, 400, 3),
+        nn.Linear(3, 4).double(),
+    ]
+    module = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    module.register_buffer("empty", torch.empty(0, 3))
+    module.register_buffer("halves", torch.randn(2 * PIECE_BYTES).half().t())
+    module.register_buffer("count", torch.tensor(seed))
+    return module
+
+
+def test_every_rank_has_the_state_of_rank_zero_and_no_message_is_large() -> None:
+    first, second, group = network(1), network(2), Group()
+    expected = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+    take_state_of_rank_zero(first, group)  # type: ignore[arg-type]
+    sizes = [sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in group.said]
+    assert max(sizes) <= PIECE_BYTES
+    assert len(sizes) <= sum(sizes) / PIECE_BYTES * 2 + 1  # What is small goes together.
+    group.rank = 1
+    take_state_of_rank_zero(second, group)  # type: ignore[arg-type]
+    for name, tensor in expected.items():
+        assert torch.equal(second.state_dict()[name], tensor), name
+        assert torch.equal(first.state_dict()[name], tensor), name
