@@ -7,6 +7,7 @@ turns: the same seed has the same first weights, images and batches in every row
 number of workers. Validation accuracy after the last epoch, in percent, and its standard deviation over the seeds.
 """
 
+import copy
 import math
 import statistics
 import tempfile
@@ -84,24 +85,37 @@ def digits(seed: int) -> tuple[Tensor, Tensor]:
     return images[order], targets[order]
 
 
-def measure(name: str) -> float:
-    """The accuracy after the last epoch."""
-    run, variant, _ = name.split(": ")
-    count, epochs, seed = int(run.split()[0]), int(run.split()[2]), int(name.split()[-1])
-    options = dict(VARIANTS[variant])
-    if variant.endswith(WARM_UP):
-        options["compression_warmup"] = EPOCHS[epochs] * STEPS
-    images, targets = digits(seed)
-    torch.manual_seed(seed)
-    replicas: list[nn.Module] = [SmallCNN(10, widths=[32, 64]) for _ in range(count)]
+def train(
+    replicas: list[nn.Module],
+    options: dict[str, Any],
+    data: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    epochs: int,
+    seed: int,
+) -> list[float]:
+    """Train replicas, which take turns, by a learning rate that falls along a cosine.
+
+    Args:
+        replicas: With the same weights.
+        options: Of the parameter server.
+        data: Images and targets.
+        held_out: The same, for validation.
+        epochs: How many.
+        seed: Of the batches.
+
+    Returns:
+        The accuracy after each epoch, in percent.
+    """
+    images, targets = data
+    reached = []
     optimizer = torch.optim.SGD(replicas[0].parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.0005)
-    specification = Specification.of(replicas[0].named_parameters(), optimizer, count, **options)
+    specification = Specification.of(replicas[0].named_parameters(), optimizer, len(replicas), **options)
     with connected(specification, replicas) as workers:
         for epoch in range(epochs):
             optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * epoch / epochs))
-            order = torch.randperm(TRAINED, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch))
             for batch in order.split(BATCH):
-                for part, replica, worker in zip(batch.chunk(count), replicas, workers, strict=True):
+                for part, replica, worker in zip(batch.chunk(len(replicas)), replicas, workers, strict=True):
                     replica.zero_grad()
                     loss = F.cross_entropy(replica(images[part]), targets[part], label_smoothing=0.05)
                     loss.backward()
@@ -112,7 +126,22 @@ def measure(name: str) -> float:
                     worker.end_step()
                 for worker in workers:
                     worker.wait_all()
-    return accuracy(replicas, images[TRAINED:], targets[TRAINED:])
+            reached.append(accuracy(copy.deepcopy(replicas), *held_out))
+    return reached
+
+
+def measure(name: str) -> float:
+    """The accuracy after the last epoch."""
+    run, variant, _ = name.split(": ")
+    count, epochs, seed = int(run.split()[0]), int(run.split()[2]), int(name.split()[-1])
+    options = dict(VARIANTS[variant])
+    if variant.endswith(WARM_UP):
+        options["compression_warmup"] = EPOCHS[epochs] * STEPS
+    images, targets = digits(seed)
+    torch.manual_seed(seed)
+    replicas: list[nn.Module] = [SmallCNN(10, widths=[32, 64]) for _ in range(count)]
+    held_out = images[TRAINED:], targets[TRAINED:]
+    return train(replicas, options, (images[:TRAINED], targets[:TRAINED]), held_out, epochs, seed)[-1]
 
 
 @torch.no_grad()

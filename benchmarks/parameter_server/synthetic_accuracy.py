@@ -1,0 +1,100 @@
+"""What is compressed both ways, on a made-up task that needs 20 epochs. Target: within half a point of no compression.
+
+    python benchmarks/parameter_server/synthetic_accuracy.py
+
+Each class is a coarse pattern; an image is the pattern of its class, shifted at random, under noise that is one and a
+half times as strong. Mode sync: without compression its steps are DDP's. A server and all workers are in one process
+and take turns: the same seed has the same task, first weights and batches in every row. *Corrected* is Deep Gradient
+Compression: with momentum correction, and a warm-up over 4 epochs.
+"""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import fits  # noqa: F401  # First: it makes the pipeline's benchmarks importable.
+import torch
+from dgc_accuracy import BATCH, train
+from pieces import Pieces, parser
+from ranks import report
+from torch import Tensor, nn
+
+from cnnstrategies.networks import SmallCNN
+
+WORKERS, EPOCHS, SEEDS = 2, 20, 5
+CLASSES, SIZE, CELLS = 10, 16, 4
+TRAINED, HELD_OUT = 1280, 2048
+NOISE = 1.5
+SHOWN = (5, 10, 20)  # epochs
+CORRECTED = {"momentum_correction": True, "compression_warmup": 80}  # steps: 4 epochs
+
+
+def both(compression: str, **options: Any) -> dict[str, Any]:
+    """Compressed in the same way both ways."""
+    return {"compression": compression, "pull_compression": compression, **options}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "fp16": both("fp16"),
+    "topk 5 %": both("topk", compression_ratio=0.05),
+    "topk 5 %, corrected": both("topk", compression_ratio=0.05, **CORRECTED),
+    "topk 1 %": both("topk", compression_ratio=0.01),
+    "topk 1 %, corrected": both("topk", compression_ratio=0.01, **CORRECTED),
+    "onebit": both("onebit"),
+}
+
+
+def task(seed: int) -> tuple[Tensor, Tensor]:
+    """Images (N, 1, 16, 16) and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    cells = torch.randn(CLASSES, CELLS, CELLS, generator=generator)
+    patterns = cells.repeat_interleave(SIZE // CELLS, 1).repeat_interleave(SIZE // CELLS, 2)
+    targets = torch.randint(CLASSES, (TRAINED + HELD_OUT,), generator=generator)
+    shifts = torch.randint(SIZE, (2, len(targets), 1, 1), generator=generator)
+    rows, columns = ((torch.arange(SIZE) + shift).remainder(SIZE) for shift in shifts)
+    images = patterns[targets[:, None, None], rows.transpose(1, 2), columns]
+    noise = torch.randn(images.shape, generator=generator)
+    return (images + NOISE * noise)[:, None] / (1 + NOISE**2) ** 0.5, targets
+
+
+def measure(name: str) -> list[float]:
+    """The accuracy after each epoch."""
+    variant, _, number = name.partition(": seed ")
+    seed = int(number)
+    images, targets = task(seed)
+    torch.manual_seed(seed)
+    replicas: list[nn.Module] = [SmallCNN(CLASSES, widths=[16, 32]) for _ in range(WORKERS)]
+    data, held_out = ((images[part], targets[part]) for part in (slice(TRAINED), slice(TRAINED, None)))
+    return train(replicas, VARIANTS[variant], data, held_out, EPOCHS, seed)
+
+
+def main() -> None:
+    """Measure what is missing; write the page when nothing is."""
+    options = parser(__doc__).parse_args()
+    torch.set_num_threads(1)
+    pieces = Pieces(options)
+    names = {variant: [f"{variant}: seed {seed}" for seed in range(SEEDS)] for variant in VARIANTS}
+    if not pieces.measure([name for each in zip(*names.values(), strict=True) for name in each], measure):
+        return
+    found = {variant: [pieces.known[name] for name in each] for variant, each in names.items()}
+    rows = [("both ways", *(f"after {epoch} epochs" for epoch in SHOWN), "difference at the end, in pairs")]
+    for variant, each in found.items():
+        means = (f"{statistics.mean(reached[epoch - 1] for reached in each):.2f}" for epoch in SHOWN)
+        pairs = [one[-1] - other[-1] for one, other in zip(each, found["none"], strict=True)]
+        difference = "" if variant == "none" else f"{statistics.mean(pairs):+.2f} ± {statistics.stdev(pairs):.2f}"
+        rows.append((variant, *means, difference))
+    report(
+        Path(__file__).with_suffix(".md"),
+        "Compressed both ways on a made-up task",
+        f"{__doc__}\n{CLASSES} classes, {TRAINED} images of {SIZE} x {SIZE} for training and {HELD_OUT} for "
+        f"validation, steps of {BATCH} images on {WORKERS} workers; SmallCNN, SGD with Nesterov's momentum of 0.9. "
+        f"Validation accuracy in percent, means over {SEEDS} seeds, and the mean and standard deviation of the "
+        "differences to no compression with the same seed.",
+        rows,
+        "one thread",
+    )
+
+
+if __name__ == "__main__":
+    main()
