@@ -1,6 +1,6 @@
 """Keeps what the servers do not hold, the buffers, the same on all workers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +14,25 @@ PIECE_BYTES = 1 << 20  # 0.8 s over 10 Mbit/s: signs of life go the same way, an
 def take_state_of_rank_zero(module: nn.Module, group: WorkerGroup) -> None:
     """Start from rank 0's parameters and buffers on every rank; they come in pieces."""
     state = (*module.parameters(), *module.buffers())
-    parts: list[list[Tensor]] = [[] for _ in state]
-    for piece in _pieces(state):
-        own = [state[index].detach().reshape(-1)[start:stop] for index, start, stop in piece] if group.rank == 0 else []
-        for (index, _, _), part in zip(piece, group.broadcast(own, 0), strict=True):
-            parts[index].append(part)
+    flat = [tensor.detach().reshape(-1) for tensor in state]
+    for piece in _pieces(part for one in flat for part in torch.split(one, PIECE_BYTES // one.element_size())):
+        for part, value in zip(piece, group.broadcast(piece if group.rank == 0 else [], 0), strict=True):
+            part.copy_(value)
     with torch.no_grad():
-        for tensor, own in zip(state, parts, strict=True):
-            tensor.copy_(torch.cat(own).reshape(tensor.shape))
+        for tensor, one in zip(state, flat, strict=True):  # Of what is not contiguous the flat one is a copy.
+            tensor.copy_(one.reshape(tensor.shape))
 
 
-def _pieces(state: Sequence[Tensor]) -> Iterator[list[tuple[int, int, int]]]:
-    """Parts of tensors that are sent together: the index of each, and its first element and the one after its last."""
-    piece: list[tuple[int, int, int]] = []
+def _pieces(parts: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Those that are sent together."""
+    piece: list[Tensor] = []
     size = 0
-    for index, tensor in enumerate(state):
-        most = PIECE_BYTES // tensor.element_size()
-        for start in range(0, max(1, tensor.numel()), most):
-            stop = min(tensor.numel(), start + most)
-            nbytes = (stop - start) * tensor.element_size()
-            if piece and size + nbytes > PIECE_BYTES:
-                yield piece
-                piece, size = [], 0
-            piece.append((index, start, stop))
-            size += nbytes
+    for part in parts:
+        if piece and size + part.nbytes > PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(part)
+        size += part.nbytes
     if piece:
         yield piece
 
