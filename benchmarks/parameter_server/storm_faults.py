@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosts import SWITCH, limit
+from hosts import SWITCH, limit, shaped
 from quotas import Group
 from ranks import sh
 
@@ -145,7 +145,7 @@ def play(kind: Kind, fault: Fault, pid: int | None, names: Sequence[str]) -> Non
 
 def _make_bad(name: str, port: str) -> None:
     """Lose packets by chance and let others wait. A packet filter and tbf do it: not every kernel has netem."""
-    shape = f"root handle {BAD_MEGABITS:x}: tbf rate {BAD_MEGABITS}mbit burst {BAD_MEGABITS // 4}kb latency 50ms"
+    shape = shaped(BAD_MEGABITS, BAD_MEGABITS // 4)
     # Load a random number; if it is above the share that is lost, go on with what other filters say; else drop.
     passes = f"4,32 0 0 {RANDOM},53 1 0 {round(LOSS * 2**32)},6 0 0 2,6 0 0 {2**32 - 1},"
     for place, device in ((SWITCH, port), (name, "eth0")):

@@ -70,11 +70,22 @@ def limit(names: Sequence[str], megabits: int) -> None:
         megabits: Mbit/s in each direction.
     """
     # What may pass at once after a pause: two milliseconds' worth, else small messages would not notice the limit.
-    # By a handle of its own: a limit that were changed would wait for ever with a packet that is larger than its burst.
-    shape = f"root handle {megabits:x}: tbf rate {megabits}mbit burst {max(32, megabits // 4)}kb latency 50ms"
+    shape = shaped(megabits, max(32, megabits // 4))
     for number, name in enumerate(names):
         sh(f"ip netns exec {name} tc qdisc replace dev eth0 {shape}")
         sh(f"ip netns exec {SWITCH} tc qdisc replace dev port{number} {shape}")
+
+
+def shaped(megabits: int, burst: int) -> str:
+    """What `tc qdisc replace` takes for a limit.
+
+    It has a handle of its own: one that were changed would wait for ever with a packet that is larger than its burst.
+
+    Args:
+        megabits: Mbit/s.
+        burst: KB that may pass at once.
+    """
+    return f"root handle {megabits:x}: tbf rate {megabits}mbit burst {burst}kb latency 50ms"
 
 
 def environment(host: int, paths: Sequence[Path], **more: object) -> dict[str, str]:
