@@ -64,8 +64,8 @@ def watch() -> None:
             answer = watcher.ask(1.0)
             if answer is not None:
                 silent = {f"{one['role']} {one['id']}": one["silent"] for one in answer.fields["members"]}
-                fields = {name: answer.fields[name] for name in ("losses", "faults")}
-                print(json.dumps({"silent": silent, "sent": sent(), "at": time.monotonic(), **fields}), file=file)
+                seen = {"silent": silent, "losses": answer.fields["losses"], "sent": sent(), "at": time.monotonic()}
+                print(json.dumps(seen), file=file)
             time.sleep(PAUSE)
 
 
@@ -105,12 +105,9 @@ def measure(name: str, minutes: float) -> dict[str, Any]:
     members = sorted({member for answer in answers for member in answer["silent"]})
     return {
         "batches": sum(batches),
-        "answers": len(answers),
         "losses": answers[-1]["losses"],
-        "faults": [text for _, text in answers[-1]["faults"]],
         "load": 8e-6 * (answers[-1]["sent"] - answers[0]["sent"]) / seconds / MEGABITS,
         "silent": {member: max(answer["silent"].get(member, 0.0) for answer in answers) for member in members},
-        "present": min(len(answer["silent"]) for answer in answers),
     }
 
 
