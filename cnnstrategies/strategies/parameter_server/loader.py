@@ -94,7 +94,8 @@ class BatchDispatch:
                 f"val_check_interval={trainer.val_check_interval}: with data_dispatch: dynamic workers make different "
                 "numbers of steps, so they validate at the end of an epoch; use 1.0, or data_dispatch: static"
             )
-        return DispatchedLoader(dataloader, lambda: trainer.current_epoch, self._begin, self._take)
+        progress = trainer.fit_loop.epoch_progress  # `current_epoch` lags behind when loading begins after a resume.
+        return DispatchedLoader(dataloader, lambda: progress.current.processed, self._begin, self._take)
 
     def _begin(self, epoch: int, batches: int) -> None:
         workers = self._group.world_size
