@@ -71,12 +71,15 @@ class Collectives:
         """
         return self._collect(value, operation)
 
-    def start(self) -> Gathered:
+    def start(self, midway: bool = False) -> Gathered:
         """The end of the set-up: training begins when all are here.
 
         A worker that is started later is let in at a :meth:`boundary`, whose values it then gets.
+
+        Args:
+            midway: Whether it may also be let in after one, while the others take chunks of the epoch that began there.
         """
-        return self._collect(None, "start", seal=True)
+        return self._collect(None, "start", seal=True, **({MIDWAY: True} if midway else {}))
 
     def boundary(self, value: Any) -> Gathered:
         """Stand still together for a moment in which workers that were started later are let in.
@@ -136,8 +139,14 @@ class Collectives:
         message = self.membership.ask("take", {"epoch": epoch, "processed": processed})
         return Chunk(message.integer("epoch"), message.integer("start"), message.integer("stop"))
 
-    def _collect(self, value: Any, operation: str, seal: bool = False, boundary: bool = False) -> Gathered:
-        fields = {"operation": operation, "seal": seal, "boundary": boundary}
+    def give_back(self, epoch: int) -> None:
+        """Begin with an epoch, and leave to others what was taken of earlier ones before that was known."""
+        self.membership.ask("give_back", {"epoch": epoch})
+
+    def _collect(
+        self, value: Any, operation: str, seal: bool = False, boundary: bool = False, **more: bool
+    ) -> Gathered:
+        fields = {"operation": operation, "seal": seal, "boundary": boundary, **more}
         message = self.membership.ask("collect", fields, encode(value))
         if seal or boundary:
             self.membership.wait_newer(message.integer("view") - 1, self.membership.address.timeout)

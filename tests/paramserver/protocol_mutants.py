@@ -324,6 +324,48 @@ MUTANTS = [
         "",
         seed=662686,
     ),
+    ProtocolMutant(
+        "a worker comes back when the next epoch has begun for another",
+        "coordinator.dispatch:Dispatcher",
+        "self._met == max(self._epochs)",
+        "self._met in self._epochs",
+    ),
+    ProtocolMutant(
+        "nothing is left for who comes back in mid-epoch",
+        "coordinator.coordinator:Coordinator",
+        "self._roster.of_the_run.union(own)",
+        "self._roster.of_the_run",
+    ),
+    ProtocolMutant(
+        "what was left for who comes back goes to the next epoch without it",
+        "coordinator.dispatch:Dispatcher",
+        "if needs_one and not epoch.waiting:",
+        "if False:",
+    ),
+    ProtocolMutant(
+        "what was loaded before a worker knew its epoch is lost",
+        "coordinator.dispatch:Dispatcher",
+        "for number in [one for one in self._epochs if one < before]:",
+        "for number in ():",
+    ),
+    ProtocolMutant(
+        "what a worker leaves behind that dies late waits in an epoch that is over",
+        "coordinator.dispatch:Dispatcher",
+        "self._epochs[max(self._epochs)].waiting.extendleft",
+        "self._epochs[min(self._epochs)].waiting.extendleft",
+    ),
+    ProtocolMutant(
+        "who has come back in mid-epoch forgets what the others were told",
+        "coordinator.memory:Memory",
+        "            if MIDWAY in asked.fields:",
+        "            if False:",
+    ),
+    ProtocolMutant(
+        "one comes back in mid-epoch after a boundary that has let others in",
+        "coordinator.meetings:Rounds",
+        "(it.midway and not since)",
+        "it.midway",
+    ),
 ]
 
 

@@ -49,16 +49,16 @@ class Run:
         return self.say(peer, "collect", operation=operation, sequence=sequence, **fields)
 
     def trains(self):
-        """The two have met at the first boundary, and have begun an epoch of ten chunks."""
+        """The two have begun an epoch of ten chunks, and have met at the first boundary."""
         for peer in (SERVER, ZERO, ONE):
             self.say(peer, "hello", **HELLO)
         for operation, fields in (("start", {"seal": True}), ("boundary", {"boundary": True})):
             for peer in (ZERO, ONE):
+                self.say(peer, "epoch", epoch=0, samples=10, chunk=1)
                 self.collect(peer, operation, self.sequence, **{"seal": False, "boundary": False} | fields)
             self.beats(SERVER, ZERO, ONE)
             self.sequence += 1
         for peer in (ZERO, ONE):
-            self.say(peer, "epoch", epoch=0, samples=10, chunk=1)
             self.say(peer, "take", epoch=0, processed=0, ordinal=0)
 
     def joins(self):
@@ -205,9 +205,9 @@ def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
 def test_who_joins_gets_what_the_others_can_spare():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 3, 1)
-    assert dispatcher.can_spare((0, 1))
+    assert dispatcher.can_spare((0, 1), others=True)
     assert len(dispatcher.take(5, 0, 0, (0, 1), 0, 0.0)) == 1
-    assert not dispatcher.can_spare((0, 1))
+    assert not dispatcher.can_spare((0, 1), others=True)
     assert not dispatcher.take(5, 0, 0, (0, 1), 1, 0.0)
     assert dispatcher.take(0, 0, 0, (0, 1), 0, 0.0)
     assert dispatcher.take(1, 0, 0, (0, 1), 0, 0.0)

@@ -37,7 +37,7 @@ from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, 
 TICK = "tick"
 # What each role sends once it has registered.
 REQUESTS = {
-    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "notice", "end", "give"}),
+    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "give_back", "notice", "end", "give"}),
     SERVER: frozenset({"leave", "get", "give", "notice"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
@@ -66,7 +66,7 @@ class Coordinator:
         self._dispatcher = Dispatcher()
         if settings.elastic:
             self._roster.done = lambda: self._dispatcher.done
-        self._rounds = Rounds(self._roster, self._answer, settings.essential)
+        self._rounds = Rounds(self._roster, self._answer, self._dispatcher.meet, settings.essential)
         self._values = Values(self._answer)
         self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
         self._history = self._admission.history
@@ -85,6 +85,7 @@ class Coordinator:
             "get": lambda now, member, message: self._values.get(member.peer, message),
             "epoch": self._handouts.epoch,
             "take": self._handouts.take,
+            "give_back": self._handouts.give_back,
             "notice": self._handouts.notice,
             "give": self._handouts.give,
             "end": self._end_by,
@@ -344,12 +345,21 @@ class Coordinator:
         if self._ended is not None:
             return
         self._rounds.complete(now)
-        if self._rounds.may_let_in and self._dispatcher.can_spare(self._roster.of_the_run):
-            self._rounds.let_in(now)
+        self._let_in(now)
         self._rounds.release()
         reason = self._rounds.over
         if reason is not None:
             self._finish(reason)
+
+    def _let_in(self, now: float) -> None:
+        """Let those in after a boundary who find something to do."""
+        newcomers = self._rounds.newcomers
+        if not newcomers:
+            return
+        joiners = [one for one in newcomers if self._roster.is_elastic(WORKER, one)]
+        own = [one for one in newcomers if one not in joiners and self._dispatcher.may_come(one)]
+        if (own or joiners) and self._dispatcher.can_spare(self._roster.of_the_run.union(own), others=bool(joiners)):
+            self._rounds.let_in(now, own + joiners)
 
     def _died(self, now: float, sender: Peer, message: Message) -> None:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")

@@ -73,6 +73,7 @@ class Dispatcher:
         self._epochs: dict[int, _Epoch] = {}
         self._chunk = 1  # samples, of the newest epoch
         self._speeds = Speeds()
+        self._met: int | None = None  # the epoch at whose beginning the workers of this coordinator have met last
         self._done: dict[int, set[int]] = {}  # where chunks begin that those have worked on who joined and left
 
     def begin(self, number: int, samples: int, chunk: int) -> None:
@@ -130,8 +131,13 @@ class Dispatcher:
         share.asked, share.last = ordinal, none
         share.advance(processed)
         self._speeds.heard(worker, number, processed, now)
-        idle = sum(1 for other in workers if other != worker and not self._has_some(epoch, other))
-        if not epoch.waiting or ((share.taken or worker not in workers) and len(epoch.waiting) <= idle):
+        idle = {other for other in workers if other != worker and not self._has_some(epoch, other)}
+        needs_one = worker in workers and not share.taken
+        if needs_one and not epoch.waiting:
+            # It was let in late, and what was left for it waits in the next epoch, which has begun for another.
+            epoch, needs_one = self._epochs[max(self._epochs)], False
+            idle = {other for other in workers if not self._has_some(epoch, other)}
+        if not epoch.waiting or (not needs_one and len(epoch.waiting) <= len(idle)):
             return none
         if share.taken and self._others_end_sooner(epoch, worker, workers, now):
             return none
@@ -191,12 +197,41 @@ class Dispatcher:
         if epoch is not None and worker in epoch.shares:
             epoch.shares[worker].advance(processed)
 
-    def can_spare(self, workers: Collection[int]) -> bool:
-        """Whether one that joins now would get something of the newest epoch, whose own workers are these."""
+    def give_back(self, worker: int, before: int) -> None:
+        """A worker that was started again has taken chunks before it knew in which epoch the others are.
+
+        It works on none of them.
+
+        Args:
+            worker: Which one.
+            before: The epoch in which it begins.
+        """
+        for number in [one for one in self._epochs if one < before]:
+            self._take_back(self._epochs[number].shares.pop(worker, _Share()))
+
+    def meet(self) -> None:
+        """All workers are at the beginning of the newest epoch: it has begun for each of them."""
+        self._met = max(self._epochs, default=None)
+
+    def may_come(self, worker: int) -> bool:
+        """Whether a worker of the run that was started again may begin with the epoch at whose beginning all have met.
+
+        Who has begun to load that very epoch may have been told that nothing is left of it. Once the next has begun
+        for anybody, nobody comes before all have met there.
+        """
+        return self._met is not None and self._met == max(self._epochs) and worker not in self._epochs[self._met].shares
+
+    def can_spare(self, workers: Collection[int], others: bool) -> bool:
+        """Whether those that come now would get something of the newest epoch.
+
+        Args:
+            workers: The run's own, with those that come now.
+            others: Whether one comes that is none of these.
+        """
         if not self._epochs:
             return False
         epoch = self._epochs[max(self._epochs)]
-        return len(epoch.waiting) > sum(1 for one in workers if not self._has_some(epoch, one))
+        return len(epoch.waiting) >= others + sum(1 for one in workers if not self._has_some(epoch, one))
 
     def _others_end_sooner(self, epoch: _Epoch, worker: int, workers: Collection[int], now: float) -> bool:
         """Whether the others, who still take chunks, have done all that wait before a worker has done one more.
@@ -227,12 +262,16 @@ class Dispatcher:
             joined: Whether it is none of the run's own: the next coordinator is told by nobody else what it has done.
         """
         self._speeds.forget(worker)
-        for epoch in self._epochs.values():
+        for epoch in reversed(self._epochs.values()):
             share = epoch.shares.pop(worker, None)
             if share is not None:
                 for chunk in share.worked if joined else ():
                     self._done.setdefault(chunk.epoch, set()).add(chunk.start)
-                epoch.waiting.extendleft(reversed(share.held))
+                self._take_back(share)
+
+    def _take_back(self, share: _Share) -> None:
+        """Give out next what is not processed, in the newest epoch: the others may have come to an older one's end."""
+        self._epochs[max(self._epochs)].waiting.extendleft(reversed(share.held))
 
     @staticmethod
     def _has_some(epoch: _Epoch, worker: int) -> bool:

@@ -58,6 +58,11 @@ class Handouts:
         fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
         self._answer(member.peer, Message(DONE, fields, request=message.request))
 
+    def give_back(self, now: float, member: Member, message: Message) -> None:
+        """A worker that begins with an epoch does not work on what it has taken of earlier ones."""
+        self._dispatcher.give_back(member.peer.id, message.integer("epoch"))
+        self._answer(member.peer, Message(DONE, request=message.request))
+
     def give(self, now: float, member: Member, message: Message) -> None:
         """A member hands over what the last coordinator knew."""
         self._restart.give(now, message)

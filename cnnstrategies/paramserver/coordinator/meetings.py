@@ -1,7 +1,7 @@
 """The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cnnstrategies.paramserver.coordinator.memory import MIDWAY
@@ -21,6 +21,7 @@ class _Contribution:
     asked: int
     operation: str
     frames: Sequence[Buffer]
+    midway: bool = False  # whether it may be let in after a boundary
 
 
 @dataclass
@@ -61,20 +62,29 @@ class Rounds:
 
     A worker that joins the run, and is none of its own, takes no part in its set-up nor in what the others do at the
     end of an epoch. It may be let in after a boundary, too, as long as the others have not met since: it is told then
-    what they were told there.
+    what they were told there. So may one of the run's own that says so, after a boundary that has let nobody in: all
+    know its result then, and this one too may have to hand it over.
 
     Args:
         roster: The members; its group and its seal change here.
         answer: Answers a request.
+        met: Called when all have met at a boundary.
         essential: Workers whose loss for ever ends the run.
 
     Attributes:
         sequence: How many are complete.
     """
 
-    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None], essential: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        answer: Callable[[Peer, Message], None],
+        met: Callable[[], None],
+        essential: Sequence[int] = (),
+    ) -> None:
         self._roster = roster
         self._answer = answer
+        self._met = met
         self._essential = essential
         self.sequence = 0
         self._log: dict[int, _Result] = {}
@@ -105,7 +115,8 @@ class Rounds:
         sequence, operation = message.integer("sequence"), message.string("operation")
         seal, boundary = message.flag("seal"), message.flag("boundary")
         peer, identity = member.peer, member.peer.id
-        contribution = _Contribution(peer, message.request, sequence, operation, message.frames)
+        midway = message.fields.get(MIDWAY) is True
+        contribution = _Contribution(peer, message.request, sequence, operation, message.frames, midway)
         if sequence < member.told:
             return None  # It came late: its sender knows that result, perhaps from a coordinator before this one.
         member.told = sequence
@@ -196,29 +207,27 @@ class Rounds:
             result.view = roster.number
         if boundary:
             self._boundary = result
+            self._met()
         self._hold(result, replies)
 
     @property
-    def _newcomers(self) -> dict[int, _Contribution]:
-        """Who waits to be let in and is none of the run's own workers."""
-        return {one: it for one, it in self._joiners.items() if self._roster.is_elastic(WORKER, one)}
-
-    @property
-    def may_let_in(self) -> bool:
-        """Whether somebody joins the run, and the others have not met since the boundary: there nobody is missed."""
+    def newcomers(self) -> list[int]:
+        """Who may be let in now, after a boundary since which the others have not met: nobody is missed then."""
         boundary = self._boundary
-        if boundary is None or self._pending or self._held or self._lacks or not self._newcomers:
-            return False
+        if not self._joiners or boundary is None or self._pending or self._held or self._lacks:
+            return []
         # Those who were let in at the boundary begin first: all meet once more for it.
         since = self.sequence - 1 - boundary.sequence
-        return since == bool(boundary.admitted) and (not since or self._operation == ADMITTED)
+        if since != bool(boundary.admitted) or (since and self._operation != ADMITTED):
+            return []
+        joiners = self._joiners.items()
+        return [one for one, it in joiners if self._roster.is_elastic(WORKER, one) or (it.midway and not since)]
 
-    def let_in(self, now: float) -> None:
-        """Let in those that join the run after a boundary, if they may be: they are told what it has told."""
-        boundary, joiners = self._boundary, self._newcomers
+    def let_in(self, now: float, newcomers: Collection[int]) -> None:
+        """Let some of these in after the boundary: they are told what it has told."""
+        boundary = self._boundary
         assert boundary is not None
-        for one in joiners:
-            del self._joiners[one]
+        joiners = {one: self._joiners.pop(one) for one in newcomers}
         self._roster.group |= joiners.keys()
         self._roster.publish()
         result = replace(boundary, sequence=self.sequence - 1, at=now, view=self._roster.number)
@@ -302,7 +311,7 @@ class Rounds:
             self._log[sequence] = result
         if sequence == self.sequence - 1:
             self._last = result
-            # One that has taken a worker's place since is not in the group: that result was not for it.
+            # One that has taken a worker's place since is not in the group, or asks for another: it was let in later.
             behind = self._behind & self._roster.group
             self._owed = {one: one in admitted for one in behind if one in ids or one in admitted}
         return self._found(now, sequence)

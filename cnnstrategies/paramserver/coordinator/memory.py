@@ -135,6 +135,8 @@ class Memory:
                 self._values[name] = True, reply.frames
             else:
                 self._values.setdefault(name, (False, asked.frames))
+        elif kind == "give_back":
+            self._epochs = {one: it for one, it in self._epochs.items() if one >= asked.integer("epoch")}
         elif kind == "epoch":
             number = asked.integer("epoch")
             self._epochs.setdefault(number, Taken(asked.integer("samples"), asked.integer("chunk")))
@@ -150,10 +152,13 @@ class Memory:
     def _told(self, asked: Message, reply: Message) -> None:
         """Keep the results of the set-up, for workers that are started again, and the last one of all.
 
-        One that was let in after a boundary was told of that what the others had been told, and more.
+        One that was let in after a boundary was told of that what the others had been told, and more. Who joins the run
+        has nothing to hand over: it may have been told of one that was not the last.
         """
         if MIDWAY in reply.fields:
             self._sealed = True
+            if MIDWAY in asked.fields:
+                self._last = Message(reply.kind, {**reply.fields, "admitted": []}, reply.frames)
             return
         self._last = reply
         if not self._sealed and not reply.flag("joined"):

@@ -14,6 +14,7 @@ BUSY = 1.5  # seconds in which faults begin
 HORIZON = 100.0  # no run takes longer
 PATIENT = 824  # the draw of whether a member may be silent for longer, as behind a link that is cut
 SILENCE = 5.0  # seconds for which one may be then: longer than any link is cut
+EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
 
 
@@ -27,7 +28,10 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     """
     workers, servers = 1 + int(4 * draw(seed, 41)), int(4 * draw(seed, 42))
     survivable = int(draw(seed, 43) < 0.5 and servers > 1)
-    restarts, epochs, nodes = int(3 * draw(seed, 44)), 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
+    eager = draw(seed, EAGER) < 0.25
+    meets = not eager or draw(seed, EAGER, 1) < 0.5
+    restarts = max(int(3 * draw(seed, 44)), eager)
+    epochs, nodes = 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
     elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
     silence = SILENCE if not elastic and draw(seed, PATIENT) < 0.2 else 0.0
     settings = CoordinatorSettings(
@@ -38,11 +42,12 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     places += [("worker", workers + one) for one in range(elastic)]
     places += [("coordinator", 0), *(("supervision", node) for node in range(nodes))]
     faults = Faults(seed, places, TIMEOUT, BUSY, removed)
-    faults.timed += [kill for kill in _kills(seed) if kill not in removed]
+    kills = _kills(seed) + [_kill_of_worker(seed, workers)] * eager
+    faults.timed += [kill for kill in kills if kill not in removed]
     world = World(seed, faults)
     if traced:
         world.trace = []
-    toys = Toys(world, settings, epochs, restarts, nodes, seed)
+    toys = Toys(world, settings, epochs, restarts, nodes, seed, eager, meets)
     invariants = Invariants(world, toys, settings, epochs)
     Joiners(seed, world, toys, elastic)
     violation = None
@@ -66,3 +71,8 @@ def _kills(seed: int) -> list[Fault]:
     """More deaths of the coordinator than others have."""
     many = int(draw(seed, 47) < 0.5) * (1 + int(draw(seed, 48) < 0.3))
     return [Fault("kill", "coordinator", 0, BUSY * draw(seed, 49, one), 0.0) for one in range(many)]
+
+
+def _kill_of_worker(seed: int, workers: int) -> Fault:
+    """One that is started again, when most have come to the second epoch: in the first nobody comes midway."""
+    return Fault("kill", "worker", int(workers * draw(seed, EAGER, 2)), BUSY * (0.7 + draw(seed, EAGER, 3)), 0.0)

@@ -338,6 +338,8 @@ class Invariants:
         # One that ends by itself, since it hears no coordinator, tells nobody what it has done.
         ends = ((str(one.peer), one.ended) for one in self._world.processes.values() if one.peer.role == WORKER)
         hit |= {name for name, ended in ends if ended is not None and not ended.clean}
+        for peer in log.idle:
+            raise ViolationError(f"13: {peer} was let in after a boundary, and got nothing to do")
         gone = log.joined - log.helped
         of_gone = {(epoch, sample) for epoch, sample, peer in log.processed if peer in gone}
         again = sorted(one for one in set(done) - of_gone if done.count(one) > 1)

@@ -19,6 +19,7 @@ from cnnstrategies.paramserver.simulation.world import Ask, Process, Program, Sl
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # collectives before training
 MARKS = 251  # that tell lives apart: a byte
+SLOW = 4  # times as long a chunk takes in runs whose workers come midway: an epoch is longer than a restart
 LOOK = 0.05  # seconds between two looks of a supervision at its processes
 
 
@@ -33,6 +34,7 @@ class Log:
         left: The workers that have come to the end.
         joined: Those that have joined the run.
         helped: Those of these that have left it.
+        idle: Workers of the run that were let in after a boundary and had nothing to do in that epoch.
     """
 
     results: dict[int, dict[Peer, Message]] = field(default_factory=dict)
@@ -41,6 +43,7 @@ class Log:
     left: set[Peer] = field(default_factory=set)
     joined: set[Peer] = field(default_factory=set)
     helped: set[Peer] = field(default_factory=set)
+    idle: set[Peer] = field(default_factory=set)
 
 
 class Toys:
@@ -53,13 +56,23 @@ class Toys:
         restarts: How often a process that was killed is started again.
         nodes: Each with a supervision.
         seed: Of how long things take.
+        eager: Whether workers load before they know in which epoch they are, as Lightning does, and come midway.
+        meets: Whether they meet at the end of an epoch.
 
     Attributes:
         restarts: How often each process is started again.
     """
 
     def __init__(
-        self, world: World, settings: CoordinatorSettings, epochs: int, restarts: int, nodes: int, seed: int
+        self,
+        world: World,
+        settings: CoordinatorSettings,
+        epochs: int,
+        restarts: int,
+        nodes: int,
+        seed: int,
+        eager: bool = False,
+        meets: bool = True,
     ) -> None:
         self.log = Log()
         self._world = world
@@ -68,6 +81,8 @@ class Toys:
         self.restarts = restarts
         self._nodes = nodes
         self._seed = seed
+        self._eager = eager
+        self._meets = meets
         self._draws = 0
         self.coordinator = self._new_coordinator(0)
         self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
@@ -137,38 +152,53 @@ class Toys:
             yield Ask("put", {"name": "specification"}, (b"text",))
         for _ in range(SETUP):
             yield from self.collect(participant, "gather")
+        first = (yield from self._load(0)) if self._eager else None
         started = yield from self.collect(participant, "start", seal=True)
         epoch = 0
-        if started.flag("joined"):
+        joined, midway = started.flag("joined"), MIDWAY in started.fields
+        if joined:
             epoch = contents(started)[min(started.fields["ids"])][2]
-        joined = started.flag("joined")
+            if epoch and self._eager:
+                yield Ask("give_back", {"epoch": epoch})
+                first = None
+        if midway:
+            self._world.faults.counts["return after a boundary"] += 1
         while epoch < self._epochs:
+            if self._eager and not joined and first is None:
+                first = yield from self._load(epoch)
             if not joined:
                 boundary = yield from self.collect(participant, "boundary", boundary=True, epoch=epoch)
-            if self._settings.elastic and (joined or boundary.fields["admitted"]):
+            meets = (joined and not midway) or (not joined and boundary.fields["admitted"])
+            if meets and (self._settings.elastic or self._eager):
                 yield from self.collect(participant, "admitted")
-            joined = False
-            yield from self._train(participant, epoch)
-            yield from self.collect(participant, "gather")
+            first = first or (yield from self._load(epoch))
+            if midway and not len(_numbers(first)):
+                self.log.idle.add(participant.peer)
+            joined = midway = False
+            yield from self._train(participant, epoch, first)
+            first = None
+            if self._meets:
+                yield from self.collect(participant, "gather")
             epoch += 1
             self.log.epochs[participant.peer] = epoch
         self.log.left.add(participant.peer)
         yield Ask("leave")
 
-    def _train(self, participant: Participant, epoch: int) -> Program:
+    def _load(self, epoch: int) -> Generator[Ask | Tell | Sleep | Until, Any, Message]:
+        """The first chunk of an epoch."""
         yield Ask("epoch", {"epoch": epoch, "samples": SAMPLES, "chunk": CHUNK})
+        return cast(Message, (yield Ask("take", {"epoch": epoch, "processed": 0})))
+
+    def _train(self, participant: Participant, epoch: int, chunk: Message) -> Program:
         processed = 0
-        while True:
-            chunk = yield Ask("take", {"epoch": epoch, "processed": processed})
-            start, stop = chunk.integer("start"), chunk.integer("stop")
-            if start == stop:
-                return
-            yield Sleep(self._seconds(0.005, 0.08))
+        while len(_numbers(chunk)):
+            yield Sleep(self._seconds(0.005, 0.08) * (SLOW if self._eager else 1))
             processed += self.process(participant, chunk)
+            chunk = yield Ask("take", {"epoch": epoch, "processed": processed})
 
     def process(self, participant: Participant, chunk: Message) -> int:
         """Work on a chunk; how many samples it has."""
-        numbers = range(chunk.integer("start"), chunk.integer("stop"))
+        numbers = _numbers(chunk)
         self.log.processed += [(chunk.integer("epoch"), number, participant.peer) for number in numbers]
         return len(numbers)
 
@@ -178,7 +208,8 @@ class Toys:
         """Take part in a collective, and wait for the view that it leads to."""
         peer = participant.peer
         frames = (bytes((peer.id, peer.life % MARKS, epoch)),)
-        result = yield Ask("collect", {"operation": operation, "seal": seal, "boundary": boundary}, frames)
+        fields = {"operation": operation, "seal": seal, "boundary": boundary}
+        result = yield Ask("collect", {**fields, MIDWAY: True} if seal and self._eager else fields, frames)
         self.log.results.setdefault(result.fields.get(MIDWAY, result.integer("sequence")), {})[peer] = result
         yield from newer_view(participant, result.integer("view") - 1)
         return cast(Message, result)
@@ -243,6 +274,10 @@ class Toys:
     def _runs(self, role: str, identity: int) -> bool:
         process = self._world.processes[role, identity]
         return not process.alive or not (process.done or process.ended is not None)
+
+
+def _numbers(chunk: Message) -> range:
+    return range(chunk.integer("start"), chunk.integer("stop"))
 
 
 def contents(result: Message) -> dict[int, bytes]:

@@ -154,6 +154,11 @@ class Options:
             return not self.outer_steps_alone
         return self.mode == "sync" or (self.mode == "ssp" and not self.staleness)
 
+    @property
+    def comes_midway(self) -> bool:
+        """Whether a worker that was started again may begin in the middle of an epoch: it finds batches there."""
+        return self.data_dispatch == "dynamic" and not self.steps_together
+
     def combines(self, per_node: int) -> bool:
         """Whether the workers of a node push as one.
 

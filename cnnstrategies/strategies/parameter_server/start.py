@@ -68,7 +68,7 @@ def meet_servers(
     named = dict(module.named_parameters())
     parameters = [named[info.name].data for info in specification.parameters]
     # From here on the servers know this worker, and admit its keys.
-    started = run.start()
+    started = run.start(midway=options.comes_midway)
     address = membership.address
 
     def connect(came: Callable[[int, Tensor], None] | None = None) -> Worker:
@@ -92,6 +92,8 @@ def meet_servers(
     if started.joined:
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
+        if options.data_dispatch == "dynamic":
+            run.give_back(trainer.current_epoch)  # Lightning has begun to load another epoch.
         own_steps = [int(count) for count in state["own_steps"]]
         notice = f"Rank {group.rank} was started again and goes on in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
@@ -103,7 +105,7 @@ def meet_servers(
         else:
             worker.stand_in(served)
     worker.join()
-    if started.joined:
+    if started.joined and not started.midway:
         run.barrier("admitted")
     if options.mode != "local":
         optimizer.state.clear()  # It is the servers' now.

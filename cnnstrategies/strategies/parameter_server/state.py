@@ -49,6 +49,9 @@ def seed() -> str:
 def restore_trainer(trainer: Trainer, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Put a trainer that is about to begin its first epoch where the others stand."""
     loop = trainer.fit_loop
+    if trainer.current_epoch != int(state["epoch"]):
+        loop.restarting = False  # Else it would go on with batches of the epoch whose checkpoint it has loaded.
+        loop.on_iteration_done()
     epochs, batches = loop.epoch_progress, loop.epoch_loop.batch_progress
     for progress in (epochs.current, epochs.total):
         progress.ready = progress.started = progress.processed = progress.completed = int(state["epoch"])  # type: ignore[attr-defined]

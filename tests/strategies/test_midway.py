@@ -1,0 +1,72 @@
+"""A worker that is killed in the middle of an epoch, and comes back in that same epoch, through the command line."""
+
+import hashlib
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import leaves_no_sockets
+from lightning.pytorch import Callback
+from test_hybrid_pipeline import COMMON, checkpoint
+from test_parameter_server import served
+from test_parameter_server_faults import PATIENT
+
+SECONDS = 60.0  # for it to come back
+FIRST, KILLED, EPOCHS = 1, 2, 4  # epochs: with which the run goes on, in which rank 1 is killed, how many there are
+
+
+class Diary(Callback):
+    """Writes down each sample. Rank 1 dies after two batches of an epoch; rank 0 waits after three until it is back."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        life, epoch = os.environ["CNNSTRATEGIES_INCARNATION"], trainer.current_epoch
+        with Path(f"diary-{trainer.global_rank}-{life}").open("a") as diary:
+            for image in batch[0]:
+                print(epoch, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=diary)
+        if epoch != KILLED:
+            return
+        if trainer.global_rank == 1 and life == "0" and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until = time.monotonic() + SECONDS
+        while trainer.global_rank == 0 and batch_idx == 2 and not Path("diary-1-1").exists():
+            assert time.monotonic() < until, "the other does not come back in this epoch"
+            time.sleep(0.02)
+
+
+def entries(rank, life):
+    lines = [line.split() for line in Path(f"diary-{rank}-{life}").read_text().splitlines()]
+    return [(int(epoch), sample) for epoch, sample in lines]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "async"},
+        pytest.param({"mode": "ssp", "staleness": 3}, marks=pytest.mark.cluster),
+        pytest.param({"mode": "local", "sync_every": 2, "outer_mode": "async"}, marks=pytest.mark.cluster),
+    ],
+    ids=lambda options: options["mode"],
+)
+def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoint(run_cli, quick, options):
+    options = {**options, "data_dispatch": "dynamic", "max_restarts": 1, **PATIENT}
+    few = ["--data.init_args.global_batch_size=32", "--trainer.logger.init_args.name=run"]
+
+    def fit(epochs, *args):
+        with leaves_no_sockets():
+            return run_cli("fit", *quick, *COMMON, *served(**options), *few, f"--trainer.max_epochs={epochs}", *args)
+
+    code, output = fit(FIRST)
+    assert code == 0, output
+    code, output = fit(EPOCHS, f"--ckpt_path={checkpoint('run').resolve()}", "--trainer.callbacks+=test_midway.Diary")
+    assert code == 0, output
+    assert f"Rank 1 was started again and goes on in epoch {KILLED}" in output
+    mine, before, after = entries(0, 0), entries(1, 0), entries(1, 1)
+    assert {epoch for epoch, _ in after} == {KILLED, KILLED + 1}
+    samples = {sample for _, sample in [*mine, *before]}
+    for epoch in range(FIRST, EPOCHS):
+        assert {sample for one, sample in [*mine, *before, *after] if one == epoch} == samples, epoch
+    # What it had not told of is worked on again, of the epoch before too; nothing else is.
+    again = len(mine) + len(before) + len(after) - (EPOCHS - FIRST) * len(samples)
+    assert 0 <= again <= 3 * 16
