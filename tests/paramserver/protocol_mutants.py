@@ -117,7 +117,7 @@ MUTANTS = [
     ProtocolMutant(
         "chunks of a dead worker are lost",
         "coordinator.dispatch:Dispatcher",
-        "epoch.waiting.extendleft(reversed(share.held))",
+        "self._epochs[max(self._epochs)].waiting.extendleft(reversed(share.held))",
         "pass",
         seed=2,
     ),
@@ -161,14 +161,14 @@ MUTANTS = [
         "coordinator.recovery:Recovery",
         'if self.state["sealed"] < 0:',
         "if False:",
-        seed=44,
+        seed=677,
     ),
     ProtocolMutant(
         "results of the set-up go down with the coordinator",
         "coordinator.restart:Restart",
         "{*range(set_up), ",
         "{*(), ",
-        seed=575,
+        seed=175,
     ),
     ProtocolMutant(
         "a server that goes on is taken for a new one",
@@ -245,7 +245,7 @@ MUTANTS = [
         "coordinator.coordinator:Coordinator",
         'if "epoch" in message.fields:',
         "if False:",
-        seed=16,
+        seed=21,
     ),
     ProtocolMutant(
         "a place is given twice with the same life",
@@ -325,46 +325,48 @@ MUTANTS = [
         seed=662686,
     ),
     ProtocolMutant(
-        "a worker comes back when the next epoch has begun for another",
-        "coordinator.dispatch:Dispatcher",
-        "self._met == max(self._epochs)",
-        "self._met in self._epochs",
-    ),
-    ProtocolMutant(
         "nothing is left for who comes back in mid-epoch",
         "coordinator.coordinator:Coordinator",
         "self._roster.of_the_run.union(own)",
         "self._roster.of_the_run",
+        seed=93,
     ),
     ProtocolMutant(
         "what was left for who comes back goes to the next epoch without it",
         "coordinator.dispatch:Dispatcher",
         "if needs_one and not epoch.waiting:",
         "if False:",
+        seed=71,
     ),
     ProtocolMutant(
         "what was loaded before a worker knew its epoch is lost",
         "coordinator.dispatch:Dispatcher",
         "for number in [one for one in self._epochs if one < before]:",
         "for number in ():",
+        seed=79,
     ),
     ProtocolMutant(
         "what a worker leaves behind that dies late waits in an epoch that is over",
         "coordinator.dispatch:Dispatcher",
         "self._epochs[max(self._epochs)].waiting.extendleft",
         "self._epochs[min(self._epochs)].waiting.extendleft",
+        seed=71,
     ),
     ProtocolMutant(
-        "who has come back in mid-epoch forgets what the others were told",
-        "coordinator.memory:Memory",
-        "            if MIDWAY in asked.fields:",
-        "            if False:",
+        "what one has taken that dies before it is let in is lost",
+        "coordinator.coordinator:Coordinator",
+        "        self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))\n"
+        "        if worker in self._roster.group:\n",
+        "        if worker in self._roster.group:\n"
+        "            self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))\n",
+        seed=3508,
     ),
     ProtocolMutant(
-        "one comes back in mid-epoch after a boundary that has let others in",
+        "all wait for one that was being let in as the coordinator was killed",
         "coordinator.meetings:Rounds",
-        "(it.midway and not since)",
-        "it.midway",
+        "            if late:",
+        "            if False:",
+        seed=6167,
     ),
 ]
 

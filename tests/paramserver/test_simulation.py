@@ -155,6 +155,10 @@ def test_nothing_is_violated_in_the_first_seeds():
         pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
         pytest.param((662686,), id="a member is cut off for a time-out when the run is over for another reason"),
         pytest.param((690721,), id="a worker counts as dead of whom all messages are lost by chance for a time-out"),
+        pytest.param((646,), id="a worker dies with a chunk of an epoch when the next has begun for the others"),
+        pytest.param((178,), id="the next epoch begins before one that was let in late has taken what is left for it"),
+        pytest.param((3508,), id="a worker dies that has taken chunks and was not let in yet"),
+        pytest.param((6167,), id="a coordinator is killed while it lets somebody in after a boundary"),
         pytest.param((710930,), id="a worker that hears nothing by chance, and then of a coordinator that is stopped"),
     ],
 )

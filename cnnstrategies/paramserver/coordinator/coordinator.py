@@ -328,9 +328,10 @@ class Coordinator:
                 self._leave_group(now, member.peer.id)
 
     def _leave_group(self, now: float, worker: int) -> None:
+        # One that was started again may have taken chunks before it was let in.
+        self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))
         if worker in self._roster.group:
             self._roster.group.discard(worker)
-            self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))
             self._roster.publish()
 
     def _after_change(self, now: float) -> None:

@@ -101,6 +101,7 @@ class Rounds:
         self._parked: dict[int, tuple[Member, Message]] = {}
         self._last: _Result | None = None
         self._behind: set[int] = set()
+        self._outside: set[int] = set()  # of these, who does not know that training has begun
         self._owed: dict[int, bool] = {}
 
     def collect(self, now: float, member: Member, message: Message) -> str | None:
@@ -299,6 +300,7 @@ class Rounds:
         self.sequence = sequence
         self._lacks = set(lacks)
         self._behind = {worker for worker, known in told.items() if known < sequence}
+        self._outside = {one for one in self._behind if told[one] <= self._roster.sealed_at < sequence - 1}
 
     def give(self, now: float, message: Message) -> str | None:
         """Take a result that a member has handed over; why the run cannot go on, if it cannot."""
@@ -311,7 +313,12 @@ class Rounds:
             self._log[sequence] = result
         if sequence == self.sequence - 1:
             self._last = result
-            # One that has taken a worker's place since is not in the group, or asks for another: it was let in later.
+            # Who was being let in after it has not begun, and asks again.
+            late = (self._outside & self._roster.group).difference(admitted)
+            if late:
+                self._roster.group -= late
+                self._roster.publish()
+            # One that has taken a worker's place since is not in the group: that result was not for it.
             behind = self._behind & self._roster.group
             self._owed = {one: one in admitted for one in behind if one in ids or one in admitted}
         return self._found(now, sequence)

@@ -209,7 +209,8 @@ class Toys:
         peer = participant.peer
         frames = (bytes((peer.id, peer.life % MARKS, epoch)),)
         fields = {"operation": operation, "seal": seal, "boundary": boundary}
-        result = yield Ask("collect", {**fields, MIDWAY: True} if seal and self._eager else fields, frames)
+        midway = seal and self._eager and peer.id < self._settings.workers
+        result = yield Ask("collect", {**fields, MIDWAY: True} if midway else fields, frames)
         self.log.results.setdefault(result.fields.get(MIDWAY, result.integer("sequence")), {})[peer] = result
         yield from newer_view(participant, result.integer("view") - 1)
         return cast(Message, result)
