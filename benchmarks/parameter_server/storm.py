@@ -41,7 +41,9 @@ SETTLE = 30.0  # seconds after the quotas are set
 PATIENCE = 180.0  # seconds after the storm, for the run to be whole again
 PRESENT = 5.0  # seconds for which all servers are there before one of them is hit: the copies are complete
 ABSENT = 30.0  # seconds to wait for what is to be hit
-REPEATS = yaml.safe_load((HERE / "storm.yaml").read_text())["data"]["init_args"]["repeats"]
+SETTINGS = yaml.safe_load((HERE / "storm.yaml").read_text())
+REPEATS = SETTINGS["data"]["init_args"]["repeats"]
+TIMEOUT = SETTINGS["trainer"]["strategy"]["init_args"]["timeout"]
 
 
 def measure(strategy: str, minutes: float, seed: int, outputs: Path | None) -> dict[str, Any]:
@@ -196,10 +198,10 @@ batches and the coordinator hears all servers, the one that was hit in its new l
 
 Processes are hit as the table of [what happens when something dies](../../docs/parameter-server.md#when-something-dies)
 promises that the run goes on; a server only when all copies are complete. The process that has started `fit` is never
-hit, and the link of the coordinator's host is not down for as long as the time-out of 10 s: nothing is promised of
-them. DDP has neither servers nor a coordinator: there the rank of that host is hit. torchrun may start all ranks again
-1,000 times, and is itself started again when it ends; so is `fit` on all hosts, from the last checkpoint, once it has
-ended on all of them.
+hit, and the link of the coordinator's host is not down for as long as the time-out of {TIMEOUT} s: nothing is promised
+of them. DDP has neither servers nor a coordinator: there the rank of that host is hit. torchrun may start all ranks
+again 1,000 times, and is itself started again when it ends; so is `fit` on all hosts, from the last checkpoint, once it
+has ended on all of them.
 
 A bad link has {BAD_MEGABITS} Mbit/s, a queue of 50 ms, and loses {LOSS:.0%} of the packets in each direction by chance;
 the kernel of this machine has no netem.""",

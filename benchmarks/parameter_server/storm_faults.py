@@ -42,7 +42,7 @@ class Kind:
 
 
 ALL, OTHERS, FIRST = (0, 1, 2), (1, 2), (0,)
-# The time-out is 10 s; a coordinator that is stopped is ended after half of it.
+# The time-out is 8 s; a coordinator that is stopped is ended after half of it.
 KINDS = (
     Kind("a worker is killed", "worker", "kill", OTHERS, replaced=True),
     Kind("rank 0 is killed", "worker", "kill", FIRST, replaced=True),
