@@ -136,7 +136,16 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
         return {"epoch": self._epoch, "served": self._served, **identity}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Go on after the batches that ``state_dict`` counts, if the next epoch iterated is the same."""
+        """Go on after the batches that ``state_dict`` counts, if the next epoch iterated is the same.
+
+        Raises:
+            ConfigurationError: It was saved where batches were given out one by one.
+        """
+        if "served" not in state_dict:
+            raise ConfigurationError(
+                "the checkpoint is from within an epoch whose batches were given out one by one, and this run divides "
+                "them among the ranks: go on with data_dispatch: dynamic, or from the end of an epoch"
+            )
         self._resume = dict(state_dict)
 
     def _memory_of_workers(self) -> SharedBatches | None:

@@ -124,10 +124,29 @@ class Collectives:
         """The buffers that were published under a name; waits for them."""
         return list(self.membership.ask("get", {"name": name}).frames)
 
-    def begin_epoch(self, number: int, samples: int, chunk: int) -> int:
-        """Have the coordinator cut an epoch into chunks, as the first who asks says; how many samples that has said."""
-        answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk})
+    def begin_epoch(self, number: int, samples: int, chunk: int, done: str = "") -> int:
+        """Have the coordinator cut an epoch into chunks, as the first who asks says; how many samples that has said.
+
+        Args:
+            number: The epoch.
+            samples: How many it has.
+            chunk: Samples of a chunk.
+            done: Those that were worked on before the run began, as :meth:`progress` has told a run before.
+        """
+        more = {"done": done} if done else {}
+        answer = self.membership.ask("epoch", {"epoch": number, "samples": samples, "chunk": chunk, **more})
         return int(answer.fields.get("samples", samples))
+
+    def progress(self, epoch: int, processed: int) -> str:
+        """What all have worked on of an epoch, when each has said how far it is: a bit for each chunk, in hex digits.
+
+        Args:
+            epoch: The epoch.
+            processed: Positions that this worker has processed in it.
+        """
+        self.membership.ask("progress", {"epoch": epoch, "processed": processed})
+        self.barrier("progress")
+        return self.membership.ask("progress", {"epoch": epoch, "processed": processed}).string("done")
 
     def take(self, epoch: int, processed: int) -> Chunk:
         """The next chunk of an epoch for this worker; an empty one when there are no more.

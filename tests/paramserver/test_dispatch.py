@@ -5,7 +5,10 @@ import random
 import pytest
 
 from cnnstrategies.paramserver.coordinator import dispatch
+from cnnstrategies.paramserver.coordinator.memory import Memory, Report
 from cnnstrategies.paramserver.coordinator.speeds import Speeds
+from cnnstrategies.paramserver.core.node import Message
+from cnnstrategies.paramserver.core.requests import DONE
 
 pytestmark = pytest.mark.light
 
@@ -209,3 +212,36 @@ def test_batches_are_not_left_to_a_worker_that_has_joined_and_may_leave():
         for worker, processed, now in ((0, 0, 0.0), (1, 0, 0.0), (1, 1, 1.0), (1, 2, 2.0)):
             assert dispatcher.take(worker, 0, processed, workers, now=now)
         assert len(dispatcher.take(0, 0, 1, workers, now=3.5)) == size
+
+
+def test_an_epoch_goes_on_without_what_was_worked_on_before_the_checkpoint():
+    before, after = Dispatcher(), Dispatcher()
+    before.begin(3, 11, 2)
+    for worker in (0, 1, 0, 1):
+        before.take(worker, 3, 0, (0, 1))
+    before.processed(0, 3, 4)
+    before.processed(1, 3, 2)
+    done = before.progress(3)
+    after.begin(3, 11, 2, done)
+    rest = [after.take(0, 3, 0, (0,)).start for _ in range(3)]
+    assert rest == [6, 8, 10], "worker 1 had taken the fourth chunk, and not worked on it"
+    assert not after.take(0, 3, 0, (0,))
+    assert after.progress(3) == done
+    after.processed(0, 3, 5)
+    assert int(after.progress(3), 16) == 0b111111
+    assert after.samples(3) == 11
+    assert after.progress(4) == ""
+
+
+def test_what_was_worked_on_before_the_checkpoint_is_told_the_next_coordinator():
+    memory = Memory()
+    begin = {"epoch": 3, "samples": 10, "chunk": 2, "done": "11"}
+    memory.answered(Message("epoch", begin), Message(DONE))
+    memory.answered(Message("take", {"epoch": 3, "processed": 0}), Message(DONE, {"epoch": 3, "start": 2, "stop": 4}))
+    fields, frames = memory.report(0, 0, {})
+    report = Report.of(Message("hello", {"report": fields}, tuple(frames)))
+    assert report is not None
+    dispatcher = Dispatcher()
+    dispatcher.follow({3: {0: report.epochs[3]}})
+    assert [dispatcher.take(0, 3, 0, (0,)).start for _ in range(2)] == [4, 6]
+    assert not dispatcher.take(0, 3, 0, (0,))

@@ -1,12 +1,14 @@
-"""A worker that is killed in the middle of an epoch, and comes back in that same epoch, through the command line."""
+"""Epochs whose batches are given out, and which a worker or the whole run begins in the middle."""
 
 import hashlib
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import leaves_no_sockets
 from lightning.pytorch import Callback
 from test_hybrid_pipeline import COMMON, checkpoint
@@ -14,6 +16,7 @@ from test_parameter_server import served
 from test_parameter_server_faults import PATIENT
 
 SECONDS = 60.0  # for it to come back
+DIVIDED = ["--trainer.strategy.init_args.mode=sync", "--trainer.strategy.init_args.data_dispatch=static"]
 FIRST, KILLED, EPOCHS = 1, 2, 4  # epochs: with which the run goes on, in which rank 1 is killed, how many there are
 
 
@@ -22,9 +25,7 @@ class Diary(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         life, epoch = os.environ["CNNSTRATEGIES_INCARNATION"], trainer.current_epoch
-        with Path(f"diary-{trainer.global_rank}-{life}").open("a") as diary:
-            for image in batch[0]:
-                print(epoch, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=diary)
+        write(f"diary-{trainer.global_rank}-{life}", epoch, batch)
         if epoch != KILLED:
             return
         if trainer.global_rank == 1 and life == "0" and batch_idx == 1:
@@ -33,6 +34,23 @@ class Diary(Callback):
         while trainer.global_rank == 0 and batch_idx == 2 and not Path("diary-1-1").exists():
             assert time.monotonic() < until, "the other does not come back in this epoch"
             time.sleep(0.02)
+
+
+class Stop(Callback):
+    """Writes down each sample. In the first run each batch takes a while, and rank 1 asks for a stop in epoch 1."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        write(f"diary-{trainer.global_rank}-0", trainer.current_epoch, batch)
+        if trainer.ckpt_path is None:
+            time.sleep(0.1)
+            if trainer.global_rank == 1 and trainer.current_epoch == 1 and batch_idx == 1:
+                os.kill(os.getppid(), signal.SIGTERM)
+
+
+def write(name, epoch, batch):
+    with Path(name).open("a") as diary:
+        for image in batch[0]:
+            print(epoch, hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=diary)
 
 
 def entries(rank, life):
@@ -70,3 +88,28 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
     # What it had not told of is worked on again, of the epoch before too; nothing else is.
     again = len(mine) + len(before) + len(after) - (EPOCHS - FIRST) * len(samples)
     assert 0 <= again <= 3 * 16
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("local", marks=pytest.mark.cluster)])
+def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(run_cli, quick, mode):
+    options = {"mode": mode, **({"sync_every": 2, "outer_mode": "async"} if mode == "local" else {})}
+    options |= {"data_dispatch": "dynamic", **PATIENT}
+    few = ["--data.init_args.global_batch_size=32", "--trainer.callbacks+=test_midway.Stop", "--trainer.max_epochs=3"]
+    common = [*quick, *COMMON, *served(**options), *few]
+    code, output = run_cli("fit", *common, "--trainer.logger.init_args.name=stopped")
+    assert code == 128 + signal.SIGTERM, output
+    path = checkpoint("stopped")
+    saved = torch.load(path, weights_only=True)
+    assert saved["epoch"] == 1
+    first = Counter([*entries(0, 0), *entries(1, 0)])
+    some = sum(epoch == 1 for epoch, _ in first)
+    whole = {sample for epoch, sample in first if epoch == 0}
+    assert 0 < some < len(whole)
+    code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", "--trainer.logger.init_args.name=resumed")
+    assert code == 0, output
+    done = Counter([*entries(0, 0), *entries(1, 0)])
+    assert done == Counter((epoch, sample) for epoch in range(3) for sample in whole)
+    if mode == "async":
+        code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", *DIVIDED)
+        assert code == 2, output
+        assert "were given out one by one, and this run divides them among the ranks" in output

@@ -37,7 +37,9 @@ from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, 
 TICK = "tick"
 # What each role sends once it has registered.
 REQUESTS = {
-    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "give_back", "notice", "end", "give"}),
+    WORKER: frozenset(
+        {"leave", "collect", "put", "get", "epoch", "take", "give_back", "progress", "notice", "end", "give"}
+    ),
     SERVER: frozenset({"leave", "get", "give", "notice"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
@@ -86,6 +88,7 @@ class Coordinator:
             "epoch": self._handouts.epoch,
             "take": self._handouts.take,
             "give_back": self._handouts.give_back,
+            "progress": self._handouts.progress,
             "notice": self._handouts.notice,
             "give": self._handouts.give,
             "end": self._end_by,

@@ -63,6 +63,7 @@ class _Share:
 class _Epoch:
     waiting: deque[Chunk]
     samples: int
+    chunk: int
     shares: dict[int, _Share] = field(default_factory=dict)
 
 
@@ -76,7 +77,7 @@ class Dispatcher:
         self._met: int | None = None  # the epoch at whose beginning the workers of this coordinator have met last
         self._done: dict[int, set[int]] = {}  # where chunks begin that those have worked on who joined and left
 
-    def begin(self, number: int, samples: int, chunk: int) -> None:
+    def begin(self, number: int, samples: int, chunk: int, done: str = "") -> None:
         """Cut an epoch into chunks; the first worker that gets there does it, the others find it done.
 
         What a worker left behind that died at the end of an earlier epoch comes first.
@@ -85,6 +86,7 @@ class Dispatcher:
             number: Of the epoch; it counts up.
             samples: How many there are.
             chunk: Samples of a chunk.
+            done: What the run that has saved the checkpoint had worked on, as :meth:`progress` tells it.
         """
         if number in self._epochs or chunk < 1 or samples > chunk * MOST_CHUNKS:
             return
@@ -96,9 +98,10 @@ class Dispatcher:
             self._epochs[old].waiting.clear()
             if old < number - 1:
                 del self._epochs[old]
-        starts = range(0, samples, chunk)
+        before = set(_places(done))
+        starts = [start for start in range(0, samples, chunk) if start // chunk not in before]
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
-        self._epochs[number] = _Epoch(deque(left + cut), samples)
+        self._epochs[number] = _Epoch(deque(left + cut), samples, chunk)
         self._chunk = chunk
         self._done = {one: starts for one, starts in self._done.items() if one > number - EPOCHS}
 
@@ -154,9 +157,19 @@ class Dispatcher:
         Number and chunk of each epoch, and a bit for each chunk, in hexadecimal digits.
         """
         return [
-            (number, self._chunk, f"{sum(1 << start // self._chunk for start in starts):x}")
+            (number, self._chunk, _digits(start // self._chunk for start in starts))
             for number, starts in self._done.items()
         ]
+
+    def progress(self, number: int) -> str:
+        """The chunks of an epoch that were worked on, as far as is known: a bit for each, in hexadecimal digits."""
+        if number not in self._epochs:
+            return ""
+        epoch = self._epochs[number]
+        left = {one for other in self._epochs.values() for one in other.waiting}
+        left |= {one for other in self._epochs.values() for share in other.shares.values() for one in share.held}
+        open_places = {one.start // epoch.chunk for one in left if one.epoch == number}
+        return _digits(place for place in range(-(-epoch.samples // epoch.chunk)) if place not in open_places)
 
     def follow(self, epochs: Mapping[int, Mapping[int, Taken]], done: Iterable[Sequence[Any]] = ()) -> None:
         """Go on where a coordinator has stopped that was killed.
@@ -169,11 +182,10 @@ class Dispatcher:
         """
         for number, chunk, digits in done:
             self._chunk = chunk
-            bits = bin(int(digits, 16))[:1:-1]
-            self._done[number] = {place * chunk for place, bit in enumerate(bits) if bit == "1"}
+            self._done[number] = {place * chunk for place in _places(digits)}
         for number in sorted(epochs)[-EPOCHS:]:
             one = next(iter(epochs[number].values()))
-            self.begin(number, one.samples, one.chunk)
+            self.begin(number, one.samples, one.chunk, one.done)
         given = {chunk for shares in epochs.values() for taken in shares.values() for chunk in _chunks(taken)}
         for number, epoch in self._epochs.items():
             epoch.waiting = deque(
@@ -276,6 +288,16 @@ class Dispatcher:
     @staticmethod
     def _has_some(epoch: _Epoch, worker: int) -> bool:
         return worker in epoch.shares and epoch.shares[worker].taken > 0
+
+
+def _digits(places: Iterable[int]) -> str:
+    """A bit for each place, in hexadecimal digits."""
+    return f"{sum(1 << place for place in places):x}"
+
+
+def _places(digits: str) -> list[int]:
+    """Which bits are set."""
+    return [place for place, bit in enumerate(bin(int(digits or "0", 16))[:1:-1]) if bit == "1"]
 
 
 def _chunks(taken: Taken) -> Iterator[Chunk]:

@@ -39,7 +39,8 @@ class Handouts:
     def epoch(self, now: float, member: Member, message: Message) -> None:
         """An epoch begins for a worker."""
         number = message.integer("epoch")
-        self._dispatcher.begin(number, message.integer("samples"), message.integer("chunk"))
+        done = message.string("done") if "done" in message.fields else ""
+        self._dispatcher.begin(number, message.integer("samples"), message.integer("chunk"), done)
         fields = {"epoch": number}
         if self._elastic:  # Who joins may have been told another size of its batches.
             fields["samples"] = self._dispatcher.samples(number)
@@ -57,6 +58,12 @@ class Handouts:
         )
         fields = {"epoch": chunk.epoch, "start": chunk.start, "stop": chunk.stop}
         self._answer(member.peer, Message(DONE, fields, request=message.request))
+
+    def progress(self, now: float, member: Member, message: Message) -> None:
+        """A worker says how far it is in an epoch, and asks what all have worked on."""
+        number = message.integer("epoch")
+        self._dispatcher.processed(member.peer.id, number, message.integer("processed"))
+        self._answer(member.peer, Message(DONE, {"done": self._dispatcher.progress(number)}, request=message.request))
 
     def give_back(self, now: float, member: Member, message: Message) -> None:
         """A worker that begins with an epoch does not work on what it has taken of earlier ones."""

@@ -23,6 +23,7 @@ class Taken:
         processed: Positions that were processed when it last asked.
         asked: How often it was answered.
         chunks: Epoch, start and stop of each chunk, one after the other.
+        done: What was worked on before the run began, as `Dispatcher.progress` tells it.
     """
 
     samples: int
@@ -30,6 +31,7 @@ class Taken:
     processed: int = 0
     asked: int = 0
     chunks: "array[int]" = field(default_factory=lambda: array("q"))
+    done: str = ""
 
 
 class Report(NamedTuple):
@@ -71,15 +73,17 @@ class Report(NamedTuple):
         if told is None:
             return None
         try:
-            lengths = [int(one[5]) for one in told["epochs"]]
+            lengths = [int(one[6]) for one in told["epochs"]]
             chunks = array("q")
             chunks.frombytes(bytes(message.frames[1]))
             if sum(lengths) != len(chunks) or min([0, *lengths, *chunks]) < 0:
                 raise ValueError("other chunks")
             epochs, first = {}, 0
-            for (number, samples, chunk, processed, asked, _), length in zip(told["epochs"], lengths, strict=True):
+            for (number, *counts, done, _), length in zip(told["epochs"], lengths, strict=True):
                 taken = chunks[first : first + length]
-                epochs[int(number)] = Taken(int(samples), int(chunk), int(processed), int(asked), taken)
+                samples, chunk, processed, asked = map(int, counts)
+                int(done or "0", 16)
+                epochs[int(number)] = Taken(samples, chunk, processed, asked, taken, done)
                 first += length
             return cls(
                 int(told["number"]),
@@ -139,7 +143,8 @@ class Memory:
             self._epochs = {one: it for one, it in self._epochs.items() if one >= asked.integer("epoch")}
         elif kind == "epoch":
             number = asked.integer("epoch")
-            self._epochs.setdefault(number, Taken(asked.integer("samples"), asked.integer("chunk")))
+            begun = Taken(asked.integer("samples"), asked.integer("chunk"), done=asked.fields.get("done", ""))
+            self._epochs.setdefault(number, begun)
             self._epochs = {one: self._epochs[one] for one in sorted(self._epochs)[-EPOCHS:]}
         elif kind == "take" and asked.integer("epoch") in self._epochs:
             taken = self._epochs[asked.integer("epoch")]
@@ -173,7 +178,7 @@ class Memory:
     def report(self, seen: int, sequence: int, notices: Mapping[str, int]) -> tuple[dict[str, Any], list[bytes]]:
         """The field and the buffers of a hello to a coordinator that was started again."""
         epochs = [
-            [number, one.samples, one.chunk, one.processed, one.asked, len(one.chunks)]
+            [number, one.samples, one.chunk, one.processed, one.asked, one.done, len(one.chunks)]
             for number, one in self._epochs.items()
         ]
         report = {

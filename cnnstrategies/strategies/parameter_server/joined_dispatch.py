@@ -55,10 +55,10 @@ class JoinedDispatch(BatchDispatch):
             return trainer.current_epoch
 
         super().loader(dataloader, trainer)  # Refuses what cannot be given out.
-        return DispatchedLoader(dataloader, epoch, self._begin, self._take)
+        return DispatchedLoader(dataloader, epoch, self._begin, self._take, lambda epoch: "")
 
     @override
-    def _begin(self, epoch: int, batches: int) -> None:
+    def _begin(self, epoch: int, batches: int, done: str) -> None:
         if self._rests:
             return
         self.seen = self.processed = 0

@@ -16,15 +16,21 @@ class ChunkSampler:
 
     Args:
         sampler: A batch sampler or sampler over a ``DistributedSampler``, which is asked for the items of all ranks.
-        begin: Announces an epoch and its number of items.
+        begin: Announces an epoch, its number of items, and those that were worked on before the run began.
         take: Takes the next chunk of an epoch.
+
+    Attributes:
+        epoch: That is given out.
+        count: Its number of items.
+        before: Epoch, number of items, and what had been worked on of them when a checkpoint was saved.
     """
 
-    def __init__(self, sampler: Any, begin: Callable[[int, int], None], take: Callable[[int], Chunk]) -> None:
+    def __init__(self, sampler: Any, begin: Callable[[int, int, str], None], take: Callable[[int], Chunk]) -> None:
         self.sampler = sampler
         self.begin = begin
         self.take = take
-        self.epoch = 0
+        self.epoch = self.count = 0
+        self.before = (-1, 0, "")
 
     def set_epoch(self, epoch: int) -> None:
         """Give out that epoch from now on."""
@@ -44,7 +50,14 @@ class ChunkSampler:
     def __iter__(self) -> Iterator[Any]:
         """The items of this worker, while there are some."""
         epochs = {self.epoch: self.items(self.epoch)}
-        self.begin(self.epoch, len(epochs[self.epoch]))
+        self.count = len(epochs[self.epoch])
+        epoch, count, done = self.before
+        if epoch == self.epoch and count != self.count:
+            raise ConfigurationError(
+                f"the checkpoint is from within epoch {epoch} of {count} batches, and this run's epochs have "
+                f"{self.count}: restore the data and the batch size, or go on from the end of an epoch"
+            )
+        self.begin(self.epoch, self.count, done if epoch == self.epoch else "")
         while chunk := self.take(self.epoch):
             if chunk.epoch not in epochs:
                 # Left behind by a worker that died at the end of an earlier epoch.
@@ -94,17 +107,25 @@ class BatchDispatch:
                 f"val_check_interval={trainer.val_check_interval}: with data_dispatch: dynamic workers make different "
                 "numbers of steps, so they validate at the end of an epoch; use 1.0, or data_dispatch: static"
             )
-        progress = trainer.fit_loop.epoch_progress  # `current_epoch` lags behind when loading begins after a resume.
-        return DispatchedLoader(dataloader, lambda: progress.current.processed, self._begin, self._take)
+        progress = trainer.fit_loop.epoch_progress
 
-    def _begin(self, epoch: int, batches: int) -> None:
+        def epoch() -> int:
+            return progress.current.processed  # type: ignore[attr-defined]  # `current_epoch` lags behind after a resume.
+
+        return DispatchedLoader(dataloader, epoch, self._begin, self._take, self._progress)
+
+    def _begin(self, epoch: int, batches: int, done: str) -> None:
         workers = self._group.world_size
         if batches < workers:
             raise ConfigurationError(
                 f"an epoch has {batches} batches for {workers} workers: lower the batch size so that each gets one"
             )
         self.seen = self.processed = 0
-        self._group.collectives.begin_epoch(epoch, batches, 1)
+        self._group.collectives.begin_epoch(epoch, batches, 1, done)
+
+    def _progress(self, epoch: int) -> str:
+        """What all have worked on; called on every rank."""
+        return self._group.collectives.progress(epoch, self.processed) if self._group.is_open else ""
 
     def _take(self, epoch: int) -> Chunk:
         return self._group.collectives.take(epoch, self.processed)
@@ -118,6 +139,7 @@ class DispatchedLoader:
         epoch: The trainer's epoch.
         begin: Announces an epoch and its number of batches.
         take: Takes the next chunk of an epoch.
+        progress: Tells what all workers have worked on of an epoch.
 
     Raises:
         ConfigurationError: Its samples have no order that all workers know.
@@ -127,8 +149,9 @@ class DispatchedLoader:
         self,
         loader: Any,
         epoch: Callable[[], int],
-        begin: Callable[[int, int], None],
+        begin: Callable[[int, int, str], None],
         take: Callable[[int], Chunk],
+        progress: Callable[[int], str],
     ) -> None:
         if not isinstance(loader, DataLoader):
             raise ConfigurationError(
@@ -136,6 +159,7 @@ class DispatchedLoader:
                 "torch DataLoader; use data_dispatch: static"
             )
         self.epoch = epoch
+        self.progress = progress
         whole = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         distributed(whole)
         self.sampler = ChunkSampler(whole, begin, take)
@@ -166,6 +190,24 @@ class DispatchedLoader:
     @worker_init_fn.setter
     def worker_init_fn(self, function: Any) -> None:
         self.loader.worker_init_fn = function
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint: the epoch, its number of batches, and which of them were worked on by anybody."""
+        sampler = self.sampler
+        return {"epoch": sampler.epoch, "batches": sampler.count, "done": self.progress(sampler.epoch)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Leave out the batches that were worked on before the checkpoint was saved.
+
+        Raises:
+            ConfigurationError: It was saved under another kind of dispatch.
+        """
+        if not {"epoch", "batches", "done"} <= state.keys():
+            raise ConfigurationError(
+                "the checkpoint is from within an epoch that was divided among the ranks, and this run gives its "
+                "batches out one by one: go on with data_dispatch: static, or from the end of an epoch"
+            )
+        self.sampler.before = int(state["epoch"]), int(state["batches"]), str(state["done"])
 
     def __iter__(self) -> Iterator[Any]:
         """The batches of the trainer's epoch that this worker is given."""

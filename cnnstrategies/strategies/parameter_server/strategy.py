@@ -352,6 +352,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._stepper.outer_step(self._agree if self.options.on_partition == "continue" else None)
             worker.interrupt()  # It came early.
         self._stepper.take()
+        self._count_processed()
         if not self._buffers_are_equal:
             average_buffers(self.lightning_module, self.group)
             self._buffers_are_equal = True
