@@ -110,7 +110,8 @@ class BatchDispatch:
         progress = trainer.fit_loop.epoch_progress
 
         def epoch() -> int:
-            return progress.current.processed  # type: ignore[attr-defined]  # `current_epoch` lags behind after a resume.
+            # `current_epoch` lags behind when a resumed run begins to load.
+            return int(progress.current.processed)  # type: ignore[attr-defined]
 
         return DispatchedLoader(dataloader, epoch, self._begin, self._take, self._progress)
 
