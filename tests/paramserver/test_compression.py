@@ -57,6 +57,32 @@ def test_a_selection_by_sample_is_that_among_all(total: int, share: float) -> No
         assert torch.equal(values[chosen].nan_to_num(nan=-1.0).sort().values, expected)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "expected"),
+    [
+        ([1.0, -2.0, 3.0, 0.0, -4.0], [2.0, -2.0, 2.0, -2.0, -2.0]),
+        ([1.0, 3.0, 0.0] * 6, [2.0, 2.0, 0.0] * 6),
+        ([5.0] * 8, [5.0] * 8),
+        ([-1.0, -3.0], [-2.0, -2.0]),
+        ([0.0] * 9, [0.0] * 9),
+    ],
+)
+def test_onebit_sends_the_means_of_what_is_above_zero_and_of_the_rest(
+    gradient: list[float], expected: list[float]
+) -> None:
+    for dtype in (torch.float32, torch.float64):
+        assert sent(Encoder("onebit", 0.1), torch.tensor(gradient, dtype=dtype)).tolist() == expected
+
+
+@pytest.mark.parametrize("compression", ["topk", "onebit"])
+def test_the_gradient_that_is_encoded_stays_as_it_is(compression: Compression) -> None:
+    encoder, gradient = Encoder(compression, 0.1), torch.randn(33)
+    before = gradient.clone()
+    for _ in range(3):
+        encoder.encode(gradient)
+        assert torch.equal(gradient, before)
+
+
 @pytest.mark.parametrize("compression", ["topk", "onebit"])
 def test_error_feedback_sends_everything_in_the_end(compression: Compression) -> None:
     torch.manual_seed(0)
