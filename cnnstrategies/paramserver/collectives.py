@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.codec import decode, encode
-from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.memory import MIDWAY
 from cnnstrategies.paramserver.core.node import Buffer
 from cnnstrategies.paramserver.membership import Membership

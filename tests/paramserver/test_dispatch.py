@@ -5,9 +5,10 @@ import random
 import pytest
 
 from cnnstrategies.paramserver.coordinator import dispatch
+from cnnstrategies.paramserver.coordinator.chunks import digits, places
 from cnnstrategies.paramserver.coordinator.memory import Memory, Report
 from cnnstrategies.paramserver.coordinator.speeds import Speeds
-from cnnstrategies.paramserver.core.node import Message
+from cnnstrategies.paramserver.core.node import ControlError, Message
 from cnnstrategies.paramserver.core.requests import DONE
 
 pytestmark = pytest.mark.light
@@ -245,3 +246,12 @@ def test_what_was_worked_on_before_the_checkpoint_is_told_the_next_coordinator()
     dispatcher.follow({3: {0: report.epochs[3]}})
     assert [dispatcher.take(0, 3, 0, (0,)).start for _ in range(2)] == [4, 6]
     assert not dispatcher.take(0, 3, 0, (0,))
+
+
+def test_what_is_no_number_is_refused_as_what_is_done():
+    run = dispatch.Dispatcher()
+    with pytest.raises(ControlError, match="hexadecimal digits, not as 'zz'"):
+        run.begin(0, 4, 1, "zz")
+    run.begin(0, 4, 1, "")
+    assert run.progress(0) == "0"
+    assert places(digits([0, 9, 70])) == [0, 9, 70]

@@ -9,10 +9,10 @@ others need for all that are left gets none: list scheduling by earliest finish,
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from cnnstrategies.paramserver.coordinator.chunks import Chunk, Epoch, Share, digits, given, places
 from cnnstrategies.paramserver.coordinator.memory import EPOCHS, Taken
 from cnnstrategies.paramserver.coordinator.speeds import Speeds
 
@@ -20,58 +20,11 @@ MOST_CHUNKS = 1 << 21  # of an epoch
 LAST = 16  # chunks for each worker: only so near the end of an epoch is it worth to look who is fastest
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Positions ``start`` to ``stop`` (exclusive) in the order of ``epoch``; empty when the epoch has no more."""
-
-    epoch: int
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass
-class _Share:
-    """What one worker has of an epoch: chunks in the order taken, and positions processed of those.
-
-    Attributes:
-        last: The newest answer; an empty one has told it that there are no more.
-    """
-
-    held: deque[Chunk] = field(default_factory=deque)
-    worked: list[Chunk] = field(default_factory=list)
-    finished: int = 0
-    taken: int = 0
-    asked: int = -1
-    last: Chunk | None = None
-
-    @property
-    def ahead(self) -> int:
-        """Positions taken and not known to be processed."""
-        return self.taken - self.finished
-
-    def advance(self, processed: int) -> None:
-        """So many positions are processed."""
-        while self.held and self.finished + len(self.held[0]) <= processed:
-            self.worked.append(self.held.popleft())
-            self.finished += len(self.worked[-1])
-
-
-@dataclass
-class _Epoch:
-    waiting: deque[Chunk]
-    samples: int
-    chunk: int
-    shares: dict[int, _Share] = field(default_factory=dict)
-
-
 class Dispatcher:
     """The chunks of the epochs of one run. No sockets, no clock."""
 
     def __init__(self) -> None:
-        self._epochs: dict[int, _Epoch] = {}
+        self._epochs: dict[int, Epoch] = {}
         self._chunk = 1  # samples, of the newest epoch
         self._speeds = Speeds()
         self._met: int | None = None  # the epoch at whose beginning the workers of this coordinator have met last
@@ -98,10 +51,10 @@ class Dispatcher:
             self._epochs[old].waiting.clear()
             if old < number - 1:
                 del self._epochs[old]
-        before = set(_places(done))
+        before = set(places(done))
         starts = [start for start in range(0, samples, chunk) if start // chunk not in before]
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
-        self._epochs[number] = _Epoch(deque(left + cut), samples, chunk)
+        self._epochs[number] = Epoch(deque(left + cut), samples, chunk)
         self._chunk = chunk
         self._done = {one: starts for one, starts in self._done.items() if one > number - EPOCHS}
 
@@ -128,7 +81,7 @@ class Dispatcher:
         epoch = self._epochs.get(number)
         if epoch is None:
             return none
-        share = epoch.shares.setdefault(worker, _Share())
+        share = epoch.shares.setdefault(worker, Share())
         if share.last is not None and ordinal <= share.asked:
             return share.last
         share.asked, share.last = ordinal, none
@@ -157,7 +110,7 @@ class Dispatcher:
         Number and chunk of each epoch, and a bit for each chunk, in hexadecimal digits.
         """
         return [
-            (number, self._chunk, _digits(start // self._chunk for start in starts))
+            (number, self._chunk, digits(start // self._chunk for start in starts))
             for number, starts in self._done.items()
         ]
 
@@ -169,7 +122,7 @@ class Dispatcher:
         left = {one for other in self._epochs.values() for one in other.waiting}
         left |= {one for other in self._epochs.values() for share in other.shares.values() for one in share.held}
         open_places = {one.start // epoch.chunk for one in left if one.epoch == number}
-        return _digits(place for place in range(-(-epoch.samples // epoch.chunk)) if place not in open_places)
+        return digits(place for place in range(-(-epoch.samples // epoch.chunk)) if place not in open_places)
 
     def follow(self, epochs: Mapping[int, Mapping[int, Taken]], done: Iterable[Sequence[Any]] = ()) -> None:
         """Go on where a coordinator has stopped that was killed.
@@ -180,21 +133,21 @@ class Dispatcher:
             epochs: What each worker was given of the last ones, by number and worker.
             done: What others have worked on that have left; see :attr:`done`.
         """
-        for number, chunk, digits in done:
+        for number, chunk, text in done:
             self._chunk = chunk
-            self._done[number] = {place * chunk for place in _places(digits)}
+            self._done[number] = {place * chunk for place in places(text)}
         for number in sorted(epochs)[-EPOCHS:]:
             one = next(iter(epochs[number].values()))
             self.begin(number, one.samples, one.chunk, one.done)
-        given = {chunk for shares in epochs.values() for taken in shares.values() for chunk in _chunks(taken)}
+        out = {chunk for shares in epochs.values() for taken in shares.values() for chunk in given(taken)}
         for number, epoch in self._epochs.items():
             epoch.waiting = deque(
                 chunk
                 for chunk in epoch.waiting
-                if chunk not in given and chunk.start not in self._done.get(chunk.epoch, ())
+                if chunk not in out and chunk.start not in self._done.get(chunk.epoch, ())
             )
             for worker, taken in epochs[number].items():
-                share = epoch.shares[worker] = _Share(deque(_chunks(taken)), asked=taken.asked - 1)
+                share = epoch.shares[worker] = Share(deque(given(taken)), asked=taken.asked - 1)
                 share.taken = sum(map(len, share.held))
                 share.last = share.held[-1] if share.held else Chunk(number, 0, 0)
                 share.advance(taken.processed)
@@ -219,7 +172,7 @@ class Dispatcher:
             before: The epoch in which it begins.
         """
         for number in [one for one in self._epochs if one < before]:
-            self._take_back(self._epochs[number].shares.pop(worker, _Share()))
+            self._take_back(self._epochs[number].shares.pop(worker, Share()))
 
     def meet(self) -> None:
         """All workers are at the beginning of the newest epoch: it has begun for each of them."""
@@ -245,7 +198,7 @@ class Dispatcher:
         epoch = self._epochs[max(self._epochs)]
         return len(epoch.waiting) >= others + sum(1 for one in workers if not self._has_some(epoch, one))
 
-    def _others_end_sooner(self, epoch: _Epoch, worker: int, workers: Collection[int], now: float) -> bool:
+    def _others_end_sooner(self, epoch: Epoch, worker: int, workers: Collection[int], now: float) -> bool:
         """Whether the others, who still take chunks, have done all that wait before a worker has done one more.
 
         Nothing is left to who has joined: it may leave whenever it likes.
@@ -281,26 +234,10 @@ class Dispatcher:
                     self._done.setdefault(chunk.epoch, set()).add(chunk.start)
                 self._take_back(share)
 
-    def _take_back(self, share: _Share) -> None:
+    def _take_back(self, share: Share) -> None:
         """Give out next what is not processed, in the newest epoch: the others may have come to an older one's end."""
         self._epochs[max(self._epochs)].waiting.extendleft(reversed(share.held))
 
     @staticmethod
-    def _has_some(epoch: _Epoch, worker: int) -> bool:
+    def _has_some(epoch: Epoch, worker: int) -> bool:
         return worker in epoch.shares and epoch.shares[worker].taken > 0
-
-
-def _digits(places: Iterable[int]) -> str:
-    """A bit for each place, in hexadecimal digits."""
-    return f"{sum(1 << place for place in places):x}"
-
-
-def _places(digits: str) -> list[int]:
-    """Which bits are set."""
-    return [place for place, bit in enumerate(bin(int(digits or "0", 16))[:1:-1]) if bit == "1"]
-
-
-def _chunks(taken: Taken) -> Iterator[Chunk]:
-    numbers = taken.chunks
-    for place in range(0, len(numbers) - 2, 3):
-        yield Chunk(numbers[place], numbers[place + 1], numbers[place + 2])

@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
 

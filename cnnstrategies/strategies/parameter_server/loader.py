@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.dispatch import Chunk
+from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 
 
