@@ -138,15 +138,21 @@ class Collectives:
         return int(answer.fields.get("samples", samples))
 
     def progress(self, epoch: int, processed: int) -> str:
-        """What all have worked on of an epoch, when each has said how far it is: a bit for each chunk, in hex digits.
+        """What all have worked on of an epoch; every worker says how far it is.
 
         Args:
             epoch: The epoch.
             processed: Positions that this worker has processed in it.
+
+        Returns:
+            For worker 0 a bit for each chunk, in hexadecimal digits; else nothing.
         """
-        self.membership.ask("progress", {"epoch": epoch, "processed": processed})
+        fields = {"epoch": epoch, "processed": processed}
+        self.membership.ask("progress", {**fields, "tell": False})
         self.barrier("progress")
-        return self.membership.ask("progress", {"epoch": epoch, "processed": processed}).string("done")
+        if self.membership.address.id != 0:
+            return ""
+        return self.membership.ask("progress", {**fields, "tell": True}).string("done")
 
     def take(self, epoch: int, processed: int) -> Chunk:
         """The next chunk of an epoch for this worker; an empty one when there are no more.

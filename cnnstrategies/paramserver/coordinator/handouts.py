@@ -60,10 +60,11 @@ class Handouts:
         self._answer(member.peer, Message(DONE, fields, request=message.request))
 
     def progress(self, now: float, member: Member, message: Message) -> None:
-        """A worker says how far it is in an epoch, and asks what all have worked on."""
+        """A worker says how far it is in an epoch, and may ask what all have worked on."""
         number = message.integer("epoch")
         self._dispatcher.processed(member.peer.id, number, message.integer("processed"))
-        self._answer(member.peer, Message(DONE, {"done": self._dispatcher.progress(number)}, request=message.request))
+        fields = {"done": self._dispatcher.progress(number)} if message.flag("tell") else {}
+        self._answer(member.peer, Message(DONE, fields, request=message.request))
 
     def give_back(self, now: float, member: Member, message: Message) -> None:
         """A worker that begins with an epoch does not work on what it has taken of earlier ones."""

@@ -14,8 +14,8 @@ BUSY = 1.5  # seconds in which faults begin
 HORIZON = 100.0  # no run takes longer
 PATIENT = 824  # the draw of whether a member may be silent for longer, as behind a link that is cut
 SILENCE = 5.0  # seconds for which one may be then: longer than any link is cut
-EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
+EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
 
 
 def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False) -> Outcome:

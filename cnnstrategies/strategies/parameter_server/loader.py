@@ -125,7 +125,7 @@ class BatchDispatch:
         self._group.collectives.begin_epoch(epoch, batches, 1, done)
 
     def _progress(self, epoch: int) -> str:
-        """What all have worked on; called on every rank."""
+        """What all have worked on, for rank 0, which saves it; called on every rank."""
         return self._group.collectives.progress(epoch, self.processed) if self._group.is_open else ""
 
     def _take(self, epoch: int) -> Chunk:
