@@ -41,6 +41,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "topk 5 %, corrected": both("topk", compression_ratio=0.05, **CORRECTED),
     "topk 1 %": both("topk", compression_ratio=0.01),
     "topk 1 %, corrected": both("topk", compression_ratio=0.01, **CORRECTED),
+    "topk 5 %, pulls onebit": {**both("topk", compression_ratio=0.05), "pull_compression": "onebit"},
+    "topk 5 %, pulls onebit, corrected": {
+        **both("topk", compression_ratio=0.05, **CORRECTED),
+        "pull_compression": "onebit",
+    },
     "onebit": both("onebit"),
 }
 

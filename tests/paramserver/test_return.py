@@ -82,14 +82,32 @@ def test_one_waits_for_the_next_boundary_if_the_next_epoch_has_begun_for_anybody
     assert not told(run, returns(run))
 
 
-def test_one_waits_for_the_next_boundary_if_it_has_begun_to_load_this_epoch():
+@pytest.mark.parametrize("left", [True, False])
+def test_one_that_has_begun_to_load_this_epoch_is_let_in_if_it_has_got_something(left):
     run = Run(elastic=0)
     run.trains()
+    for ordinal in range(1, 9) if not left else ():
+        run.say(ZERO, "take", epoch=0, processed=0, ordinal=ordinal)
+    run.say(ONE, "take", epoch=0, processed=1, ordinal=1)
     died = {"role": "worker", "id": 1, "incarnation": 0, "process": 4711, "how": "was killed", "replaced": True}
     run.say(Peer("supervision", 0), "died", **died)
     run.say(AGAIN, "hello", **HELLO)
     run.say(AGAIN, "take", epoch=0, processed=0, ordinal=0)
-    assert not told(run, run.collect(AGAIN, "start", 0, seal=True, boundary=False, **{MIDWAY: True}))
+    assert left == bool(told(run, run.collect(AGAIN, "start", 0, seal=True, boundary=False, **{MIDWAY: True})))
+
+
+def test_one_that_was_told_that_nothing_is_left_of_an_epoch_it_has_begun_to_load_is_not_let_in():
+    dispatcher = Dispatcher()
+    dispatcher.begin(0, 2, 1)
+    dispatcher.meet()
+    for ordinal in range(2):
+        dispatcher.take(0, 0, 0, (0, 2), ordinal, 0.0)
+    dispatcher.take(2, 0, 0, (0, 2), 0, 0.0)
+    assert not dispatcher.take(1, 0, 0, (0, 2), 0, 0.0)
+    dispatcher.lose(2)  # Something is left after all.
+    assert dispatcher.can_spare((0, 1), others=False)
+    assert not dispatcher.may_come(1)
+    assert dispatcher.may_come(3)
 
 
 def test_each_that_comes_back_finds_a_chunk_of_its_own():

@@ -17,16 +17,23 @@ from test_parameter_server_faults import PATIENT
 
 SECONDS = 60.0  # for it to come back
 DIVIDED = ["--trainer.strategy.init_args.mode=sync", "--trainer.strategy.init_args.data_dispatch=static"]
-FIRST, KILLED, EPOCHS = 1, 2, 4  # epochs: with which the run goes on, in which rank 1 is killed, how many there are
+FIRST, EPOCHS = 1, 4  # epochs: with which the run goes on, and how many there are
 
 
 class Diary(Callback):
-    """Writes down each sample. Rank 1 dies after two batches of an epoch; rank 0 waits after three until it is back."""
+    """Writes down each sample. Rank 1 dies after two batches of an epoch; rank 0 waits after three until it is back.
+
+    Args:
+        fatal: The epoch.
+    """
+
+    def __init__(self, fatal: int) -> None:
+        self.fatal = fatal
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         life, epoch = os.environ["CNNSTRATEGIES_INCARNATION"], trainer.current_epoch
         write(f"diary-{trainer.global_rank}-{life}", epoch, batch)
-        if epoch != KILLED:
+        if epoch != self.fatal:
             return
         if trainer.global_rank == 1 and life == "0" and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -59,15 +66,17 @@ def entries(rank, life):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("fatal", "options"),
     [
-        {"mode": "async"},
-        pytest.param({"mode": "ssp", "staleness": 3}, marks=pytest.mark.cluster),
-        pytest.param({"mode": "local", "sync_every": 2, "outer_mode": "async"}, marks=pytest.mark.cluster),
+        pytest.param(FIRST + 1, {"mode": "async"}, id="async"),
+        pytest.param(FIRST, {"mode": "async"}, id="async, in the epoch that it loads as it starts"),
+        pytest.param(FIRST + 1, {"mode": "ssp", "staleness": 3}, marks=pytest.mark.cluster, id="ssp"),
+        pytest.param(
+            FIRST + 1, {"mode": "local", "sync_every": 2, "outer_mode": "async"}, marks=pytest.mark.cluster, id="local"
+        ),
     ],
-    ids=lambda options: options["mode"],
 )
-def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoint(run_cli, quick, options):
+def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoint(run_cli, quick, fatal, options):
     options = {**options, "data_dispatch": "dynamic", "max_restarts": 1, **PATIENT}
     few = ["--data.init_args.global_batch_size=32", "--trainer.logger.init_args.name=run"]
 
@@ -77,11 +86,12 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
 
     code, output = fit(FIRST)
     assert code == 0, output
-    code, output = fit(EPOCHS, f"--ckpt_path={checkpoint('run').resolve()}", "--trainer.callbacks+=test_midway.Diary")
+    diary = ["--trainer.callbacks+=test_midway.Diary", f"--trainer.callbacks.init_args.fatal={fatal}"]
+    code, output = fit(EPOCHS, f"--ckpt_path={checkpoint('run').resolve()}", *diary)
     assert code == 0, output
-    assert f"Rank 1 was started again and goes on in epoch {KILLED}" in output
+    assert f"Rank 1 was started again and goes on in epoch {fatal}" in output
     mine, before, after = entries(0, 0), entries(1, 0), entries(1, 1)
-    assert {epoch for epoch, _ in after} == {KILLED, KILLED + 1}
+    assert {epoch for epoch, _ in after} == set(range(fatal, EPOCHS))
     samples = {sample for _, sample in [*mine, *before]}
     for epoch in range(FIRST, EPOCHS):
         assert {sample for one, sample in [*mine, *before, *after] if one == epoch} == samples, epoch

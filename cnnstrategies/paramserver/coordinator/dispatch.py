@@ -181,10 +181,13 @@ class Dispatcher:
     def may_come(self, worker: int) -> bool:
         """Whether a worker of the run that was started again may begin with the epoch at whose beginning all have met.
 
-        Who has begun to load that very epoch may have been told that nothing is left of it. Once the next has begun
-        for anybody, nobody comes before all have met there.
+        Who has begun to load that very epoch must not have been told that nothing is left of it. Once the next has
+        begun for anybody, nobody comes before all have met there.
         """
-        return self._met is not None and self._met == max(self._epochs) and worker not in self._epochs[self._met].shares
+        if self._met is None or self._met != max(self._epochs):
+            return False
+        epoch = self._epochs[self._met]
+        return worker not in epoch.shares or self._has_some(epoch, worker)
 
     def can_spare(self, workers: Collection[int], others: bool) -> bool:
         """Whether those that come now would get something of the newest epoch.

@@ -74,5 +74,5 @@ def _kills(seed: int) -> list[Fault]:
 
 
 def _kill_of_worker(seed: int, workers: int) -> Fault:
-    """One that is started again, when most have come to the second epoch: in the first nobody comes midway."""
-    return Fault("kill", "worker", int(workers * draw(seed, EAGER, 2)), BUSY * (0.7 + draw(seed, EAGER, 3)), 0.0)
+    """One that is started again, when most have begun."""
+    return Fault("kill", "worker", int(workers * draw(seed, EAGER, 2)), BUSY * (0.4 + draw(seed, EAGER, 3)), 0.0)

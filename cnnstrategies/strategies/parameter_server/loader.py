@@ -193,7 +193,10 @@ class DispatchedLoader:
         self.loader.worker_init_fn = function
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: the epoch, its number of batches, and which of them were worked on by anybody."""
+        """For a checkpoint: the epoch, its number of batches, and which of them were worked on by anybody.
+
+        What a worker has left behind that died at the end of the epoch before is not told.
+        """
         sampler = self.sampler
         return {"epoch": sampler.epoch, "batches": sampler.count, "done": self.progress(sampler.epoch)}
 
