@@ -75,7 +75,7 @@ MUTANTS = [
     ProtocolMutant(
         "a pause of the coordinator is taken for the silence of others",
         "coordinator.coordinator:Coordinator",
-        "if passed > PAUSE * self._settings.timeout:",
+        "if passed > PAUSE * self._settings.least:",
         "if False:",
         seed=37,
     ),
@@ -161,7 +161,7 @@ MUTANTS = [
         "coordinator.recovery:Recovery",
         'if self.state["sealed"] < 0:',
         "if False:",
-        seed=677,
+        seed=1050,
     ),
     ProtocolMutant(
         "results of the set-up go down with the coordinator",
@@ -329,14 +329,14 @@ MUTANTS = [
         "coordinator.coordinator:Coordinator",
         "self._roster.of_the_run.union(own)",
         "self._roster.of_the_run",
-        seed=93,
+        seed=832,
     ),
     ProtocolMutant(
         "what was left for who comes back goes to the next epoch without it",
         "coordinator.dispatch:Dispatcher",
         "if needs_one and not epoch.waiting:",
         "if False:",
-        seed=71,
+        seed=646,
     ),
     ProtocolMutant(
         "what was loaded before a worker knew its epoch is lost",
@@ -350,7 +350,7 @@ MUTANTS = [
         "coordinator.dispatch:Dispatcher",
         "self._epochs[max(self._epochs)].waiting.extendleft",
         "self._epochs[min(self._epochs)].waiting.extendleft",
-        seed=71,
+        seed=89,
     ),
     ProtocolMutant(
         "what one has taken that dies before it is let in is lost",
@@ -359,7 +359,7 @@ MUTANTS = [
         "        if worker in self._roster.group:\n",
         "        if worker in self._roster.group:\n"
         "            self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))\n",
-        seed=3508,
+        seed=98,
     ),
     ProtocolMutant(
         "all wait for one that was being let in as the coordinator was killed",
@@ -367,6 +367,13 @@ MUTANTS = [
         "            if late:",
         "            if False:",
         seed=6167,
+    ),
+    ProtocolMutant(
+        "copies take over that are not complete",
+        "coordinator.admission:Admission",
+        "return is_complete and all(",
+        "return is_complete or all(",
+        seed=197,
     ),
 ]
 

@@ -92,7 +92,7 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
     assert f"Rank 1 was started again and goes on in epoch {fatal}" in output
     mine, before, after = entries(0, 0), entries(1, 0), entries(1, 1)
     assert {epoch for epoch, _ in after} == set(range(fatal, EPOCHS))
-    samples = {sample for _, sample in [*mine, *before]}
+    samples = {sample for _, sample in [*mine, *before, *after]}
     for epoch in range(FIRST, EPOCHS):
         assert {sample for one, sample in [*mine, *before, *after] if one == epoch} == samples, epoch
     # What it had not told of is worked on again, of the epoch before too; nothing else is.

@@ -197,12 +197,18 @@ def test_with_a_copy_a_lost_server_changes_nothing_nor_does_a_coordinator_that_i
         assert code == 0, output
         assert "server 1 (process" in output
         assert_equal_weights(untouched, version, restarts)
+    began = time.monotonic()
+    stop = {"victim": "ps-server-1", "how": int(signal.SIGSTOP)}
+    code, output = train(run_cli, quick, stop, max_restarts=1, takeover=1.0, **options)
+    assert code == 0, output
+    assert time.monotonic() - began < PATIENT["timeout"]
+    assert_equal_weights(untouched, 3, "taken over")
     # The next asks all of them what they know.
     code, output = train(run_cli, quick, {"victim": "ps-coordinator"}, max_restarts=1, **options)
     assert code == 0, output
     assert "coordinator (process" in output
     assert "was killed by SIGKILL; it is started again" in output
-    assert_equal_weights(untouched, 3, "coordinator")
+    assert_equal_weights(untouched, 4, "coordinator")
 
 
 def assert_equal_weights(untouched, version, case):

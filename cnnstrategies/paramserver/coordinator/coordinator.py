@@ -59,7 +59,7 @@ class Coordinator:
     def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
         self.dropped = 0
         self._settings = settings
-        self._tick = max(0.02, settings.timeout / 20)
+        self._tick = max(0.02, settings.least / 20)
         self._looked = self._asleep = 0.0
         self._effects: Effects = []
         self._answering = Answering(kept)
@@ -172,7 +172,7 @@ class Coordinator:
     def _awake(self, now: float) -> float:
         """The time without that in which this process was stopped: then not the others were silent."""
         passed, self._looked = now - self._looked, now
-        if passed > PAUSE * self._settings.timeout:
+        if passed > PAUSE * self._settings.least:
             self._asleep += passed
         return now - self._asleep
 

@@ -27,6 +27,7 @@ class CoordinatorSettings:
             are never waited for.
         silence: Seconds without a heartbeat after which a member counts as dead, if more than the time-out: it may be
             behind a link that is cut.
+        takeover: Seconds without a heartbeat after which a server's copies take over, if less than the time-out.
     """
 
     endpoint: str
@@ -44,11 +45,17 @@ class CoordinatorSettings:
     term: int = 0
     elastic: int = 0
     silence: float = 0.0
+    takeover: float = 0.0
 
     @property
     def patience(self) -> float:
         """Seconds for which a member may be silent."""
         return max(self.timeout, self.silence)
+
+    @property
+    def least(self) -> float:
+        """Seconds of the shortest silence that matters."""
+        return self.takeover or self.timeout
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ class Server:
         return list(self._outbox.routes.values())
 
     @property
+    def whole(self) -> int:
+        """See :attr:`~cnnstrategies.paramserver.server.replication.Replicas.whole`."""
+        return self._shard.whole
+
+    @property
     def log(self) -> list[Any]:
         """The mode's log: see `SyncClock.log` and `StaleClock.log`."""
         return list(self.mode.clock.log)

@@ -1,7 +1,9 @@
 """What must hold in every simulated run of the coordinator, with the numbers of the design's list."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
+from cnnstrategies.paramserver.coordinator.admission import EARLY
 from cnnstrategies.paramserver.coordinator.participant import LEFT_UNHEARD, Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
@@ -45,6 +47,8 @@ class Invariants:
         self._silent: dict[tuple[Peer, Peer], float] = {}  # the same of all, while it is so
         self._unlucky: dict[str, float] = {}  # seconds for which members were as good as cut off, by chance
         self._sealed_at: float | None = None
+        self._replaced: set[str] = set()  # the servers whose copies have taken over
+        self._servers: dict[int, int] = {}  # of the newest view, and since which one
         world.on_send = self._sent
         world.on_step = self._stepped
         world.on_death = self._died
@@ -88,6 +92,24 @@ class Invariants:
                 raise ViolationError(f"11: server {server.id}, which goes on, is a new one in {text}")
         if view.workers and self._sealed_at is None:
             self._sealed_at = self._world.now
+        servers = {server.id: server.since for server in view.servers}
+        if servers != self._servers:
+            self._check_takeover(sorted(self._servers.keys() - servers.keys()))
+            self._servers = servers
+
+    def _check_takeover(self, lost: Sequence[int]) -> None:
+        """A server that is silent for less than the time-out is lost only if all others have what it holds."""
+        for server in lost:
+            faults = [text for _, text in self._answer().fields["faults"] if text.startswith(f"{SERVER} {server} ")]
+            others = [self._world.processes[SERVER, one].peer for one in self._servers if one != server]
+            whole = [self._toys.log.whole.get(one, 0) for one in others]
+            if not faults or EARLY not in faults[-1]:
+                continue
+            self._replaced.add(f"{SERVER} {server}")
+            if min(whole, default=0) < max(self._servers.values()):
+                raise ViolationError(
+                    f"19: server {server} is lost early, and of the others one lacks something: {whole}"
+                )
 
     def _knows_itself(self, server: ServerInfo) -> bool:
         """Whether a server goes on that has been told of a view with itself."""
@@ -155,11 +177,14 @@ class Invariants:
 
     def _watch(self) -> None:
         """Whoever watches is answered at any time, also by a coordinator that was just started again."""
-        (answer,) = self._toys.coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(WATCH))
-        assert isinstance(answer, Send)
-        for member in answer.message.fields["members"]:
+        for member in self._answer().fields["members"]:
             if member["figures"].get("step", member["life"]) != member["life"]:
                 raise ViolationError(f"18: {member['role']} {member['id']} is shown with the figures of another life")
+
+    def _answer(self) -> Message:
+        (answer,) = self._toys.coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(WATCH))
+        assert isinstance(answer, Send)
+        return answer.message
 
     @property
     def over(self) -> bool:
@@ -328,7 +353,7 @@ class Invariants:
                 hit[name] = hit.get(name, 0.0) + (patience if deadly else fault.seconds)
         if "coordinator" in hit:  # Who does not hear it for that long may have heard nothing before, by chance.
             hit["coordinator"] += max(self._unlucky.values(), default=0.0)
-        return {name for name, seconds in hit.items() if seconds > HARD * patience}
+        return {name for name, seconds in hit.items() if seconds > HARD * patience} | self._replaced
 
     def _check_samples(self) -> None:
         log = self._toys.log

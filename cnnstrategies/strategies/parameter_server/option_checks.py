@@ -24,6 +24,7 @@ def check_together(options: "Options") -> None:
     _check_outer_mode(options)
     _check_partition(options)
     _check_times(options)
+    _check_takeover(options)
     _check_dispatch(options)
     _check_elastic(options)
     _check_combining(options)
@@ -114,6 +115,22 @@ def _check_times(options: "Options") -> None:
             f"timeout={options.timeout}: a process that misses one heartbeat (every {options.heartbeat} s) is not "
             f"dead; use at least {3 * options.heartbeat:g} s"
         )
+
+
+def _check_takeover(options: "Options") -> None:
+    if not options.takeover:
+        return
+    if not 3 * options.heartbeat <= options.takeover < options.timeout:
+        raise ConfigurationError(
+            f"takeover={options.takeover}: use at least three heartbeats, {3 * options.heartbeat:g} s, and less than "
+            f"timeout={options.timeout:g}, or leave it out"
+        )
+    for name, least in (("replication", 2), ("max_restarts", 1)):
+        if getattr(options, name) < least:
+            why = "nobody else has what a server holds" if name == "replication" else "one that was slow would be gone"
+            raise ConfigurationError(
+                f"takeover={options.takeover} with {name}={getattr(options, name)}: {why}; use {least} or more"
+            )
 
 
 def _check_dispatch(options: "Options") -> None:

@@ -66,6 +66,7 @@ class Options:
     key_file: str | None
     heartbeat: float
     timeout: float
+    takeover: float
     max_restarts: int
     elastic: int
     on_partition: OnPartition

@@ -163,6 +163,7 @@ def open_supervision(
             servers,
             options.timeout,
             survivable=options.replication - 1,
+            takeover=options.takeover,
             supervised=again > 0,
             session=place.session,
             nodes=layout.nodes,

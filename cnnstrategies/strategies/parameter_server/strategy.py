@@ -100,6 +100,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         key_file: The run's keys, the same on every machine.
         heartbeat: Seconds between two signs of life of a process.
         timeout: Seconds without one, or without an answer, after which a process counts as dead.
+        takeover: Seconds without one after which a server's copies take over from it and it is started again, if that
+            is to be sooner; 0 for ``timeout``. Needs ``replication`` and ``max_restarts``.
         max_restarts: How often each process may be started again after it was killed, in the first trainer function
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
@@ -147,6 +149,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         key_file: str | None = None,
         heartbeat: float = 0.5,
         timeout: float = 10.0,
+        takeover: float = 0.0,
         max_restarts: int = 0,
         elastic: int = 0,
         on_partition: OnPartition = "end",
