@@ -6,6 +6,8 @@ from storm_faults import KINDS, Fault
 from storm_host import Done, RepeatedDigits
 from storm_watch import Seen
 
+SETTLED = 2.0  # seconds after a run is whole again, for quiet to begin
+QUIET = 3.0  # seconds of quiet that count, at least
 STEADY = 2  # batches of a worker after a fault: the second has used what the first has made
 
 
@@ -33,6 +35,24 @@ def useful(batches: Sequence[Sequence[Done]], size: int, began: float, ended: fl
         if began <= at < ended:
             found += counted[epoch] - before
     return found
+
+
+def quiet(
+    batches: Sequence[Sequence[Done]], size: int, hits: Sequence[tuple[float, float | None]], began: float, ended: float
+) -> float:
+    """Samples per second between faults, while the run is whole.
+
+    Args:
+        batches: Of all hosts.
+        size: Samples of an epoch.
+        hits: When each fault began, in seconds, and in how many seconds the run was whole again.
+        began: When the storm began.
+        ended: When it was over.
+    """
+    starts = [began, *(ended if took is None else at + took + SETTLED for at, took in hits)]
+    spans = list(zip(starts, [*(at for at, _ in hits), ended], strict=True))
+    spans = [(start, stop) for start, stop in spans if stop - start >= QUIET]
+    return sum(useful(batches, size, *span) for span in spans) / sum(stop - start for start, stop in spans)
 
 
 def trains(batches: Sequence[Sequence[Done]], after: float) -> float | None:
