@@ -285,9 +285,9 @@ def test_another_number_of_batches_is_not_the_runs():
 
     group = SimpleNamespace(collectives=Run(), world_size=1)
     dispatch = JoinedDispatch(SimpleNamespace(group=group))
-    dispatch._begin(0, 36)
+    dispatch._begin(0, 36, "")
     with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
-        dispatch._begin(0, 72)
+        dispatch._begin(0, 72, "")
 
 
 @pytest.mark.light
