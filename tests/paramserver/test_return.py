@@ -64,15 +64,18 @@ def test_one_waits_for_the_next_boundary_when_the_others_have_met_since():
 def test_one_waits_for_the_next_boundary_when_the_last_has_let_somebody_in():
     run = Run(elastic=1)
     run.trains()
+    for one in (ZERO, ONE):
+        run.collect(one, "gather", 2, seal=False, boundary=False)
     peer, _ = run.joins()
     for one in (ZERO, ONE):
-        run.collect(one, "boundary", 2, seal=False, boundary=True)
-    run.beats(SERVER, ZERO, ONE, peer)
-    for one in (ZERO, ONE):
         run.say(one, "epoch", epoch=1, samples=10, chunk=1)
+        run.collect(one, "boundary", 3, seal=False, boundary=True)
+    run.beats(SERVER, ZERO, ONE, peer)
     for one in (ZERO, ONE, peer):
-        run.collect(one, "admitted", 3, seal=False, boundary=False)
-    assert not told(run, returns(run))
+        run.collect(one, "admitted", 4, seal=False, boundary=False)
+    assert run.coordinator._dispatcher.may_come(1)
+    effects = returns(run)
+    assert not told(run, [*effects, *run.beats(peer)])
 
 
 def test_one_waits_for_the_next_boundary_if_the_next_epoch_has_begun_for_anybody():
