@@ -156,8 +156,8 @@ def measured() -> Iterator[tuple[str, float]]:
         yield f"hybrid_pipeline [2, 1], {network}, {link}", cell(page, "DDP / hybrid", network, mbits)
     page, column = "parameter_server/slow_link.md", "times DDP's"
     yield "parameter_server local, every 8 steps, 100 Mbit/s", cell(page, column, "local, every 8 steps")
-    both = [cell("parameter_server/both_ways.md", "samples/s", one) for one in ("sync, topk 5 % both ways", "ddp")]
-    yield "parameter_server sync, topk 5 % both ways, 100 Mbit/s", both[0] / both[1]
+    both = [cell("parameter_server/both_ways.md", "samples/s", one) for one in ("sync, onebit both ways", "ddp")]
+    yield "parameter_server sync, onebit both ways, 100 Mbit/s", both[0] / both[1]
     slow = cell("parameter_server/straggler.md", column, "parameter_server, async, dynamic")
     yield "parameter_server async, a worker at a quarter of its speed", slow
     for name in ("VGG-11, 9.5 million parameters", "ResNet-20, 0.27 million parameters"):
