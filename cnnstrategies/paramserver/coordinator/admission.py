@@ -8,7 +8,7 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
 from cnnstrategies.paramserver.core.node import Message, Peer
 
-EARLY = ", and others have all that it holds"
+EARLY = ", and others have all that it holds"  # is said of a server whose copies take over before the time-out
 CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
 PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
 

@@ -16,7 +16,7 @@ PATIENT = 824  # the draw of whether a member may be silent for longer, as behin
 SILENCE = 5.0  # seconds for which one may be then: longer than any link is cut
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
 TAKEOVER = 0.35  # seconds after which a server's copies may take over
-EARLY = 327222  # the draw of whether they may: likewise
+COPIED = 327222  # the draw of whether they may: likewise
 EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
 
 
@@ -36,7 +36,7 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     epochs, nodes = 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
     elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
     silence = SILENCE if not elastic and draw(seed, PATIENT) < 0.2 else 0.0
-    takeover = TAKEOVER if survivable and restarts and draw(seed, EARLY) < 0.3 else 0.0
+    takeover = TAKEOVER if survivable and restarts and draw(seed, COPIED) < 0.3 else 0.0
     settings = CoordinatorSettings(
         "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), restarts > 0, nodes=nodes,
         restartable=restarts > 0, elastic=elastic, silence=silence, takeover=takeover,

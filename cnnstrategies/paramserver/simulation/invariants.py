@@ -101,11 +101,11 @@ class Invariants:
         """A server that is silent for less than the time-out is lost only if all others have what it holds."""
         for server in lost:
             faults = [text for _, text in self._answer().fields["faults"] if text.startswith(f"{SERVER} {server} ")]
-            others = [self._world.processes[SERVER, one].peer for one in self._servers if one != server]
-            whole = [self._toys.log.whole.get(one, 0) for one in others]
             if not faults or EARLY not in faults[-1]:
                 continue
             self._replaced.add(f"{SERVER} {server}")
+            others = [self._world.processes[SERVER, one].peer for one in self._servers if one != server]
+            whole = [self._toys.log.whole.get(one, 0) for one in others]
             if min(whole, default=0) < max(self._servers.values()):
                 raise ViolationError(
                     f"19: server {server} is lost early, and of the others one lacks something: {whole}"

@@ -55,7 +55,7 @@ class JoinedDispatch(BatchDispatch):
             return trainer.current_epoch
 
         super().loader(dataloader, trainer)  # Refuses what cannot be given out.
-        return DispatchedLoader(dataloader, epoch, self._begin, self._take, lambda epoch: "")
+        return DispatchedLoader(dataloader, epoch, self._begin, self._take, self._progress)
 
     @override
     def _begin(self, epoch: int, batches: int, done: str) -> None:
@@ -68,6 +68,10 @@ class JoinedDispatch(BatchDispatch):
                 f"an epoch of the run has {theirs} batches and of this configuration {batches}: batches are given out "
                 "by their number, so give the run's own data and batch size"
             )
+
+    @override
+    def _progress(self, epoch: int) -> str:
+        return ""  # It saves nothing.
 
     @override
     def _take(self, epoch: int) -> Chunk:
