@@ -67,7 +67,8 @@ fuzz-pipeline: $(INSTALLED)
 
 # Starts and ends of ranks with three busy processes beside them; half an hour on two processors.
 ends-pipeline: $(INSTALLED)
-	$(BIN)/python tests/pipeline/starts_and_ends.py --forked 200 --torchrun 30 --strategy 200 --strategy-torchrun 30
+	$(BIN)/python tests/pipeline/starts_and_ends.py --forked 200 --torchrun 30 --strategy 200 --strategy-torchrun 30 \
+		--command 50 --stopped 50
 
 # Removes one guarantee after the other: a test must fail each time.
 mutants: $(INSTALLED)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,10 @@ CHECK_SECONDS = 0.5
 SELDOM_SECONDS = 5.0  # where a step does not wait for all ranks, but a check does
 # Where each step is logged or validated, there is no better one to wait for.
 MOST_PUT_OFF = 3
+
+
+class StoppedTogether(SystemExit):
+    """Every rank has stopped after the same step: none waits for another one any more."""
 
 
 class GracefulStop(Callback):
@@ -157,7 +160,7 @@ class GracefulStop(Callback):
         rank_zero_info(f"Stopped by {signal.Signals(signum).name} after step {trainer.global_step}; {place}")
         # Rank 0 speaks for the run; a launcher that watches the others would take their codes for failures.
         speaks = trainer.local_rank == 0 if self.on_each_node else trainer.is_global_zero
-        sys.exit(128 + signum if speaks else 0)
+        raise StoppedTogether(128 + signum if speaks else 0)
 
     def _kill(self) -> None:
         assert self._trainer is not None

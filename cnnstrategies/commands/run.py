@@ -16,11 +16,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import end_observation, ranks_are_children
+from cnnstrategies.callbacks.graceful_stop import StoppedTogether
 from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.commands.failures import explain_run_error
 from cnnstrategies.commands.interrupt import heeds_signals
 from cnnstrategies.commands.refuse import shows_tracebacks
+from cnnstrategies.default_group import end_at_exit
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
@@ -58,7 +60,10 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
                 across_hosts(trainer, network),
             ):
                 yield
+            end_at_exit()
         except BaseException as error:
+            if isinstance(error, StoppedTogether):
+                end_at_exit()
             launcher = trainer.strategy.launcher
             killed = killed_rank(launcher) if isinstance(error, Exception) else None
             said = isinstance(error, Exception) and not _speaks(error)

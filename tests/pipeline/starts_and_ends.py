@@ -1,6 +1,6 @@
-"""Start and end pipelines under load, many times, and look at how each rank ends.
+"""Start and end ranks under load, many times, and look at how each ends.
 
-    python tests/pipeline/starts_and_ends.py --forked 200 --torchrun 30 --strategy 100
+    python tests/pipeline/starts_and_ends.py --forked 200 --torchrun 30 --strategy 100 --command 50 --stopped 50
 
 A process ends badly where a thread of a group is still there: then C++ may abort it (exit code -6, `terminate called
 without an active exception`) after a right result, in one run of many and only where processors are scarce. So each
@@ -103,6 +103,39 @@ def run_strategy(replicas: tuple[int, ...]) -> None:
     trainer.fit(Module(), DataLoader(data, batch_size=8))
 
 
+def run_command(replicas: tuple[int, ...]) -> None:
+    """What the command line does, in one rank, with Lightning's DDP: all that ends the group is the command."""
+    _command("--trainer.max_epochs=1")
+
+
+def run_stopped_command(replicas: tuple[int, ...]) -> None:
+    """The same, where each rank receives SIGTERM after its first epoch."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    from cnnstrategies.callbacks import GracefulStop
+
+    def stop(self: GracefulStop, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.current_epoch == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    GracefulStop.on_train_epoch_end = stop  # type: ignore[method-assign]
+    code: object = None
+    try:
+        _command("--trainer.max_epochs=-1")
+    except SystemExit as stopped:
+        code = stopped.code
+    if code != (0 if int(os.environ["RANK"]) else 128 + signal.SIGTERM):
+        sys.exit(f"exit code {code}")
+
+
+def _command(*words: str) -> None:
+    atexit.register(look_for_threads)
+    from cnnstrategies.cli import main
+
+    few = ("--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1", "--data.global_batch_size=63")
+    main(["fit", "--config", "quickstart", "--trainer.accelerator=cpu", f"--trainer.devices={RANKS}", *few, *words])
+
+
 def fork_ranks(function: Callable[[tuple[int, ...]], None], replicas: tuple[int, ...], log: Path) -> list[int]:
     """Exit codes of the ranks, each forked from this process and ended as the interpreter ends a program."""
     port = str(free_port())
@@ -147,9 +180,9 @@ def start_torchrun(what: str, replicas: tuple[int, ...], log: Path) -> list[int]
     return [done.returncode]
 
 
-def warm_up(with_strategy: bool) -> None:
+def warm_up(with_lightning: bool) -> None:
     """Import what the ranks need, and spare them copying all that is imported when they end."""
-    if with_strategy:
+    if with_lightning:
         import lightning.pytorch  # noqa: F401
 
         import cnnstrategies.strategies  # noqa: F401
@@ -179,6 +212,8 @@ def main() -> None:
     parser.add_argument("--torchrun", type=int, default=0, help="starts of the engine by torchrun")
     parser.add_argument("--strategy", type=int, default=0, help="starts of the strategy, forked")
     parser.add_argument("--strategy-torchrun", type=int, default=0, help="starts of the strategy by torchrun")
+    parser.add_argument("--command", type=int, default=0, help="starts of the command line with ddp, forked")
+    parser.add_argument("--stopped", type=int, default=0, help="starts of the same that are stopped, forked")
     parser.add_argument("--busy", type=int, default=3, help="processes beside that keep the processors busy")
     parser.add_argument("--rank-of", choices=RUNS, help=argparse.SUPPRESS)
     parser.add_argument("--layout", default="", help=argparse.SUPPRESS)
@@ -187,8 +222,9 @@ def main() -> None:
     if arguments.rank_of:
         RUNS[arguments.rank_of](tuple(map(int, arguments.layout.split(","))))
         return
-    if arguments.forked or arguments.strategy:
-        warm_up(bool(arguments.strategy))
+    with_lightning = arguments.strategy or arguments.command or arguments.stopped
+    if arguments.forked or with_lightning:
+        warm_up(bool(with_lightning))
     kinds = [
         ("engine, forked", arguments.forked, lambda replicas, log: fork_ranks(run_engine, replicas, log)),
         ("engine, torchrun", arguments.torchrun, lambda replicas, log: start_torchrun("engine", replicas, log)),
@@ -198,6 +234,8 @@ def main() -> None:
             arguments.strategy_torchrun,
             lambda replicas, log: start_torchrun("strategy", replicas, log),
         ),
+        ("command, forked", arguments.command, lambda replicas, log: fork_ranks(run_command, replicas, log)),
+        ("command, stopped", arguments.stopped, lambda replicas, log: fork_ranks(run_stopped_command, replicas, log)),
     ]
     parent = os.getpid()
     load = [busy() for _ in range(arguments.busy)]

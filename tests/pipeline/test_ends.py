@@ -12,7 +12,8 @@ PROGRAM = Path(__file__).with_name("starts_and_ends.py")
 @pytest.mark.warm
 def test_no_thread_of_a_group_is_left_when_the_interpreter_ends() -> None:
     """It aborts the process, now and then: starts_and_ends.py with larger numbers looks for that."""
-    command = [sys.executable, str(PROGRAM), "--forked", "1", "--strategy", "1", "--busy", "0"]
+    kinds = [f"--{kind}=1" for kind in ("forked", "strategy", "command", "stopped")]
+    command = [sys.executable, str(PROGRAM), *kinds, "--busy=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("1 starts, 0 bad") == 2
+    assert done.stdout.count("1 starts, 0 bad") == len(kinds)

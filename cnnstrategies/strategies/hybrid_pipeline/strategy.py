@@ -1,6 +1,5 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
-import atexit
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies.default_group import end_at_exit, leave_at_exit
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
@@ -196,8 +196,7 @@ class HybridPipelineStrategy(DDPStrategy):
         super().setup_environment()
         own_metric_states(self.lightning_module)
         if not existed:
-            # Its threads would still run while the interpreter ends, which can abort a process that is done.
-            atexit.register(_end_default_group)
+            end_at_exit()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -381,7 +380,7 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed = True
-        atexit.unregister(_end_default_group)  # It would wait for what a lost rank does not send any more.
+        leave_at_exit()
         if isinstance(exception, PeerError) and not failed_before():
             # Lightning kills all ranks when it sees a dead one, maybe before the traceback is shown.
             print(exception, file=sys.stderr, flush=True)
@@ -405,8 +404,3 @@ class HybridPipelineStrategy(DDPStrategy):
         self.pipeline = self._divided = self._steps = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         super().teardown()
-
-
-def _end_default_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
