@@ -42,8 +42,8 @@ CORES = 0.8
 BATCH = 32
 CLASSES = 100
 FIRST = 3  # batches of each worker before anything is measured: auto has tried nothing by then
-ROUNDS = 3  # of auto
-FIXED = ["none/none", "fp16/fp16", "bf16/bf16", "topk/fp16", "onebit/fp16"]  # of pushes, of pulls
+ROUNDS = 3  # of auto; then what is compared with it, of pushes and of pulls
+FIXED = ["none/none", "fp16/fp16", "bf16/bf16", "topk/fp16", "topk/topk", "onebit/fp16", "onebit/onebit"]
 AUTO = "auto/auto"
 
 

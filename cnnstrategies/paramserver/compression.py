@@ -25,6 +25,7 @@ ENCODINGS: dict[Compression, Encoding] = {
 }
 _HALF = {Encoding.FP16: torch.float16, Encoding.BF16: torch.bfloat16}
 _WHOLE = {Encoding.DENSE, *_HALF}  # Nothing is left out.
+CHANGES = frozenset({Encoding.TOPK, Encoding.ONEBIT})  # What is left out comes with the next.
 BITS = np.unpackbits(np.arange(256, dtype=np.uint8)).reshape(256, 8)  # of each byte
 SAMPLE = 8192  # elements that tell about how large the largest are
 
@@ -118,15 +119,15 @@ def largest(magnitudes: Tensor, count: int) -> Tensor:
     return magnitudes.topk(count, sorted=False).indices.sort().values
 
 
-def encode_values(values: Tensor, encoding: Encoding) -> Any:
-    """A payload of whole parameters; without compression their own memory.
+def rounded(values: Tensor, encoding: Encoding) -> Tensor:
+    """Whole parameters as an encoding holds them; without compression themselves.
 
     In fp16 what is beyond its range becomes its largest number.
     """
     if encoding == Encoding.FP16:
         largest = torch.finfo(torch.float16).max
         values = values.clamp(-largest, largest)
-    return as_bytes(values.to(_HALF.get(encoding, values.dtype)))
+    return values.to(_HALF.get(encoding, values.dtype))
 
 
 def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype) -> None:

@@ -37,10 +37,10 @@ def check_correction(mode: str, compression: str, delay_compensation: float) -> 
             "momentum_correction=True is not for mode='local': there each worker's optimizer has its own momentum; "
             "leave it out"
         )
-    if compression not in ("topk", "auto"):
+    if compression != "topk":
         raise ConfigurationError(
-            f"momentum_correction=True is for compression='topk' and 'auto', with which elements wait for later steps, "
-            f"not compression={compression!r}: leave it out"
+            f"momentum_correction=True is for compression='topk', with which elements wait for later steps, not "
+            f"compression={compression!r}: leave it out"
         )
     if delay_compensation:
         raise ConfigurationError(

@@ -24,6 +24,7 @@ SMALL_BYTES = 1 << 18
 SERVER = 1 << 31  # added to a server's id where a sender is named
 NOBODY = (1 << 32) - 1
 NO_STEP = (1 << 64) - 1
+ALONE = 1.0  # The weight of pulled values that no change is made from, where others are.
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 _LAYOUT = struct.Struct("<4sBBBxIIIII4xQQQQd")
@@ -92,10 +93,10 @@ class Header(NamedTuple):
         length: Bytes of the payload.
         meta: Bytes of the JSON object at the payload's start.
         step: The step it belongs to.
-        base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, or which
-            values are pulled.
+        base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, which values
+            are pulled, or of a step that begins whether its change will be.
         weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice 1 if
-            the step before was made without the worker.
+            the step before was made without the worker, or what changes can be added to.
     """
 
     kind: Kind

@@ -74,6 +74,7 @@ class Specification:
         momentum_correction: Each worker makes SGD's momentum and weight decay before it compresses, not the servers.
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
+        fragments: For local: parts of the parameters that are exchanged in turn.
         backup_workers: For sync: workers that a step does not wait for (Chen et al. 2016).
         pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
             answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
@@ -102,6 +103,7 @@ class Specification:
     compression_warmup: int = 0
     momentum_correction: bool = False
     pull_compression: PullCompression = "none"
+    fragments: int = 1
     backup_workers: int = 0
     pipelined: bool = False
     delay_compensation: float = 0.0
@@ -126,8 +128,15 @@ class Specification:
 
     @property
     def pulls_changes(self) -> bool:
-        """Whether workers pull compressed changes of the parameters, and not the parameters."""
+        """Whether workers pull compressed changes of the parameters and not the parameters, or may, with ``auto``."""
+        if self.pull_compression == "auto":
+            return self.aggregates and self.backup_workers == 0 and self.fragments == 1
         return self.pull_compression in ("topk", "onebit")
+
+    @property
+    def half(self) -> PullCompression:
+        """How parameters are halved: to the more exact fp16, having no such range as gradients; 16 bits stay."""
+        return "fp16" if any(DTYPES[one.dtype].itemsize > 2 for one in self.parameters) else "none"
 
     @property
     def quorum(self) -> int:

@@ -42,11 +42,6 @@ def _check_numbers(spec: "Specification") -> None:
 def _check_compression(spec: "Specification") -> None:
     if not 0 < spec.compression_ratio <= 1:
         raise ConfigurationError(f"compression_ratio={spec.compression_ratio}: use more than 0 and at most 1")
-    if spec.compression == "auto" and spec.compression_ratio >= 0.25:
-        raise ConfigurationError(
-            f"compression_ratio={spec.compression_ratio} with compression='auto': topk sends 8 bytes for each element "
-            "of this share, no less than bf16 with 2 for all: use less than 0.25"
-        )
     if spec.pulls_changes and not spec.aggregates:
         raise ConfigurationError(
             f"pull_compression={spec.pull_compression!r} with mode={spec.mode!r}: servers send one change to all "
@@ -99,7 +94,7 @@ def _check_pipelined(spec: "Specification") -> None:
             "pipelined=True is for mode='sync' without clip_norm and backup_workers: else something of all slices "
             "decides each step; leave it out"
         )
-    if spec.pulls_changes or spec.pull_compression == "auto":
+    if spec.pull_compression in ("topk", "onebit", "auto"):
         raise ConfigurationError(
             f"pipelined=True with pull_compression={spec.pull_compression!r}: a push asks for what is the same in all "
             "steps; use pull_compression='fp16', or leave it out"

@@ -1,5 +1,6 @@
 """Pulled changes: workers have the servers' values but for what is left out, and that comes with the next ones."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from local_cluster import Cluster
 from ranks import run_apart
 from roles import Roles, roles
 from test_sync import shares_of, train
-from torch import Tensor
+from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
 
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind
 from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.paramserver.worker.pulls import Had
 
 STEPS, RATIO = 5, 0.2
@@ -165,6 +168,77 @@ def test_a_servers_death_changes_no_bit(compression: str, tmp_path: Path) -> Non
             if dies:
                 run.servers.pop(0)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
+    """Have a worker use the rungs of its ladder in this order: nothing, a half, and one bit a value."""
+    assert worker._chooser is not None
+    worker._chooser.next = lambda step, seconds: rungs[step]  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("dies", [None, 4, 6, 9])
+def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_with(
+    dies: int | None, tmp_path: Path
+) -> None:
+    """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
+    rungs, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 2, 2, 2], []
+    gradients = torch.randn(len(rungs), 40, generator=torch.Generator().manual_seed(0))
+    value, known, expected = nn.Parameter(torch.zeros(40)), torch.zeros(40), []
+    optimizer = torch.optim.SGD([value], lr=0.5, momentum=0.5)
+    for rung, gradient in zip(rungs, gradients, strict=True):
+        value.grad = gradient
+        optimizer.step()
+        left = value.detach() - known
+        change = torch.where(left > 0, left[left > 0].mean(), left[left <= 0].mean())
+        known = known + change if rung == 2 else value.detach().half().float()
+        expected.append([value.detach().clone(), known, known][rung])
+    with roles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
+        (slice_,) = cut(run.specification)
+        worker, (had,) = run.worker()
+        worker.initialise()
+        worker.join()
+        encodings_by_step(worker, rungs)
+        for step, gradient in enumerate(gradients):
+            if step == dies:
+                run.kill(slice_.servers[0])
+                left_ones = tuple(server for server in run.view.servers if server.id != slice_.servers[0])
+                after = replace(run.view, number=2, servers=left_ones, lost=(slice_.servers[0],))
+                run.show(f"server-{slice_.servers[1]}", after)
+                run.show("worker-0", after)
+            before = worker.counters.bytes_received
+            worker.begin_step(hyperparameters(run.optimizer), 1)
+            worker.push(0, gradient)
+            worker.end_step()
+            worker.wait_all()
+            sizes.append(worker.counters.bytes_received - before)
+            torch.testing.assert_close(had, expected[step], rtol=1e-5, atol=1e-6)
+        if dies is not None:
+            run.servers.pop(slice_.servers[0])
+    whole, half, bits = 160, 80, 8 + 5
+    assert sizes == [whole, half, bits, bits, bits, half, bits, whole, whole, bits, bits]
+
+
+def test_who_wants_changes_later_than_another_gets_first_what_that_one_has(tmp_path: Path) -> None:
+    with roles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
+        workers, values = zip(*(run.worker(number) for number in range(2)), strict=True)
+        sizes = []
+        for worker, rungs in zip(workers, ([1, 2, 2, 2, 1], [1, 1, 2, 2, 2]), strict=True):
+            worker.initialise()
+            encodings_by_step(worker, rungs)
+        for worker in workers:
+            worker.join()
+        for step in range(5):
+            before = [worker.counters.bytes_received for worker in workers]
+            for number, worker in enumerate(workers):
+                worker.begin_step(hyperparameters(run.optimizer), 1)
+                worker.push(0, torch.randn(40, generator=torch.Generator().manual_seed(2 * step + number)))
+                worker.end_step()
+            for worker in workers:
+                worker.wait_all()
+            sizes.append([worker.counters.bytes_received - had for worker, had in zip(workers, before, strict=True)])
+            same = torch.equal(values[0][0], values[1][0])
+            assert same == (step not in (1, 4)), "one of them has the rounded values"
+    assert sizes == [[80, 80], [13, 80], [13, 160], [13, 13], [80, 13]]
 
 
 def test_validation_has_the_values_of_the_servers_and_training_goes_on_from_those_of_changes(tmp_path: Path) -> None:

@@ -157,15 +157,18 @@ def test_the_ladder_has_what_is_left_open() -> None:
         return list(ladder(specify(PLAIN, 1, **options)))
 
     assert rungs() == [("none", "none")]
-    assert rungs(compression="auto") == [("none", "none"), ("bf16", "none"), ("topk", "none")]
+    assert rungs(compression="auto") == [("none", "none"), ("bf16", "none"), ("onebit", "none")]
     assert rungs(compression="auto", pull_compression="bf16")[1] == ("bf16", "bf16")
-    assert rungs(compression="onebit", pull_compression="auto") == [("onebit", "none"), ("onebit", "fp16")]
-    both = rungs(compression="auto", pull_compression="auto")
-    assert both == [("none", "none"), ("bf16", "fp16"), ("topk", "fp16")]
+    pulls = [("fp16", "none"), ("fp16", "fp16"), ("fp16", "onebit")]
+    assert rungs(compression="fp16", pull_compression="auto") == pulls
+    auto: dict[str, Any] = {"compression": "auto", "pull_compression": "auto"}
+    assert rungs(**auto) == [("none", "none"), ("bf16", "fp16"), ("onebit", "onebit")]
+    for lacks in ({"mode": "async"}, {"mode": "local", "fragments": 2}, {"mode": "sync", "backup_workers": 1}):
+        assert list(ladder(specify(PLAIN, 2, **auto, **lacks)))[2] == ("onebit", "fp16"), "no common change for all"
     half = [("w", nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)))]
     optimizer = torch.optim.SGD([half[0][1]], lr=0.1)
     narrow = Specification.of(half, optimizer, 1, compression="auto", pull_compression="auto")
-    assert ladder(narrow) == [("none", "none"), ("topk", "none")], "16 bits cannot be halved to 16"
+    assert ladder(narrow) == [("none", "none"), ("onebit", "onebit")], "16 bits cannot be halved to 16"
 
 
 @pytest.mark.light
@@ -222,21 +225,20 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
             sizes.append((after[0] - before[0], after[1] - before[1]))
         return losses[0], losses[-1], sizes, codecs, worker.codecs, given
 
-    options = specify(
-        PLAIN, 2, mode=mode, compression="auto", pull_compression="auto", compression_ratio=0.05, slice_bytes=1 << 16
-    )
-    count = sum(p.numel() for p in make_network().parameters())
+    options = specify(PLAIN, 2, mode=mode, compression="auto", pull_compression="auto", slice_bytes=1 << 16)
+    counts = [p.numel() for p in make_network().parameters()]
+    bits = sum(8 + (count + 7) // 8 for count in counts)
     with Cluster(options, tmp_path) as cluster:
         cluster.start_workers(train)
         results = cluster.results()
     for first, last, sizes, rungs, codecs, given in results:
-        assert codecs == ("topk", "fp16")
+        assert codecs == ("onebit", "onebit" if mode == "sync" else "fp16")
         assert rungs[-3:] == [2, 2, 2]
         assert last < 0.6 * first
         assert set(rungs) == {0, 1, 2}
         header = 72 * 6
         for rung, (sent, received) in zip(rungs, sizes, strict=True):
-            assert sent == pytest.approx(header + count * (8, 2, 8 * 0.05)[rung], abs=40)
-            assert received == count * (8, 2, 2)[rung]
+            assert sent == header + (8 * sum(counts), 2 * sum(counts), bits)[rung]
+            assert received == (8 * sum(counts), 2 * sum(counts), bits if mode == "sync" else 2 * sum(counts))[rung]
         assert [number for number, seconds in enumerate(given) if seconds is None] == [0, 40]
         assert all(seconds > 0 for seconds in given if seconds is not None)

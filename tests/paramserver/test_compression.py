@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cnnstrategies.paramserver.compression import SAMPLE, Encoder, check_length, decode, encode_values, largest
+from cnnstrategies.paramserver.compression import SAMPLE, Encoder, as_bytes, check_length, decode, largest, rounded
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.specification import Compression
 
@@ -31,7 +31,7 @@ def test_half_precision_rounds(compression: Compression) -> None:
 
 
 def test_parameters_beyond_the_range_of_fp16_become_its_largest_number() -> None:
-    payload = encode_values(torch.tensor([1e6, -1e6, 0.5]), Encoding.FP16)
+    payload = as_bytes(rounded(torch.tensor([1e6, -1e6, 0.5]), Encoding.FP16))
     assert decode(payload, Encoding.FP16, 3, torch.float32).tolist() == [65504, -65504, 0.5]
 
 

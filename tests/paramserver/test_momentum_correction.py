@@ -16,10 +16,10 @@ from training import SGD, batches, make_network, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.compression import ENCODINGS, Encoder, decode
+from cnnstrategies.paramserver.compression import Encoder, decode
 from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.slicing import cut
-from cnnstrategies.paramserver.specification import Compression, Specification, hyperparameters
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.worker.momentum import MomentumCorrection, share
 
 NESTEROV = SGD | {"nesterov": True, "groups": True}
@@ -80,18 +80,6 @@ def test_servers_are_told_neither_momentum_nor_weight_decay() -> None:
     assert (served["lr"], served["momentum"], served["weight_decay"]) == (0.3, 0.0, 0.0)
     (served,) = Sender(CORRECTED | {"momentum_correction": False}, **sgd).served
     assert (served["lr"], served["momentum"], served["weight_decay"]) == (0.3, 0.5, 0.5)
-
-
-@pytest.mark.light
-def test_auto_may_change_the_encoding_between_two_steps() -> None:
-    """What top-k leaves out comes with the next whole one; what it sends is forgotten, 6 and then 6.5."""
-    sender = Sender(CORRECTED | {"compression": "auto", "compression_ratio": 0.2})
-    sent = []
-    encodings: list[Compression] = ["none", "topk", "topk", "bf16"]
-    for encoding in encodings:
-        sender.encoder.encoding = ENCODINGS[encoding]
-        sent.append(sender.send())
-    assert sent == [[4, 2, 1, 0], [6, 0, 0, 0], [0, 6.5, 0, 0], [4 + 6, 2, 1.5 + 1.75 + 1.875, 0]]
 
 
 @pytest.mark.light
@@ -218,7 +206,7 @@ def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"compression": "onebit"}, r"is for compression='topk' and 'auto', .*not compression='onebit': leave it out"),
+        ({"compression": "onebit"}, r"is for compression='topk', .*not compression='onebit': leave it out"),
         ({"mode": "local"}, r"momentum_correction=True is not for mode='local'"),
         ({"mode": "async", "delay_compensation": 0.1}, r"delay_compensation=0.1 with momentum_correction=True"),
         ({"clip_norm": 0.5}, r"clipped at 0.5, in mode='sync' .*use mode='async'"),

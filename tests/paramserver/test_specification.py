@@ -38,7 +38,6 @@ def test_json_gives_back_the_same_specification() -> None:
         ({"delay_compensation": 0.1}, r"delay_compensation=0.1 is for async and ssp"),
         ({"compression": "zip"}, r"compression='zip': use one of none, fp16"),
         ({"compression_ratio": 0.0}, r"compression_ratio=0.0: use more than 0"),
-        ({"compression": "auto", "compression_ratio": 0.25}, r"compression_ratio=0.25 with compression='auto'"),
         ({"mode": "local", "clip_norm": 1.0}, r"mode='local' pushes no gradients"),
         ({"pull_compression": "top"}, r"pull_compression='top': use one of none, fp16, bf16, topk, onebit"),
         (

@@ -109,9 +109,12 @@ def test_a_parameter_server_says_what_is_rounded():
     assert changes[1] == "forward and backward use weights of which 0.05 is renewed in a step"
     assert "one bit a value" in of_servers(pull_compression="onebit")[0]
     assert of_servers(compression="auto", pull_compression="auto")[:2] == [
-        "gradients may be sent as bf16, or 0.01 of all, the rest later",
-        "forward and backward may use weights rounded to fp16",
+        "gradients may be sent as bf16, or as one bit a value, the rest later",
+        "forward and backward may use weights rounded to fp16, or that change by one bit a value, the rest later",
     ]
+    for mode in ({"mode": "async"}, {"mode": "local", "sync_every": 4, "fragments": 2}):
+        own = of_servers(pull_compression="auto", **mode)
+        assert "forward and backward may use weights rounded to fp16" in own, "nobody else has the same"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
+from cnnstrategies.paramserver.compression import CHANGES
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.messages import (
@@ -28,7 +29,7 @@ from cnnstrategies.paramserver.specification import Specification
 Mode = Synchronous | Asynchronous
 
 # As keys comes no value, only that it is there.
-_PULLED = {int(one): one for one in (Encoding.NOTHING, Encoding.DENSE, Encoding.FP16, Encoding.BF16, Encoding.KEYS)}
+_PULLED = {int(encoding): encoding for encoding in Encoding}
 
 
 class Handlers:
@@ -252,7 +253,7 @@ class Handlers:
                 self._outbox.ask_again(known)  # What came too early was dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
-        begin = Begin(self._options_in(header, payload), header.weight)
+        begin = Begin(self._options_in(header, payload), header.weight, header.base > 0)
         self._mode.begin((worker, header.incarnation), header.step, begin)
 
     def _options_in(self, header: Header, payload: memoryview) -> Options:
@@ -278,7 +279,8 @@ class Handlers:
         if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
             raise InvalidMessageError("a pull of slices that another server is the primary of")
         encoding = _PULLED.get(header.base >> 1)
-        if encoding is None:
+        changes = self._shard.store.changes
+        if encoding is None or (encoding in CHANGES and (changes is None or encoding != changes.encoding)):
             raise InvalidMessageError("a pull in an encoding that parameters do not have")
         if header.base & 1:
             # A newcomer to common steps begins with what the others have.

@@ -17,10 +17,17 @@ Who = tuple[int, int]
 
 @dataclass(frozen=True)
 class Begin:
-    """What comes before a worker's pushes of a step: hyper-parameters, and the weight of its gradient."""
+    """What comes before a worker's pushes of a step.
+
+    Attributes:
+        options: Hyper-parameters.
+        weight: Of its gradient.
+        wants_change: Whether it will want what the step changes, where workers may choose.
+    """
 
     options: Options
     weight: float
+    wants_change: bool = False
 
 
 class Pushes:
@@ -63,6 +70,10 @@ class Pushes:
             self._absent.setdefault(slice_.key, {})[worker] = absent
         self._counts[worker] = self._counts.get(worker, 0) + 1
         return True
+
+    def want_change(self, workers: Iterable[Who]) -> bool:
+        """Whether one of these workers will want what the step changes."""
+        return any(self.begun[worker].wants_change for worker in workers if worker in self.begun)
 
     def count(self, worker: Who) -> int:
         """Slices that a worker has pushed; -1 before it began."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_length, encode_values, from_bytes
+from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_length, from_bytes, rounded
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, unpack_json
@@ -156,7 +156,7 @@ class Shard:
                 self._outbox.to_worker(worker, Kind.PULLED, key=key, step=pull.request, base=version)
                 continue
             changes = None if pull.whole else self.store.changes
-            if changes is not None:
+            if changes is not None and changes.are_asked_for(pull.encoding):
                 payload, encoding = changes.answer(key, pull.mark, version == pull.version)
                 self._outbox.to_worker(
                     worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding,
@@ -165,10 +165,12 @@ class Shard:
                 continue
             encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
             if encoding not in encoded:
-                encoded[encoding] = encode_values(self.store.values[key], encoding)
-            late = self.attendance is not None and not pull.whole and self.attendance.missed(worker, pull.request - 1)
+                encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding))
+            weight = 0.0 if changes is None else changes.mark_of_values(key, encoding)
+            if self.attendance is not None and not pull.whole:
+                weight = float(self.attendance.missed(worker, pull.request - 1))
             self._outbox.to_worker(
-                worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, weight=float(late),
+                worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, weight=weight,
                 encoding=encoding,
             )  # fmt: skip
 
@@ -181,6 +183,7 @@ class Shard:
         who: Who,
         step: int,
         absent: Mapping[int, int] = ALL_THERE,
+        changes_wanted: bool = True,
     ) -> None:
         """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible.
 
@@ -190,11 +193,12 @@ class Shard:
             who: Whose update it is.
             step: Of which step.
             absent: The parts of slices that have no gradient, as bits.
+            changes_wanted: Whether a worker wants what that changes, where they may choose.
         """
         self.store.apply(changes, options, absent)
         for key, change in changes.items():
             self.store.seen[key][who] = step
-            sent = b"" if self.store.changes is None else self.store.changes.make(key)
+            sent = b"" if self.store.changes is None else self.store.changes.make(key, changes_wanted)
             self._relay(key, change, options, who, step, sent, absent.get(key, 0))
             self.answer(key)
 

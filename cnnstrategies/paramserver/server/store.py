@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes
+from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.optimizers import ALL_THERE, SharedOptimizer, StateValue, load_optimizer
-from cnnstrategies.paramserver.server.changes import Changes
+from cnnstrategies.paramserver.server.changes import Changes, encodings
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 
@@ -44,8 +44,8 @@ class Store:
         self.decided: dict[str, Any] | None = None
         self.changes: Changes | None = None
         if specification.pulls_changes:
-            encoding = ENCODINGS[specification.pull_compression]
-            self.changes = Changes(encoding, specification.compression_ratio, self.values)
+            encoding, whole = encodings(specification)
+            self.changes = Changes(encoding, specification.compression_ratio, self.values, whole)
         group_of = {index: number for number, group in enumerate(specification.groups) for index in group.parameters}
         self._group = {key: group_of[slice_.parts[0].parameter] for key, slice_ in self.slices.items()}
         kind = load_optimizer(specification.optimizer)

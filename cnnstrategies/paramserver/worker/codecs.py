@@ -9,7 +9,7 @@ import math
 from collections.abc import Generator, Sequence
 from statistics import median
 
-from cnnstrategies.paramserver.specification import DTYPES, Compression, PullCompression, Specification
+from cnnstrategies.paramserver.specification import Compression, PullCompression, Specification
 
 Codecs = tuple[Compression, PullCompression]
 
@@ -29,16 +29,18 @@ STEPS_PER_COST = 100  # between two rounds for each step's time that the first h
 def ladder(specification: Specification) -> list[Codecs]:
     """The encodings to choose from, of pushes and of pulls, from the most exact to the smallest; what is set stays.
 
-    Gradients are halved to bf16, whose range is that of float32; parameters, which have no such range, to the more
-    exact fp16.
+    Gradients are halved to bf16, whose range is that of float32. The smallest is one bit a value, for pulls where
+    servers can send changes: top-k of a like size costs more accuracy.
     """
     pushes: list[Compression] = [specification.compression]
     pulls: list[PullCompression] = [specification.pull_compression]
-    halves = any(DTYPES[parameter.dtype].itemsize > 2 for parameter in specification.parameters)
+    halves = specification.half != "none"
     if pushes == ["auto"]:
-        pushes = ["none", "bf16", "topk"] if halves else ["none", "topk"]
+        pushes = ["none", "bf16", "onebit"] if halves else ["none", "onebit"]
     if pulls == ["auto"]:
-        pulls = ["none", "fp16"] if halves else ["none"]
+        pulls = ["none", specification.half] if halves else ["none"]
+        if specification.pulls_changes:
+            pulls.append("onebit")
     count = max(len(pushes), len(pulls))
     return [(pushes[min(rung, len(pushes) - 1)], pulls[min(rung, len(pulls) - 1)]) for rung in range(count)]
 

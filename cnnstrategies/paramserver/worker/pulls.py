@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import check_length, decode
-from cnnstrategies.paramserver.messages import Encoding, Header, Kind, pack_keys
+from cnnstrategies.paramserver.compression import CHANGES, check_length, decode
+from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind, pack_keys
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.placement import Placement
@@ -21,7 +21,7 @@ class Pulls:
         connections: The connections to the servers.
         placement: The slices' primaries.
         copies: Further tensors, one for each parameter, that the same is written to.
-        changes: Whether what comes are changes of what came before.
+        changes: Whether what comes may be changes of what came before.
 
     Attributes:
         refreshing: Whether what was last asked for are the present values, not those after an own push.
@@ -197,7 +197,7 @@ class Pulls:
 
 
 class Had:
-    """What has come of slices that come as changes, from which their values were put together.
+    """What has come of slices that may come as changes, from which their values were put together.
 
     The parameters themselves do not do for that: now and then they are the servers' own, with what changes left out.
 
@@ -220,7 +220,10 @@ class Had:
     def take(self, header: Header, values: Tensor) -> Tensor | None:
         """A slice's values after an answer; None if it is a change of something else."""
         key = header.key
-        if header.encoding == Encoding.DENSE:
+        if header.encoding not in CHANGES:
+            if header.weight == ALONE:
+                self._versions[key] = -1
+                return values
             self._values[key] = values.clone()
         elif (header.base, header.weight) == (self._versions[key] + 1, self._marks[key]):
             self._values[key].add_(values)

@@ -93,7 +93,7 @@ def differences_of_servers(
     elif options.compression == "onebit":
         lines.append(f"{pushed} are sent as one bit a value, the rest later")
     elif options.compression == "auto":
-        lines.append(f"{pushed} may be sent as bf16, or {options.compression_ratio:.3g} of all, the rest later")
+        lines.append(f"{pushed} may be sent as bf16, or as one bit a value, the rest later")
     elif options.compression != "none":
         lines.append(f"{pushed} are sent as {options.compression}")
     if options.compression_warmup:
@@ -101,7 +101,10 @@ def differences_of_servers(
     if options.momentum_correction:
         lines.append("each worker makes the momentum of its own gradients")
     if options.pull_compression == "auto":
-        lines.append("forward and backward may use weights rounded to fp16")
+        alone = options.outer_steps_alone or options.backup_workers or options.fragments > 1
+        changes = ", or that change by one bit a value, the rest later"
+        common = (together or options.mode == "local") and not alone
+        lines.append(f"forward and backward may use weights rounded to fp16{changes if common else ''}")
     elif options.pull_compression == "topk":
         lines.append(f"forward and backward use weights of which {options.compression_ratio:.3g} is renewed in a step")
     elif options.pull_compression == "onebit":

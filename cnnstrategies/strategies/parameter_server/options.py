@@ -238,6 +238,7 @@ class Options:
             "compression_warmup": self.compression_warmup,
             "momentum_correction": self.momentum_correction,
             "pull_compression": self.pull_compression,
+            "fragments": self.fragments,
             "delay_compensation": self.delay_compensation,
             "replication": self.replication,
             "snapshot_every": self.snapshot_every,

@@ -10,7 +10,7 @@ from cnnstrategies.paramserver.core.node import Effects as NodeEffects
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Effects, Parcel, Save
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
-from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.simulation.data.watch import Watch, gradient, rate
@@ -236,6 +236,9 @@ class SimulatedWorker:
                 continue
             self._progress(self._peer, role.step)
             step = role.step
+            if self._specification.pull_compression == "auto":  # Mostly it chooses as the others do.
+                others = step % 4 > 0
+                role.encode_as("none", "onebit" if others == (self._seconds(0.0, 1.0) < 0.8) else "none")
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
             for index in reversed(range(step % self._fragments, len(self.values), self._fragments)):
                 brought = gradient(self._peer.id, step, self._peer.life)
@@ -325,6 +328,7 @@ class SimulatedWorker:
                 value,
                 header.step,
                 whole,
+                whole or header.weight == ALONE,
                 self._specification.backup_workers > 0 and header.weight == 1,
                 server,
                 message.fields["sent"],

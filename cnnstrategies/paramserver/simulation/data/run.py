@@ -19,6 +19,7 @@ HORIZON = 300.0  # no run takes longer
 EVENTS = 100_000  # nor has one as many: a tenth is rare
 PIPELINED = 216862  # the draw of whether each slice of a step is made for itself: none whose seeds have found faults
 CHANGES = 126  # the draw of whether workers pull compressed changes
+CHOSEN = 7307  # the draw of whether they choose while they train: none whose seeds have found faults before
 MODES: tuple[Mapping[str, Any], ...] = (
     {"mode": "sync"},
     {"mode": "sync", "clip_norm": 0.5},
@@ -43,6 +44,7 @@ def specification_of(seed: int) -> Specification:
     mode = MODES[int(len(MODES) * draw(seed, 63))]
     backed_up = workers > 1 and mode["mode"] == "sync" and draw(seed, BACKED_UP) < 0.2
     changes = mode["mode"] in ("sync", "local") and not backed_up and draw(seed, CHANGES) < 0.24
+    chosen = changes and draw(seed, CHOSEN) < 0.5
     pipelined = mode == {"mode": "sync"} and not (backed_up or changes) and draw(seed, PIPELINED) < 0.6
     return Specification(
         tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(parameters)),
@@ -58,7 +60,7 @@ def specification_of(seed: int) -> Specification:
         slice_bytes=64,
         timeout=TIMEOUT,
         session=1,
-        pull_compression="topk" if changes else "none",
+        pull_compression="auto" if chosen else "topk" if changes else "none",
         compression_ratio=0.5,
         **mode,
     )

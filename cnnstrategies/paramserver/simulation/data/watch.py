@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import ENCODINGS
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.messages import Encoding
 from cnnstrategies.paramserver.optimizers import ALL_THERE
-from cnnstrategies.paramserver.server.changes import Changes
+from cnnstrategies.paramserver.server.changes import Changes, encodings
 from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.slicing import Slice
@@ -139,6 +138,7 @@ class Watch:
         value: Tensor,
         request: int,
         whole: bool,
+        exact: bool,
         late: bool,
         server: Peer,
         sent: float,
@@ -149,7 +149,7 @@ class Watch:
             return  # It counts as dead, and ends when it hears of that: what it takes until then does no harm.
         content = value.view(-1).numpy().tobytes()
         epoch = self._epochs.get(key, 0)
-        kind = whole and self._changes  # Else what workers have leaves nothing out.
+        kind = exact and self._changes  # Else what workers have leaves nothing out.
         seen = self._visible.setdefault((epoch, key, version, kind), content)
         tokens, last = self._made_of.get((key, content), (None, frozenset()))
         forgiven = request - 1 <= self._forgiven.get(key, -1)
@@ -288,15 +288,18 @@ class WatchedChanges(Changes):
         encoding: Of the changes.
         ratio: Share of the elements that ``topk`` sends.
         values: The slices' values.
+        whole: In which workers pull values where they do not want changes; None if they always do.
         watch: Looks at them.
     """
 
-    def __init__(self, encoding: Encoding, ratio: float, values: Mapping[int, Tensor], watch: Watch) -> None:
-        super().__init__(encoding, ratio, values)
+    def __init__(
+        self, encoding: Encoding, ratio: float, values: Mapping[int, Tensor], whole: Encoding | None, watch: Watch
+    ) -> None:
+        super().__init__(encoding, ratio, values, whole)
         self._watch = watch
 
-    def apply(self, key: int, payload: memoryview, change: Tensor) -> None:
-        """Workers will have a change."""
+    def apply(self, key: int, payload: memoryview, change: Tensor | None) -> None:
+        """Workers will have a change, or the values."""
         super().apply(key, payload, change)
         self._watch.sent(key, self.known[key], self._values[key])
 
@@ -321,8 +324,9 @@ class WatchedStore(Store):
         self._late = late
         self.whole: set[int] = set()
         if specification.pulls_changes:
-            encoding = ENCODINGS[specification.pull_compression]
-            self.changes = WatchedChanges(encoding, specification.compression_ratio, self.values, watch)
+            encoding, whole = encodings(specification)
+            exact = None if whole is None else Encoding.DENSE  # What two contents are rounded to may be the same.
+            self.changes = WatchedChanges(encoding, specification.compression_ratio, self.values, exact, watch)
 
     def look(self, keys: Iterable[int]) -> None:
         """See which slices have everything in them that was answered."""
