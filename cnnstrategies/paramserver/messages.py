@@ -94,7 +94,7 @@ class Header(NamedTuple):
         meta: Bytes of the JSON object at the payload's start.
         step: The step it belongs to.
         base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, which values
-            are pulled, or of a step that begins whether its change will be.
+            are pulled, or of a step that begins how they will be.
         weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice 1 if
             the step before was made without the worker, or what changes can be added to.
     """

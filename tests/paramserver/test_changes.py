@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.messages import Encoding, Header, Kind
+from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
@@ -43,12 +43,12 @@ def test_what_a_change_leaves_out_is_in_the_next() -> None:
 
 def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
     changes, value = changes_of(1.0, 2.0)
-    assert changes.answer(0, changes.mark(0), True) == (bytes(value.numpy()), Encoding.DENSE), "none was made"
+    mark = changes.mark(0)
+    assert changes.answer(0, mark, True) == (bytes(value.numpy()), Encoding.DENSE, mark), "none was made"
     value.add_(1.0)
     payload = changes.make(0)
-    mark = changes.mark(0)
-    assert changes.answer(0, mark, True) == (payload, Encoding.TOPK)
-    whole = bytes(changes.known[0].numpy()), Encoding.DENSE
+    assert changes.answer(0, mark, True) == (payload, Encoding.TOPK, mark)
+    whole = bytes(changes.known[0].numpy()), Encoding.DENSE, mark
     for other, next_version in ((mark, False), (0.0, True), (mark + 1, True)):
         assert changes.answer(0, other, next_version) == whole
 
@@ -93,6 +93,21 @@ def test_a_snapshot_has_what_workers_have() -> None:
     assert torch.equal(other.changes.known[0], store.changes.known[0])
     assert not torch.equal(other.changes.known[0], other.values[0])
     assert other.changes.lineages == store.changes.lineages
+
+
+def test_who_wants_a_change_that_nobody_else_wants_gets_the_values_alone() -> None:
+    """Also from a copy: what was known is that of many steps before."""
+    specification = specify(SGD, 1, pull_compression="auto")
+    store, other = (Store(specification, cut(specification)) for _ in range(2))
+    assert store.changes is not None
+    for value in store.values.values():
+        value.add_(1.0)
+    assert not store.changes.make(0, {Encoding.DENSE})
+    other.restore(store.contents())
+    for one in (store, other):
+        assert one.changes is not None
+        payload, encoding, mark = one.changes.answer(0, one.changes.mark(0), True)
+        assert (payload, encoding, mark) == (bytes(one.memory[0]), Encoding.DENSE, ALONE)
 
 
 def in_one_process(optimizer_options: dict[str, Any], size: int) -> dict[str, Tensor]:
@@ -176,22 +191,26 @@ def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
     worker._chooser.next = lambda step, seconds: rungs[step]  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("dies", [None, 4, 6, 9])
+@pytest.mark.parametrize("dies", [None, 4, 6, 9, 10])
 def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_with(
     dies: int | None, tmp_path: Path
 ) -> None:
     """A change is made from the rounded values of the step before, whose bytes it spares; also by a copy."""
-    rungs, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 2, 2, 2], []
+    rungs, sizes = [0, 1, 2, 2, 2, 1, 2, 0, 0, 2, 2, 2], []
     gradients = torch.randn(len(rungs), 40, generator=torch.Generator().manual_seed(0))
-    value, known, expected = nn.Parameter(torch.zeros(40)), torch.zeros(40), []
+    value, known, expected, rung_before = nn.Parameter(torch.zeros(40)), torch.zeros(40), [], 0
     optimizer = torch.optim.SGD([value], lr=0.5, momentum=0.5)
     for rung, gradient in zip(rungs, gradients, strict=True):
         value.grad = gradient
         optimizer.step()
         left = value.detach() - known
         change = torch.where(left > 0, left[left > 0].mean(), left[left <= 0].mean())
-        known = known + change if rung == 2 else value.detach().half().float()
-        expected.append([value.detach().clone(), known, known][rung])
+        if rung == 2 and rung_before > 0:
+            known = known + change
+        else:
+            known = value.detach().half().float() if rung == 1 else value.detach().clone()
+        expected.append(known)
+        rung_before = rung
     with roles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
         (slice_,) = cut(run.specification)
         worker, (had,) = run.worker()
@@ -215,7 +234,7 @@ def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_
         if dies is not None:
             run.servers.pop(slice_.servers[0])
     whole, half, bits = 160, 80, 8 + 5
-    assert sizes == [whole, half, bits, bits, bits, half, bits, whole, whole, bits, bits]
+    assert sizes == [whole, half, bits, bits, bits, half, bits, whole, whole, whole, bits, bits]
 
 
 def test_who_wants_changes_later_than_another_gets_first_what_that_one_has(tmp_path: Path) -> None:

@@ -6,12 +6,13 @@ they have what it was made from. So what workers have goes wherever the values g
 lineage: another one where values jump, and where a server goes on from a snapshot or from first values, since the steps
 that workers have seen may be made anew there, of others' pushes.
 
-Where workers choose while they train, they say with each step whether they will want its change. If nobody does they
-get the values, rounded, and these are what the next change is made from.
+Where workers choose while they train, they say with each step how they will pull what comes of it. If nobody wants
+changes they get the values, rounded, and these are what the next change is made from. Where all want the exact values
+what workers have is not kept up: the first that wants a change then gets all.
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -53,7 +54,8 @@ class Changes:
         self._values = values
         self._whole = whole
         self._last: dict[int, memoryview] = {}
-        self._rounded: set[int] = set()  # slices of which workers have the values
+        self._rounded: dict[int, Tensor] = {}  # values that workers have, in that encoding
+        self._behind: set[int] = set()  # slices of which workers have the exact values, and `known` are older ones
         self._origin = 0
 
     def begin_with(self, since: int) -> None:
@@ -72,7 +74,8 @@ class Changes:
 
     def _forget(self, key: int) -> None:
         self._last.pop(key, None)
-        self._rounded.discard(key)
+        self._rounded.pop(key, None)
+        self._behind.discard(key)
 
     def jump(self, key: int, version: int, to: int) -> None:
         """A slice's version goes up without an update: what workers have of that version is not what is here."""
@@ -80,34 +83,47 @@ class Changes:
         self.begin(key)
         self.lineages[key] = lineage
 
-    def take_over(self, key: int, known: Tensor, lineage: int) -> None:
+    @property
+    def behind(self) -> list[int]:
+        """The slices of which workers have other values than :attr:`known`, which nobody has any more."""
+        return sorted(self._behind)
+
+    def take_over(self, key: int, known: Tensor, lineage: int, behind: bool) -> None:
         """Go on where another server, or a snapshot, was."""
         self.known[key].copy_(known.view(self.known[key].shape))
         self.lineages[key] = lineage
         self._forget(key)
+        if behind:
+            self._behind.add(key)
 
-    def make(self, key: int, wanted: bool = True) -> memoryview:
+    def make(self, key: int, pulled: Collection[Encoding] = ()) -> memoryview:
         """The change that brings workers nearer to a slice's values, which have just had an update.
 
         Args:
             key: The slice.
-            wanted: Whether a worker wants it; else it is empty.
+            pulled: How workers will pull what comes of that, where they may choose.
+
+        Returns:
+            What a copy must be told: the change, or the encoding of the values that workers will have, or nothing.
         """
-        if not wanted and self._whole is not None:
-            self.apply(key, memoryview(b""), None)
-            return memoryview(b"")
-        difference = (self._values[key] - self.known[key]).view(-1)
-        payload = compress(difference.float(), self.encoding, self._ratio)
+        wanted = self._whole is None or self.encoding in pulled
+        if wanted and key not in self._behind:
+            difference = (self._values[key] - self.known[key]).view(-1)
+            payload = compress(difference.float(), self.encoding, self._ratio)
+        elif wanted:
+            payload = memoryview(bytes([Encoding.DENSE]))
+        else:
+            payload = memoryview(bytes(one for one in pulled if one == self._whole))
         self.apply(key, payload, self.decoded(key, payload))
         return payload
 
     def decoded(self, key: int, payload: memoryview) -> Tensor | None:
-        """A change as numbers; None if nobody has wanted it.
+        """A change as numbers; None if nobody has wanted one.
 
         Raises:
             InvalidMessageError: It does not fit the slice.
         """
-        if not payload and self._whole is not None:
+        if self._whole is not None and payload in (b"", bytes([Encoding.DENSE]), bytes([self._whole])):
             return None
         known = self.known[key]
         check_length(len(payload), self.encoding, known.numel(), known.dtype)
@@ -119,23 +135,32 @@ class Changes:
         if change is not None:
             self.known[key].view(-1).add_(change)
             self._last[key] = payload
+        elif payload:
+            values = rounded(self._values[key], Encoding(payload[0]))
+            self.known[key].copy_(values)
+            if payload[0] == self._whole:
+                self._rounded[key] = values
         else:
-            assert self._whole is not None
-            self.known[key].copy_(rounded(self._values[key], self._whole))
-            self._rounded.add(key)
+            self._behind.add(key)
 
-    def answer(self, key: int, mark: float, next_version: bool) -> tuple[Any, Encoding]:
+    def answer(self, key: int, mark: float, next_version: bool) -> tuple[Any, Encoding, float]:
         """What a worker is sent: the last change, or all where it lacks what that was made from.
 
         Args:
             key: The slice.
             mark: Of what the worker has; 0 for nothing.
             next_version: Whether the slice's version comes next after the one that it has.
+
+        Returns:
+            With its encoding and mark.
         """
         last = self._last.get(key)
         if last is not None and next_version and mark == self.mark(key):
-            return last, self.encoding
-        return bytes(as_bytes(self.known[key])), Encoding.DENSE  # The original changes, maybe before it has been sent.
+            return last, self.encoding, mark
+        if key in self._behind:
+            return bytes(as_bytes(self._values[key])), Encoding.DENSE, ALONE
+        # The original changes, maybe before it has been sent.
+        return bytes(as_bytes(self.known[key])), Encoding.DENSE, self.mark(key)
 
     def mark(self, key: int) -> float:
         """A slice's lineage as the weight of a message: 0 stands for none, and `ALONE` for values of none."""
@@ -143,7 +168,11 @@ class Changes:
 
     def mark_of_values(self, key: int, encoding: Encoding) -> float:
         """The same for a slice's values that are sent in an encoding."""
-        return self.mark(key) if key in self._rounded and encoding == self._whole else ALONE
+        return ALONE if self.values(key, encoding) is None else self.mark(key)
+
+    def values(self, key: int, encoding: Encoding) -> Tensor | None:
+        """A slice's values in an encoding if that is what the next change is made from."""
+        return self._rounded.get(key) if encoding == self._whole else None
 
     def are_asked_for(self, encoding: Encoding) -> bool:
         """Whether a pull asks for changes; `NOTHING` stands for what the specification says."""

@@ -253,8 +253,15 @@ class Handlers:
                 self._outbox.ask_again(known)  # What came too early was dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
-        begin = Begin(self._options_in(header, payload), header.weight, header.base > 0)
+        begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base))
         self._mode.begin((worker, header.incarnation), header.step, begin)
+
+    def _pulled(self, number: int) -> Encoding:
+        """The encoding in which a worker pulls."""
+        encoding, changes = _PULLED.get(number), self._shard.store.changes
+        if encoding is None or (encoding in CHANGES and (changes is None or encoding != changes.encoding)):
+            raise InvalidMessageError("a pull in an encoding that parameters do not have")
+        return encoding
 
     def _options_in(self, header: Header, payload: memoryview) -> Options:
         """A message's hyper-parameters: mostly those of the last one, since all workers have the same."""
@@ -278,10 +285,7 @@ class Handlers:
         keys = unpack_keys(payload)
         if len(set(keys)) != len(keys) or not self._shard.owned.issuperset(keys):
             raise InvalidMessageError("a pull of slices that another server is the primary of")
-        encoding = _PULLED.get(header.base >> 1)
-        changes = self._shard.store.changes
-        if encoding is None or (encoding in CHANGES and (changes is None or encoding != changes.encoding)):
-            raise InvalidMessageError("a pull in an encoding that parameters do not have")
+        encoding = self._pulled(header.base >> 1)
         if header.base & 1:
             # A newcomer to common steps begins with what the others have.
             version = header.step if isinstance(self._mode, Synchronous) else 0

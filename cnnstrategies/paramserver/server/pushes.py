@@ -22,12 +22,12 @@ class Begin:
     Attributes:
         options: Hyper-parameters.
         weight: Of its gradient.
-        wants_change: Whether it will want what the step changes, where workers may choose.
+        pulls: In which encoding it will pull what comes of the step, where workers may choose.
     """
 
     options: Options
     weight: float
-    wants_change: bool = False
+    pulls: Encoding = Encoding.NOTHING
 
 
 class Pushes:
@@ -71,9 +71,9 @@ class Pushes:
         self._counts[worker] = self._counts.get(worker, 0) + 1
         return True
 
-    def want_change(self, workers: Iterable[Who]) -> bool:
-        """Whether one of these workers will want what the step changes."""
-        return any(self.begun[worker].wants_change for worker in workers if worker in self.begun)
+    def pulled(self, workers: Iterable[Who]) -> set[Encoding]:
+        """In which encodings these workers will pull what comes of the step."""
+        return {self.begun[worker].pulls for worker in workers if worker in self.begun}
 
     def count(self, worker: Who) -> int:
         """Slices that a worker has pushed; -1 before it began."""

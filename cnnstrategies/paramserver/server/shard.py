@@ -157,15 +157,16 @@ class Shard:
                 continue
             changes = None if pull.whole else self.store.changes
             if changes is not None and changes.are_asked_for(pull.encoding):
-                payload, encoding = changes.answer(key, pull.mark, version == pull.version)
+                payload, encoding, mark = changes.answer(key, pull.mark, version == pull.version)
                 self._outbox.to_worker(
                     worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding,
-                    weight=changes.mark(key),
+                    weight=mark,
                 )  # fmt: skip
                 continue
             encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
             if encoding not in encoded:
-                encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding))
+                values = None if changes is None else changes.values(key, encoding)
+                encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding) if values is None else values)
             weight = 0.0 if changes is None else changes.mark_of_values(key, encoding)
             if self.attendance is not None and not pull.whole:
                 weight = float(self.attendance.missed(worker, pull.request - 1))
@@ -183,7 +184,7 @@ class Shard:
         who: Who,
         step: int,
         absent: Mapping[int, int] = ALL_THERE,
-        changes_wanted: bool = True,
+        pulled: Collection[Encoding] = (),
     ) -> None:
         """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible.
 
@@ -193,12 +194,12 @@ class Shard:
             who: Whose update it is.
             step: Of which step.
             absent: The parts of slices that have no gradient, as bits.
-            changes_wanted: Whether a worker wants what that changes, where they may choose.
+            pulled: How workers will pull what comes of it, where they may choose.
         """
         self.store.apply(changes, options, absent)
         for key, change in changes.items():
             self.store.seen[key][who] = step
-            sent = b"" if self.store.changes is None else self.store.changes.make(key, changes_wanted)
+            sent = b"" if self.store.changes is None else self.store.changes.make(key, pulled)
             self._relay(key, change, options, who, step, sent, absent.get(key, 0))
             self.answer(key)
 
@@ -309,6 +310,7 @@ class Shard:
                 "parts": len(state),
                 "decided": self.store.decided,
                 "lineage": 0 if changes is None else changes.lineages[key],
+                "behind": changes is not None and key in changes.behind,
             },
         )
 
@@ -345,7 +347,7 @@ class Shard:
         self.store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
         self.store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
         if changes is not None and isinstance(known, Tensor):
-            changes.take_over(header.key, known, int(str(described["lineage"])))
+            changes.take_over(header.key, known, int(str(described["lineage"])), described["behind"] is True)
         self._copied[header.key] = self._replicas.life(header.key)
         self._acknowledge(header.key)
 

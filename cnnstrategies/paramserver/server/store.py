@@ -115,6 +115,7 @@ class Store:
             "decided": self.decided,
             "known": {} if self.changes is None else self.changes.known,
             "lineages": {} if self.changes is None else dict(self.changes.lineages),
+            "behind": [] if self.changes is None else self.changes.behind,
         }
 
     def restore(self, contents: Mapping[str, Any]) -> None:
@@ -126,5 +127,5 @@ class Store:
                 self.set_state(key, name, part)
         if self.changes is not None:
             for key, known in contents["known"].items():
-                self.changes.take_over(key, known, contents["lineages"][key])
+                self.changes.take_over(key, known, contents["lineages"][key], key in contents["behind"])
         self.decided = contents["decided"]

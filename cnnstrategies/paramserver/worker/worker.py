@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.compression import CHANGES, ENCODINGS
+from cnnstrategies.paramserver.compression import ENCODINGS
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.messages import (
@@ -207,7 +207,7 @@ class WorkerRole:
     def encode_as(self, compression: Compression, pull_compression: PullCompression) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date."""
         self._pulls.encoding = ENCODINGS[pull_compression]
-        self._outgoing.encode_as(compression, self._pulls.encoding in CHANGES)
+        self._outgoing.encode_as(compression, self._pulls.encoding)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; all parameters are up to date. Nothing is handed over before the step ends."""

@@ -78,16 +78,17 @@ class ParameterServerStrategy(CoordinatedStrategy):
         coordinator: ``tcp://address:port`` on the machine of rank 0; by default a socket in a private directory on one
             machine, else Lightning's main address and port.
         compression: Of pushed gradients: ``none``, ``fp16``, ``bf16``, or with error feedback ``topk`` and ``onebit``.
-            ``auto`` uses the one of ``none``, ``bf16`` and ``topk`` with which steps take the least time, as measured
-            while it trains.
+            ``auto`` uses the one of ``none``, ``bf16`` and ``onebit`` with which steps take the least time, as
+            measured while it trains.
         compression_ratio: Share of the elements that ``topk`` sends.
         compression_warmup: Steps over which ``topk`` sends less and less, from a quarter to ``compression_ratio``.
         momentum_correction: Each worker makes the momentum and the weight decay of SGD itself, before it compresses
-            (Deep Gradient Compression, Lin et al., ICLR 2018); the servers add what comes. For ``topk`` and ``auto``.
+            (Deep Gradient Compression, Lin et al., ICLR 2018); the servers add what comes. For ``topk``.
         pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
-            weights; those of the servers keep their precision, and validation and checkpoints have them. ``auto``
-            chooses between ``none`` and ``fp16``, as above. For ``sync`` and ``local`` also ``topk`` and ``onebit``:
-            of what each step changes, with error feedback (DoubleSqueeze, Tang et al., ICML 2019).
+            weights; those of the servers keep their precision, and validation and checkpoints have them. For ``sync``
+            and ``local`` also ``topk`` and ``onebit``: of what each step changes, with error feedback (DoubleSqueeze,
+            Tang et al., ICML 2019). ``auto`` chooses, as above, between ``none``, ``fp16`` and, where all workers
+            have each step in common, ``onebit``.
         delay_compensation: The factor of DC-ASGD (Zheng et al., ICML 2017) for async and ssp; 0 turns it off.
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
         snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.

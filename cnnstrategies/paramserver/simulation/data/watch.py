@@ -301,7 +301,8 @@ class WatchedChanges(Changes):
     def apply(self, key: int, payload: memoryview, change: Tensor | None) -> None:
         """Workers will have a change, or the values."""
         super().apply(key, payload, change)
-        self._watch.sent(key, self.known[key], self._values[key])
+        if key not in self.behind:
+            self._watch.sent(key, self.known[key], self._values[key])
 
 
 class WatchedStore(Store):
