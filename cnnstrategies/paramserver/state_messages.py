@@ -1,5 +1,6 @@
 """One part of a slice's optimizer state as a message."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import as_bytes, from_bytes
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.optimizers import StateValue
+from cnnstrategies.paramserver.slicing import Slice
 
 LARGEST_NAME = 64
 MOST_PARTS = 32
@@ -52,3 +54,13 @@ def unpack_state(described: dict[str, Any], raw: memoryview) -> tuple[str, State
     if numel * dtype.itemsize != len(raw):
         raise InvalidMessageError("a state whose bytes do not fit its shape")
     return name, from_bytes(raw, dtype).clone().view(shape)
+
+
+def check_room(name: str, state: Collection[str], slice_: Slice) -> None:
+    """Refuse a part beside more of them than a slice's state has.
+
+    Raises:
+        InvalidMessageError: So it is.
+    """
+    if name not in state and len(state) >= MOST_PARTS * len(slice_.parts):
+        raise InvalidMessageError("too many parts of a state")

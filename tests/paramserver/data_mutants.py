@@ -27,7 +27,7 @@ MUTANTS = [
     ProtocolMutant(
         "an update is applied with the options of another",
         "server.server:Server",
-        "self._shard.relays_lost(peer)",
+        "self._shard.copies.relays_lost(peer)",
         "pass",
         seed=27,
     ),
@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     ProtocolMutant(
         "a copy of a slice is taken that lacks a part of the optimizer's state",
-        "server.shard:Shard",
+        "server.copies:Copies",
         'if len(state) != described["parts"]:',
         "if False:",
         seed=118,
@@ -188,7 +188,7 @@ MUTANTS = [
     ProtocolMutant(
         "a backup that comes before the first values is never given them",
         "server.shard:Shard",
-        "                self._copy_to_all(header.key)",
+        "                self.copies.send_to_all(header.key)",
         "                pass",
         seed=1296,
     ),
@@ -306,7 +306,7 @@ MUTANTS = [
     ),
     ProtocolMutant(
         "a copy does not count what workers have had",
-        "server.shard:Shard",
+        "server.copies:Copies",
         "                changes.apply(header.key, sent, known)",
         "                pass",
         seed=14,
@@ -383,7 +383,7 @@ MUTANTS = [
     ),
     ProtocolMutant(
         "a server that has come back with a snapshot goes on with another's updates before it is its copy",
-        "server.shard:Shard",
+        "server.copies:Copies",
         "if header.key not in self._copied:",
         "if False:",
         seed=705776,
@@ -398,8 +398,8 @@ MUTANTS = [
     ),
     ProtocolMutant(
         "a copy keeps what its primary does not have of the optimizer's state",
-        "server.shard:Shard",
-        "self.store.clear_state(header.key)",
+        "server.copies:Copies",
+        "self._store.clear_state(header.key)",
         "pass",
         seed=631440,
     ),

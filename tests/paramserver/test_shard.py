@@ -112,15 +112,15 @@ def test_a_copy_applies_an_update_that_comes_twice_once() -> None:
     specification = specify(PLAIN, 1, servers=2, replication=2)
     shard = shard_of(1, specification, Post())
     key = next(key for key in shard.store.slices if key not in shard.owned)
-    shard.relay_begins(0, [group.options for group in specification.groups])
+    shard.copies.relay_begins(0, [group.options for group in specification.groups])
     relay = push_of(key, ones_for(shard, key), Kind.RELAY, weight=1.0)
-    shard.relayed(0, *relay)
+    shard.copies.relayed(0, *relay)
     assert shard.store.versions[key] == 0, "its values may be those of a snapshot, which are others of that version"
     described: dict[str, Any] = {"parts": 0, "seen": [], "lineage": 0, "decided": None}
     copy, payload = push_of(key, 0 * ones_for(shard, key), Kind.COPY)
-    shard.copied(0, copy, described, payload)
+    shard.copies.copied(0, copy, described, payload)
     for _ in range(2):
-        shard.relayed(0, *relay)
+        shard.copies.relayed(0, *relay)
     assert shard.store.versions[key] == 1
     assert torch.equal(shard.store.values[key], -0.5 * ones_for(shard, key))
 

@@ -87,7 +87,7 @@ class Handlers:
             Kind.PULL: self._pull,
             Kind.GET_STATE: lambda worker, header, payload: self._shard.send_state(worker, header.step),
             Kind.RELAY_BEGIN: self._relay_begins,
-            Kind.RELAY: self._shard.relayed,
+            Kind.RELAY: self._shard.copies.relayed,
             Kind.ACKNOWLEDGE: lambda server, header, payload: self._shard.acknowledged(server, header.key, header.base),
             Kind.COPY: self._copied,
             Kind.COPY_STATE: self._copied,
@@ -299,15 +299,15 @@ class Handlers:
 
     def _relay_begins(self, server: int, header: Header, payload: memoryview) -> None:
         if not isinstance(self._mode, Synchronous):
-            self._shard.relay_begins(server, self._options_in(header, payload))
+            self._shard.copies.relay_begins(server, self._options_in(header, payload))
             return
         values = unpack_json(payload, header)
-        self._shard.relay_begins(server, check_options(values["options"], self._groups))
+        self._shard.copies.relay_begins(server, check_options(values["options"], self._groups))
         self._mode.told(values)
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
         described = unpack_json(payload, header)
-        self._shard.copied(server, header, described, payload)
+        self._shard.copies.copied(server, header, described, payload)
         if header.kind == Kind.COPY and isinstance(self._mode, Synchronous):
             self._mode.replaced(header.base)
             if described["decided"] is not None:
@@ -315,6 +315,6 @@ class Handlers:
 
     def _asked(self, server: int, header: Header, payload: memoryview) -> None:
         if self._gaps.asked(server, header.base):
-            self._shard.tell_again(server)
+            self._shard.copies.tell_again(server)
             if isinstance(self._mode, Synchronous):
                 self._mode.tell_again(server)

@@ -80,6 +80,11 @@ class Replicas:
         """The servers that this primary sends the slice's updates to; none if it is not the primary."""
         return self._backups.get(key, ())
 
+    @property
+    def all_backups(self) -> set[int]:
+        """The servers that this primary sends updates of any slice to."""
+        return {backup for named in self._backups.values() for backup in named}
+
     def acknowledged(self, key: int, backup: int, version: int) -> bool:
         """A backup has the slice up to a version; whether it has come late, and has all its copies now."""
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))

@@ -208,7 +208,7 @@ class Server:
         missed = self._senders.check(header, user)
         if header.sender >= SERVER:
             if missed:
-                self._shard.relays_lost(peer)
+                self._shard.copies.relays_lost(peer)
                 self._outbox.to_server(peer, Kind.PING, base=self._gaps.found[peer])
         else:
             self._heard_workers.add(peer)

@@ -1,4 +1,4 @@
-"""The slices of one server towards the outside: answers pulls, sends updates to backups, takes those of primaries."""
+"""The slices of one server towards the workers: answers pulls, makes updates, takes first values."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -9,17 +9,16 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_length, from_bytes, rounded
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Say
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, unpack_json
-from cnnstrategies.paramserver.optimizers import ALL_THERE, StateValue
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.optimizers import ALL_THERE
+from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.outbox import Outbox
-from cnnstrategies.paramserver.server.pushes import Who, check_absent
+from cnnstrategies.paramserver.server.pushes import Who
 from cnnstrategies.paramserver.server.quorum import Attendance
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Options, Store
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.state_messages import MOST_PARTS, pack_state, unpack_state
-
-KNOWN = "what workers have"  # beside the parts of an optimizer's state, in a copy
+from cnnstrategies.paramserver.state_messages import check_room, pack_state, unpack_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,7 @@ class Shard:
         own: Keys of the slices that this server is the primary of, in the order of use.
         owned: The same as a set.
         attendance: Of the workers, where steps do not wait for all of them.
+        copies: Those of the slices, here and elsewhere.
     """
 
     def __init__(self, specification: Specification, server: int, outbox: Outbox, store: Store) -> None:
@@ -68,15 +68,12 @@ class Shard:
         self.own: list[int] = []
         self.owned: frozenset[int] = frozenset()
         self._replicas = Replicas(server, self.store.slices)
+        self.copies = Copies(self._replicas, outbox, store)
         self._outbox = outbox
         self._encoding = ENCODINGS[specification.pull_compression]
         self._order = {key: place for place, key in enumerate(self.store.slices)}
         self.attendance = Attendance() if specification.backup_workers else None
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
-        self._relayed_options: dict[int, Options] = {}
-        self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
-        self._copied_states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
-        self._options_sent: tuple[object, ...] = ()
 
     @property
     def ready(self) -> bool:
@@ -91,22 +88,21 @@ class Shard:
     def place(self, view: View) -> None:
         """Follow a change of the view; new backups get copies."""
         needed = self._replicas.place(view)
-        self._copied = {key: life for key, life in self._copied.items() if self._replicas.life(key) == life}
+        self.copies.follow()
         self._sort()
-        self._options_sent = ()
         alive = {worker.id for worker in view.workers}
         for waiting in self._pulls.values():
             for worker in waiting.keys() - alive:
                 del waiting[worker]
         for key, backup in needed:
-            self._copy(key, backup)
+            self.copies.send(key, backup)
         for key in self.own:
             self.answer(key)
 
     def copy_to_backups(self) -> None:
         """Bring the backups to the own slices' values and versions, which have jumped."""
         for key in self.own:
-            self._copy_to_all(key)
+            self.copies.send_to_all(key)
             self.answer(key)
 
     def _sort(self) -> None:
@@ -175,7 +171,7 @@ class Shard:
                 encoding=encoding,
             )  # fmt: skip
 
-    # Updates and their copies
+    # Updates
 
     def update(
         self,
@@ -200,75 +196,8 @@ class Shard:
         for key, change in changes.items():
             self.store.seen[key][who] = step
             sent = b"" if self.store.changes is None else self.store.changes.make(key, pulled)
-            self._relay(key, change, options, who, step, sent, absent.get(key, 0))
+            self.copies.relay(key, change, options, who, step, sent, absent.get(key, 0))
             self.answer(key)
-
-    def _relay(
-        self,
-        key: int,
-        change: Tensor | None,
-        options: Options,
-        who: Who,
-        step: int,
-        sent: bytes | memoryview,
-        absent: int,
-    ) -> None:
-        for backup in self._replicas.backups(key):
-            if self._options_sent[:2] != (who, step):
-                for server in {backup for key in self.own for backup in self._replicas.backups(key)}:
-                    self._outbox.to_server(server, Kind.RELAY_BEGIN, json=self.store.decided or {"options": options})
-                self._options_sent = who, step
-            payload = b"" if change is None else as_bytes(change)
-            self._outbox.to_server(
-                backup,
-                Kind.RELAY,
-                b"".join((payload, sent)) if sent else payload,
-                key=key,
-                step=step,
-                base=who[1] << 32 | who[0],
-                weight=self.store.versions[key],
-                encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
-                **({"json": {"absent": absent}} if absent else {}),
-            )
-
-    def relay_begins(self, primary: int, options: Options) -> None:
-        """The hyper-parameters of the updates that a primary sends next."""
-        self._relayed_options[primary] = options
-
-    def relays_lost(self, primary: int) -> None:
-        """Messages of a primary were lost: maybe those with the hyper-parameters of what it sends next."""
-        self._relayed_options.pop(primary, None)
-
-    def relayed(self, primary: int, header: Header, payload: memoryview) -> None:
-        """Apply an update that the slice's primary has applied.
-
-        Raises:
-            InvalidMessageError: It is not the primary, or the payload does not fit.
-        """
-        self._from_primary(primary, header.key)
-        slice_, changes = self.store.slices[header.key], self.store.changes
-        absent = int(unpack_json(payload, header)["absent"]) if header.meta else 0
-        check_absent(absent, slice_)
-        payload = payload[header.meta :]
-        size = len(payload)
-        if changes is not None:  # What workers are sent stands behind the update.
-            size = slice_.nbytes if header.encoding == Encoding.DENSE else 0
-            sent = payload[size:]
-            known = changes.decoded(header.key, sent)
-        check_length(size, header.encoding, slice_.numel, slice_.dtype)
-        if primary not in self._relayed_options:
-            raise InvalidMessageError("an update without hyper-parameters")
-        # After lost messages a whole copy comes before updates go on. What a snapshot has brought back, or another
-        # primary, may be another history with the same number.
-        if header.key not in self._copied:
-            return
-        if self.store.versions[header.key] == header.weight - 1:
-            change = from_bytes(payload[:size], slice_.dtype) if header.encoding == Encoding.DENSE else None
-            self.store.apply({header.key: change}, self._relayed_options[primary], {header.key: absent})
-            if changes is not None:
-                changes.apply(header.key, sent, known)
-            self.store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
-            self._acknowledge(header.key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
         """A backup has a slice up to a version."""
@@ -276,91 +205,6 @@ class Shard:
             text = f"server {self._server} has filled server {backup}: its slices have all their copies again"
             self._outbox.effects.append(Say(text, True))
         self.answer(key)
-
-    def _acknowledge(self, key: int) -> None:
-        self._outbox.to_server(self._replicas.primary(key), Kind.ACKNOWLEDGE, key=key, base=self.store.versions[key])
-
-    def _from_primary(self, server: int, key: int) -> None:
-        if key not in self.store.slices or self._replicas.primary(key) != server:
-            raise InvalidMessageError("an update from a server that is not the slice's primary")
-
-    def _copy_to_all(self, key: int) -> None:
-        for backup in self._replicas.backups(key):
-            self._copy(key, backup)
-
-    def _copy(self, key: int, backup: int) -> None:
-        version, state, changes = self.store.versions[key], self.store.state(key), self.store.changes
-        if version < 0:
-            return
-        if changes is not None:
-            state = {**state, KNOWN: changes.known[key]}
-        for name, value in state.items():
-            described, raw = pack_state(name, value)
-            self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, base=version, json=described)
-        seen = [[*who, step] for who, step in self.store.seen[key].items()]
-        # A copy of the values: they change here while the message waits to be sent.
-        self._outbox.to_server(
-            backup,
-            Kind.COPY,
-            bytes(self.store.memory[key]),
-            key=key,
-            base=version,
-            json={
-                "seen": seen,
-                "parts": len(state),
-                "decided": self.store.decided,
-                "lineage": 0 if changes is None else changes.lineages[key],
-                "behind": changes is not None and key in changes.behind,
-            },
-        )
-
-    def copied(self, primary: int, header: Header, described: dict[str, object], payload: memoryview) -> None:
-        """Take over a primary's copy of a slice, once all parts of its optimizer state have come.
-
-        Raises:
-            InvalidMessageError: It is not the primary, the payload does not fit, or a part of the state was lost: it
-                comes again, since the primary hears of the gap.
-        """
-        self._from_primary(primary, header.key)
-        raw = payload[header.meta :]
-        version, state = self._copied_states.get(header.key, (-1, {}))
-        if version != header.base:
-            state = {}
-        if header.kind == Kind.COPY_STATE:
-            name, value = unpack_state(described, raw)
-            self._check_room(header.key, name, state)
-            self._copied_states[header.key] = header.base, {**state, name: value}
-            return
-        slice_ = self.store.slices[header.key]
-        check_length(len(raw), Encoding.DENSE, slice_.numel, slice_.dtype)
-        seen = described["seen"]
-        assert isinstance(seen, list)
-        if len(state) != described["parts"]:
-            raise InvalidMessageError("a copy without all of its optimizer's state")
-        changes, known = self.store.changes, state.pop(KNOWN, None)
-        if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
-            raise InvalidMessageError("a copy without what workers have")
-        self._copied_states.pop(header.key, None)
-        self.store.clear_state(header.key)  # The primary may have none of a part that a snapshot has brought here.
-        for name, value in state.items():
-            self.store.set_state(header.key, name, value)
-        self.store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
-        self.store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
-        if changes is not None and isinstance(known, Tensor):
-            changes.take_over(header.key, known, int(str(described["lineage"])), described["behind"] is True)
-        self._copied[header.key] = self._replicas.life(header.key)
-        self._acknowledge(header.key)
-
-    # Lost messages
-
-    def tell_again(self, server: int) -> None:
-        """Repeat what a server has missed some messages about."""
-        self._options_sent = ()
-        for key in self.store.slices:
-            if server in self._replicas.backups(key):
-                self._copy(key, server)
-            elif self._replicas.primary(key) == server and self.store.versions[key] >= 0:
-                self._acknowledge(key)
 
     # First values, optimizer state
 
@@ -385,21 +229,17 @@ class Shard:
             self.store.put(header.key, from_bytes(payload, slice_.dtype), 0)
             if header.key in self.owned:
                 # One that came while there was nothing to copy may not be among those whom the worker gives them.
-                self._copy_to_all(header.key)
+                self.copies.send_to_all(header.key)
         if header.key in self.owned:
             self.answer(header.key)
         else:
-            self._acknowledge(header.key)
+            self.copies.acknowledge(header.key)
 
     def _set_state(self, key: int, described: dict[str, object], raw: memoryview) -> None:
         name, value = unpack_state(described, raw)
         state = self.store.state(key)
-        self._check_room(key, name, state)
+        check_room(name, state, self.store.slices[key])
         self.store.set_state(key, name, value)
-
-    def _check_room(self, key: int, name: str, state: Collection[str]) -> None:
-        if name not in state and len(state) >= MOST_PARTS * len(self.store.slices[key].parts):
-            raise InvalidMessageError("too many parts of a state")
 
     def send_state(self, worker: int, request: int) -> None:
         """Send the optimizer state of all own slices, and then how many parts that were."""

@@ -1,0 +1,209 @@
+"""The copies of slices: what a primary sends its backups, and what a backup takes of its primary.
+
+A copy follows by the primary's updates, in their order. Once it has missed one it gets all anew.
+"""
+
+from torch import Tensor
+
+from cnnstrategies.paramserver.compression import as_bytes, check_length, from_bytes
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, unpack_json
+from cnnstrategies.paramserver.optimizers import StateValue
+from cnnstrategies.paramserver.server.outbox import Outbox
+from cnnstrategies.paramserver.server.pushes import Who, check_absent
+from cnnstrategies.paramserver.server.replication import Replicas
+from cnnstrategies.paramserver.server.store import Options, Store
+from cnnstrategies.paramserver.state_messages import check_room, pack_state, unpack_state
+
+KNOWN = "what workers have"  # beside the parts of an optimizer's state, in a copy
+
+
+class Copies:
+    """The copies of the slices that one server holds, as primary or backup.
+
+    Args:
+        replicas: Where they are.
+        outbox: Sends the server's messages.
+        store: The values.
+    """
+
+    def __init__(self, replicas: Replicas, outbox: Outbox, store: Store) -> None:
+        self._replicas = replicas
+        self._outbox = outbox
+        self._store = store
+        self._relayed_options: dict[int, Options] = {}
+        self._copied: dict[int, tuple[int, int]] = {}  # of which process in its primary's place a slice is a copy
+        self._states: dict[int, tuple[int, dict[str, StateValue]]] = {}  # by slice: of a version
+        self._options_sent: tuple[object, ...] = ()
+
+    def follow(self) -> None:
+        """Go on with another view, in which the replicas are placed."""
+        self._copied = {key: life for key, life in self._copied.items() if self._replicas.life(key) == life}
+        self._options_sent = ()
+
+    # As primary
+
+    def relay(
+        self,
+        key: int,
+        change: Tensor | None,
+        options: Options,
+        who: Who,
+        step: int,
+        sent: bytes | memoryview,
+        absent: int,
+    ) -> None:
+        """Send an update that was applied here to the slice's backups.
+
+        Args:
+            key: The slice.
+            change: The update; None if it leaves the values alone.
+            options: Each parameter group's hyper-parameters.
+            who: Whose update it is.
+            step: Of which step.
+            sent: What workers are sent of it, where they pull changes.
+            absent: The parts of the slice that have no gradient, as bits.
+        """
+        for backup in self._replicas.backups(key):
+            if self._options_sent[:2] != (who, step):
+                for server in self._replicas.all_backups:
+                    self._outbox.to_server(server, Kind.RELAY_BEGIN, json=self._store.decided or {"options": options})
+                self._options_sent = who, step
+            payload = b"" if change is None else as_bytes(change)
+            self._outbox.to_server(
+                backup,
+                Kind.RELAY,
+                b"".join((payload, sent)) if sent else payload,
+                key=key,
+                step=step,
+                base=who[1] << 32 | who[0],
+                weight=self._store.versions[key],
+                encoding=Encoding.NOTHING if change is None else Encoding.DENSE,
+                **({"json": {"absent": absent}} if absent else {}),
+            )
+
+    def send_to_all(self, key: int) -> None:
+        """Send a slice to all its backups."""
+        for backup in self._replicas.backups(key):
+            self.send(key, backup)
+
+    def send(self, key: int, backup: int) -> None:
+        """Send a slice, with all that belongs to it, to one of its backups."""
+        version, state, changes = self._store.versions[key], self._store.state(key), self._store.changes
+        if version < 0:
+            return
+        if changes is not None:
+            state = {**state, KNOWN: changes.known[key]}
+        for name, value in state.items():
+            described, raw = pack_state(name, value)
+            self._outbox.to_server(backup, Kind.COPY_STATE, raw, key=key, base=version, json=described)
+        seen = [[*who, step] for who, step in self._store.seen[key].items()]
+        # A copy of the values: they change here while the message waits to be sent.
+        self._outbox.to_server(
+            backup,
+            Kind.COPY,
+            bytes(self._store.memory[key]),
+            key=key,
+            base=version,
+            json={
+                "seen": seen,
+                "parts": len(state),
+                "decided": self._store.decided,
+                "lineage": 0 if changes is None else changes.lineages[key],
+                "behind": changes is not None and key in changes.behind,
+            },
+        )
+
+    def tell_again(self, server: int) -> None:
+        """Repeat what a server has missed some messages about."""
+        self._options_sent = ()
+        for key in self._store.slices:
+            if server in self._replicas.backups(key):
+                self.send(key, server)
+            elif self._replicas.primary(key) == server and self._store.versions[key] >= 0:
+                self.acknowledge(key)
+
+    # As backup
+
+    def relay_begins(self, primary: int, options: Options) -> None:
+        """The hyper-parameters of the updates that a primary sends next."""
+        self._relayed_options[primary] = options
+
+    def relays_lost(self, primary: int) -> None:
+        """Messages of a primary were lost: maybe those with the hyper-parameters of what it sends next."""
+        self._relayed_options.pop(primary, None)
+
+    def relayed(self, primary: int, header: Header, payload: memoryview) -> None:
+        """Apply an update that the slice's primary has applied.
+
+        Raises:
+            InvalidMessageError: It is not the primary, or the payload does not fit.
+        """
+        self._from_primary(primary, header.key)
+        slice_, changes = self._store.slices[header.key], self._store.changes
+        absent = int(unpack_json(payload, header)["absent"]) if header.meta else 0
+        check_absent(absent, slice_)
+        payload = payload[header.meta :]
+        size = len(payload)
+        if changes is not None:  # What workers are sent stands behind the update.
+            size = slice_.nbytes if header.encoding == Encoding.DENSE else 0
+            sent = payload[size:]
+            known = changes.decoded(header.key, sent)
+        check_length(size, header.encoding, slice_.numel, slice_.dtype)
+        if primary not in self._relayed_options:
+            raise InvalidMessageError("an update without hyper-parameters")
+        # After lost messages a whole copy comes before updates go on. What a snapshot has brought back, or another
+        # primary, may be another history with the same number.
+        if header.key not in self._copied:
+            return
+        if self._store.versions[header.key] == header.weight - 1:
+            change = from_bytes(payload[:size], slice_.dtype) if header.encoding == Encoding.DENSE else None
+            self._store.apply({header.key: change}, self._relayed_options[primary], {header.key: absent})
+            if changes is not None:
+                changes.apply(header.key, sent, known)
+            self._store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
+            self.acknowledge(header.key)
+
+    def copied(self, primary: int, header: Header, described: dict[str, object], payload: memoryview) -> None:
+        """Take over a primary's copy of a slice, once all parts of its optimizer state have come.
+
+        Raises:
+            InvalidMessageError: It is not the primary, the payload does not fit, or a part of the state was lost: it
+                comes again, since the primary hears of the gap.
+        """
+        self._from_primary(primary, header.key)
+        raw = payload[header.meta :]
+        version, state = self._states.get(header.key, (-1, {}))
+        if version != header.base:
+            state = {}
+        if header.kind == Kind.COPY_STATE:
+            name, value = unpack_state(described, raw)
+            check_room(name, state, self._store.slices[header.key])
+            self._states[header.key] = header.base, {**state, name: value}
+            return
+        slice_ = self._store.slices[header.key]
+        check_length(len(raw), Encoding.DENSE, slice_.numel, slice_.dtype)
+        seen = described["seen"]
+        assert isinstance(seen, list)
+        if len(state) != described["parts"]:
+            raise InvalidMessageError("a copy without all of its optimizer's state")
+        changes, known = self._store.changes, state.pop(KNOWN, None)
+        if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
+            raise InvalidMessageError("a copy without what workers have")
+        self._states.pop(header.key, None)
+        self._store.clear_state(header.key)  # The primary may have none of a part that a snapshot has brought here.
+        for name, value in state.items():
+            self._store.set_state(header.key, name, value)
+        self._store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
+        self._store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
+        if changes is not None and isinstance(known, Tensor):
+            changes.take_over(header.key, known, int(str(described["lineage"])), described["behind"] is True)
+        self._copied[header.key] = self._replicas.life(header.key)
+        self.acknowledge(header.key)
+
+    def acknowledge(self, key: int) -> None:
+        """Tell a slice's primary which version is here."""
+        self._outbox.to_server(self._replicas.primary(key), Kind.ACKNOWLEDGE, key=key, base=self._store.versions[key])
+
+    def _from_primary(self, server: int, key: int) -> None:
+        if key not in self._store.slices or self._replicas.primary(key) != server:
+            raise InvalidMessageError("an update from a server that is not the slice's primary")
