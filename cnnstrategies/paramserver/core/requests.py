@@ -18,7 +18,8 @@ TIMER = "requests"
 LEAST, MOST = 0.05, 1.0  # seconds between two probes
 ROUND_TRIPS = 4
 KEPT = 4096  # answers to one peer
-SMALL = 1 << 16  # bytes; a larger answer is read again
+SMALL = 1 << 16  # bytes; a larger answer is made again
+PATIENCE = 4  # probes in which a large answer may be on its way; then twice as many, and so on
 
 
 @dataclass
@@ -114,16 +115,37 @@ class Asking:
 
 
 @dataclass
+class Large:
+    """An answer that is not kept, for how many probes it may be on its way, and how many of these are to come.
+
+    On a link that it takes longer to cross than from one probe to the next, it would be sent again for each of them.
+    """
+
+    patience: int = PATIENCE
+    left: int = PATIENCE
+
+
+@dataclass
 class _Side:
     floor: int = 0
     kept: dict[int, Message] = field(default_factory=dict)
     held: set[int] = field(default_factory=set)
+    large: dict[int, Large] = field(default_factory=dict)
 
     def rise(self, floor: int) -> None:
         if floor > self.floor:
             self.floor = floor
             self.kept = {number: message for number, message in self.kept.items() if number >= floor}
             self.held = {number for number in self.held if number >= floor}
+            self.large = {number: one for number, one in self.large.items() if number >= floor}
+
+    def is_on_its_way(self, number: int) -> bool:
+        """Whether a large answer may not have come yet; to be asked once for each probe."""
+        answer = self.large.get(number)
+        if answer is None or answer.left == 0:
+            return False
+        answer.left -= 1
+        return True
 
 
 class Answering:
@@ -160,7 +182,11 @@ class Answering:
         if side is not None:
             side.held.discard(reply.request)
             small = sum(len(frame) for frame in reply.frames) <= SMALL
-            if small and reply.request >= side.floor:
+            if not small and reply.request >= side.floor:
+                before = side.large.get(reply.request)
+                patience = PATIENCE if before is None else 2 * before.patience
+                side.large[reply.request] = Large(patience, patience)
+            elif reply.request >= side.floor:
                 side.kept[reply.request] = reply
                 while len(side.kept) > self._kept:
                     del side.kept[min(side.kept)]
@@ -181,11 +207,11 @@ class Answering:
         side = self._sides.get(sender, _Side())
         side.rise(floor)
         effects: Effects = [Send(sender, side.kept[number]) for number in numbers if number in side.kept]
-        held = [number for number in numbers if number in side.held]
+        held = [number for number in numbers if number in side.held or side.is_on_its_way(number)]
         if held:
-            why = [list(blames(sender, number)) for number in held]
+            why = [list(blames(sender, number)) if number in side.held else [] for number in held]
             effects.append(Send(sender, Message(HELD, {"ids": held, "blames": why})))
-        unknown = [one for one in numbers if one >= side.floor and one not in side.held and one not in side.kept]
+        unknown = [one for one in numbers if one >= side.floor and one not in held and one not in side.kept]
         if unknown:
             effects.append(Send(sender, Message(UNKNOWN, {"ids": unknown})))
         return effects
@@ -197,4 +223,4 @@ class Answering:
     @property
     def entries(self) -> int:
         """How much is kept."""
-        return sum(1 + len(side.kept) + len(side.held) for side in self._sides.values())
+        return sum(1 + len(side.kept) + len(side.held) + len(side.large) for side in self._sides.values())

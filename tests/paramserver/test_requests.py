@@ -1,0 +1,58 @@
+"""Requests whose answers are large: on a slow link they are not sent faster than they come."""
+
+import pytest
+
+from cnnstrategies.paramserver.core.node import Message, Peer, Send
+from cnnstrategies.paramserver.core.requests import DONE, HELD, SMALL, Answering, Asking
+
+pytestmark = pytest.mark.light
+HERE, THERE = Peer("worker", 0), Peer("coordinator", 0)
+
+
+def probes_at_which_it_is_sent(size: int, probes: int) -> list[int]:
+    """Where an answer of so many bytes is sent again, if none of them ever comes."""
+    asking, answering = Asking(THERE, {}), Answering()
+    sent = []
+
+    def hand_over(number: int, effects: list) -> None:
+        for effect in effects:
+            if not isinstance(effect, Send):
+                continue
+            if effect.message.kind == "probe":
+                back = answering.probe(HERE, effect.message, lambda peer, request: ["somebody"])
+                for told in back:
+                    if told.message.kind == HELD:
+                        assert told.message.fields["blames"] == [[]], "nobody is waited for"
+                    if told.message.kind == DONE:
+                        sent.append(number)
+                    else:
+                        hand_over(number, asking.on_reply(0.0, told.message)[1])
+                continue
+            new, _ = answering.take(HERE, effect.message)
+            assert new
+            answering.answer(HERE, Message(DONE, {}, [bytes(size)], effect.message.request))
+            sent.append(number)
+
+    hand_over(0, asking.ask(0.0, "values", {}))
+    for number in range(1, probes + 1):
+        hand_over(number, asking.on_timer(0.0))
+    return sent
+
+
+def test_a_large_answer_is_sent_again_more_and_more_seldom() -> None:
+    """A probe comes every second: one that takes a minute to come is sent four times more, and not sixty times."""
+    assert probes_at_which_it_is_sent(SMALL + 1, 64) == [0, 5, 14, 31, 64]
+
+
+def test_a_small_one_is_kept_and_sent_again_for_each_probe() -> None:
+    assert probes_at_which_it_is_sent(SMALL, 4) == [0, 1, 2, 3, 4]
+
+
+def test_what_is_known_of_large_answers_ends_with_them() -> None:
+    asking, answering = Asking(THERE, {}), Answering()
+    for _ in range(3):
+        (asked, *_) = asking.ask(0.0, "values", {})
+        answering.take(HERE, asked.message)
+        (answered,) = answering.answer(HERE, Message(DONE, {}, [bytes(SMALL + 1)], asked.message.request))
+        asking.on_reply(0.0, answered.message)
+    assert answering.entries == 2, "of the last one, and of its peer"
