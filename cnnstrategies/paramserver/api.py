@@ -99,7 +99,8 @@ class Worker:
             insecure,
         )
         self._ladder = ladder(specification)
-        self._chooser = CodecChooser(len(self._ladder)) if len(self._ladder) > 1 else None
+        followed = specification.aggregates and specification.workers > 1
+        self._chooser = CodecChooser(len(self._ladder), followed) if len(self._ladder) > 1 else None
         self._began: float | None = None  # when the last step did
         self._waits = False  # Some time has been waited for what is on its way.
         self._follow()
@@ -344,8 +345,11 @@ class Worker:
         """Choose the encodings of the step that begins by the time of those before."""
         if self._chooser is not None:
             now = time.monotonic()
-            rung = self._chooser.next(self.step, None if self._began is None else now - self._began)
-            self._role.encode_as(*self._ladder[rung])
+            if self._role.is_first:
+                rung = self._chooser.next(self.step, None if self._began is None else now - self._began)
+            else:
+                rung = self._chooser.follow(self.step, self._role.first_rung)
+            self._role.encode_as(*self._ladder[rung], rung)
             self._began = now
 
     def _wait(self, wait: Wait) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAGIC = b"CNPS"
-VERSION = 1
+VERSION = 2
 LARGEST_JSON = 1 << 18
 # Up to here libzmq gets a copy, which is cheaper than its telling Python when it has done without; and such payloads
 # may wait for each other.
@@ -27,7 +27,7 @@ NO_STEP = (1 << 64) - 1
 ALONE = 1.0  # The weight of pulled values that no change is made from, where others are.
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode
-_LAYOUT = struct.Struct("<4sBBBxIIIII4xQQQQd")
+_LAYOUT = struct.Struct("<4sBBBBIIIII4xQQQQd")
 HEADER_BYTES = _LAYOUT.size
 
 
@@ -97,6 +97,8 @@ class Header(NamedTuple):
             are pulled, or of a step that begins how they will be.
         weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice 1 if
             the step before was made without the worker, or what changes can be added to.
+        rung: Where workers choose encodings: 1 + the place in the ladder that one uses in a step that begins; of a
+            pulled slice that of the common step's first member.
     """
 
     kind: Kind
@@ -111,12 +113,13 @@ class Header(NamedTuple):
     step: int = 0
     base: int = 0
     weight: float = 0.0
+    rung: int = 0
 
     def pack(self) -> bytes:
         """The header as bytes."""
         return _LAYOUT.pack(
-            MAGIC, VERSION, self.kind, self.encoding, self.sender, self.incarnation, self.key, self.length, self.meta,
-            self.session, self.step, self.base, self.sequence, self.weight,
+            MAGIC, VERSION, self.kind, self.encoding, self.rung, self.sender, self.incarnation, self.key, self.length,
+            self.meta, self.session, self.step, self.base, self.sequence, self.weight,
         )  # fmt: skip
 
 
@@ -147,7 +150,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     """
     if len(data) != HEADER_BYTES:
         raise InvalidMessageError("a header of another size")
-    magic, version, kind, encoding, sender, incarnation, key, size, meta, run, step, base, sequence, weight = (
+    magic, version, kind, encoding, rung, sender, incarnation, key, size, meta, run, step, base, sequence, weight = (
         _LAYOUT.unpack(data)
     )
     if magic != MAGIC:
@@ -163,7 +166,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
         raise InvalidMessageError("a length that is wrong or too large")
     if key >= bounds.slices or not math.isfinite(weight) or weight < 0:
         raise InvalidMessageError("a key or weight out of range")
-    return Header(known, sender, run, sequence, coded, incarnation, key, size, meta, step, base, weight)
+    return Header(known, sender, run, sequence, coded, incarnation, key, size, meta, step, base, weight, rung)
 
 
 def pack_json(values: dict[str, Any]) -> bytes:

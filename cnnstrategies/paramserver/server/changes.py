@@ -143,20 +143,27 @@ class Changes:
         else:
             self._behind.add(key)
 
-    def answer(self, key: int, mark: float, next_version: bool) -> tuple[Any, Encoding, float]:
+    def answer(
+        self, key: int, mark: float, next_version: bool, asked: Encoding = Encoding.NOTHING
+    ) -> tuple[Any, Encoding, float] | None:
         """What a worker is sent: the last change, or all where it lacks what that was made from.
+
+        Who wants values gets the change, too, if it can: in a step in which others want it all have the same.
 
         Args:
             key: The slice.
             mark: Of what the worker has; 0 for nothing.
             next_version: Whether the slice's version comes next after the one that it has.
+            asked: The encoding that it asks for; `NOTHING` for what the specification says.
 
         Returns:
-            With its encoding and mark.
+            With its encoding and mark; None if it is to be sent the values as it asks for them.
         """
         last = self._last.get(key)
         if last is not None and next_version and mark == self.mark(key):
             return last, self.encoding, mark
+        if asked not in CHANGES and not (self._whole is None and asked == Encoding.NOTHING):
+            return None
         if key in self._behind:
             return bytes(as_bytes(self._values[key])), Encoding.DENSE, ALONE
         # The original changes, maybe before it has been sent.
@@ -173,7 +180,3 @@ class Changes:
     def values(self, key: int, encoding: Encoding) -> Tensor | None:
         """A slice's values in an encoding if that is what the next change is made from."""
         return self._rounded.get(key) if encoding == self._whole else None
-
-    def are_asked_for(self, encoding: Encoding) -> bool:
-        """Whether a pull asks for changes; `NOTHING` stands for what the specification says."""
-        return encoding in CHANGES or (self._whole is None and encoding == Encoding.NOTHING)

@@ -253,7 +253,7 @@ class Handlers:
                 self._outbox.ask_again(known)  # What came too early was dropped.
 
     def _begin(self, worker: int, header: Header, payload: memoryview) -> None:
-        begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base))
+        begin = Begin(self._options_in(header, payload), header.weight, self._pulled(header.base), header.rung)
         self._mode.begin((worker, header.incarnation), header.step, begin)
 
     def _pulled(self, number: int) -> Encoding:

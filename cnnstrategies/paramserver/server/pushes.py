@@ -23,11 +23,29 @@ class Begin:
         options: Hyper-parameters.
         weight: Of its gradient.
         pulls: In which encoding it will pull what comes of the step, where workers may choose.
+        rung: See :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
     """
 
     options: Options
     weight: float
     pulls: Encoding = Encoding.NOTHING
+    rung: int = 0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the workers of a step have chosen, where they may choose.
+
+    Attributes:
+        pulls: In which encodings they will pull what comes of it.
+        rung: That of the first of them; see :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
+    """
+
+    pulls: frozenset[Encoding] = frozenset()
+    rung: int = 0
+
+
+NOTHING_CHOSEN = Chosen()
 
 
 class Pushes:
@@ -71,9 +89,10 @@ class Pushes:
         self._counts[worker] = self._counts.get(worker, 0) + 1
         return True
 
-    def pulled(self, workers: Iterable[Who]) -> set[Encoding]:
-        """In which encodings these workers will pull what comes of the step."""
-        return {self.begun[worker].pulls for worker in workers if worker in self.begun}
+    def chosen(self, workers: Iterable[Who]) -> Chosen:
+        """What these workers have chosen in the step."""
+        begun = [self.begun[worker] for worker in sorted(workers) if worker in self.begun]
+        return Chosen(frozenset(begin.pulls for begin in begun), begun[0].rung if begun else 0)
 
     def count(self, worker: Who) -> int:
         """Slices that a worker has pushed; -1 before it began."""

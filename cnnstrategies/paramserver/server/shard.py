@@ -1,6 +1,6 @@
 """The slices of one server towards the workers: answers pulls, makes updates, takes first values."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageE
 from cnnstrategies.paramserver.optimizers import ALL_THERE
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.outbox import Outbox
-from cnnstrategies.paramserver.server.pushes import Who
+from cnnstrategies.paramserver.server.pushes import NOTHING_CHOSEN, Chosen, Who
 from cnnstrategies.paramserver.server.quorum import Attendance
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Options, Store
@@ -69,6 +69,7 @@ class Shard:
         self.owned: frozenset[int] = frozenset()
         self._replicas = Replicas(server, self.store.slices)
         self.copies = Copies(self._replicas, outbox, store)
+        self._rung = 0
         self._outbox = outbox
         self._encoding = ENCODINGS[specification.pull_compression]
         self._order = {key: place for place, key in enumerate(self.store.slices)}
@@ -152,11 +153,12 @@ class Shard:
                 self._outbox.to_worker(worker, Kind.PULLED, key=key, step=pull.request, base=version)
                 continue
             changes = None if pull.whole else self.store.changes
-            if changes is not None and changes.are_asked_for(pull.encoding):
-                payload, encoding, mark = changes.answer(key, pull.mark, version == pull.version)
+            answer = changes and changes.answer(key, pull.mark, version == pull.version, pull.encoding)
+            if answer:
+                payload, encoding, mark = answer
                 self._outbox.to_worker(
                     worker, Kind.PULLED, payload, key=key, step=pull.request, base=version, encoding=encoding,
-                    weight=mark,
+                    weight=mark, rung=self._rung,
                 )  # fmt: skip
                 continue
             encoding = Encoding.DENSE if pull.whole else pull.encoding or self._encoding
@@ -168,7 +170,7 @@ class Shard:
                 weight = float(self.attendance.missed(worker, pull.request - 1))
             self._outbox.to_worker(
                 worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, weight=weight,
-                encoding=encoding,
+                encoding=encoding, rung=self._rung,
             )  # fmt: skip
 
     # Updates
@@ -180,7 +182,7 @@ class Shard:
         who: Who,
         step: int,
         absent: Mapping[int, int] = ALL_THERE,
-        pulled: Collection[Encoding] = (),
+        chosen: Chosen = NOTHING_CHOSEN,
     ) -> None:
         """Apply an update of some slices here, send it to the backups, and answer the pulls that it makes possible.
 
@@ -190,12 +192,13 @@ class Shard:
             who: Whose update it is.
             step: Of which step.
             absent: The parts of slices that have no gradient, as bits.
-            pulled: How workers will pull what comes of it, where they may choose.
+            chosen: How workers will pull what comes of it, where they may choose.
         """
+        self._rung = chosen.rung
         self.store.apply(changes, options, absent)
         for key, change in changes.items():
             self.store.seen[key][who] = step
-            sent = b"" if self.store.changes is None else self.store.changes.make(key, pulled)
+            sent = b"" if self.store.changes is None else self.store.changes.make(key, chosen.pulls)
             self.copies.relay(key, change, options, who, step, sent, absent.get(key, 0))
             self.answer(key)
 

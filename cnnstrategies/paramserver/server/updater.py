@@ -95,8 +95,8 @@ class Updater:
             if mean is not None and decision.scale != 1.0:
                 mean.mul_(decision.scale)
         absent = {key: lacking for key in keys if (lacking := pushes.absent(key, decision.who))}
-        pulled = pushes.pulled(decision.who)
-        self._shard.update(means, decision.options, EVERYBODY, decision.step, absent, pulled)
+        chosen = pushes.chosen(decision.who)
+        self._shard.update(means, decision.options, EVERYBODY, decision.step, absent, chosen)
         for key in keys:
             pushes.drop(key)
         if not self._todo and not self._waiting:

@@ -17,6 +17,7 @@ WARM_UP = 3  # steps before anything is tried
 PAIRS = 5  # steps with what is tried, at most, each beside one with what is used
 GAIN = 0.95  # of the time: what is smaller must bring it below; what is more exact must only take no more
 WORSE, BETTER = 1.5, 1.25  # times the time: when so much more, or for two steps so much less, needs no further pairs
+MUCH_WORSE = 3.0  # likewise, where others have not tried it yet
 SETTLED = 8  # steps whose median is the time that others are compared with
 SLACK = math.log(1.1)  # by which steps differ all the time, until that was taken for a change
 MOST_SLACK = math.log(1.5)
@@ -53,23 +54,26 @@ class CodecChooser:
     where they find nothing, and so seldom that they cost 1 % at most. A change is found by two one-sided cumulative
     sums (Page, "Continuous Inspection Schemes", Biometrika 1954) of the logarithm of the time.
 
-    Where all workers step together each has a chooser of its own, which is given nearly the same times as the others.
-    So that they try the same at the same time, only even steps try, and rounds without a change begin at multiples of
-    a power of two.
+    Where all workers step together one alone gains nothing by another rung. So the first of them chooses, and the
+    others use in each step what that one has used two steps before, since only even steps try something. The first try
+    of a rung tells only whether it is much worse.
 
     Args:
         rungs: Of the ladder.
+        followed: Whether other workers follow the first one.
 
     Attributes:
         chosen: The rung that is used, but for the steps that try another one.
     """
 
-    def __init__(self, rungs: int) -> None:
+    def __init__(self, rungs: int, followed: bool = False) -> None:
         self.chosen = 0
         self._rungs = rungs
+        self._followed = followed
         self._step = 0
         self._cost = 0.0  # seconds that the present round has cost
-        self._course = self._run()
+        self._heard: list[int] = []  # rungs of the first worker in the last two steps, while this one follows it
+        self._course = self._run(WARM_UP, (1, -1))
         self._next = next(self._course)
 
     def next(self, step: int, seconds: float | None) -> int:
@@ -80,15 +84,33 @@ class CodecChooser:
             seconds: What the step before has taken; None where that says nothing.
         """
         self._step = step
-        if seconds is not None:
+        if self._heard:  # It is the first one now.
+            self._heard.clear()
+            self._course = self._run(0, ())
+            self._next = next(self._course)
+        elif seconds is not None:
             self._next = self._course.send(max(seconds, 1e-9))
         return self._next
 
-    def _run(self) -> Generator[int, float]:
+    def follow(self, step: int, first: int | None) -> int:
+        """The same of a worker that is not the first.
+
+        Args:
+            step: Its number.
+            first: The rung that the first worker has used in the step before; None if that is not known.
+        """
+        heard = self._next if first is None else min(first, self._rungs - 1)
+        self._heard = [*self._heard, heard][-2:]
+        self._next = self._heard[0]
+        if step % 2 == 0:
+            self.chosen = heard
+        return self._next
+
+    def _run(self, warm_up: int, directions: Sequence[int]) -> Generator[int, float]:
         """Gives the rung of the next step, and takes what that has taken; so do all below."""
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             yield self.chosen
-        times = yield from self._climb([], (1, -1))
+        times = yield from self._climb([], directions)
         wait, slack = WAIT, SLACK
         while True:
             change, last = yield from self._watch(times, wait, slack)
@@ -142,10 +164,15 @@ class CodecChooser:
     def _try(self, rung: int, times: list[float]) -> Generator[int, float, list[float]]:
         """What steps take with another rung; those between, with the present one, are added to `times`."""
         tried: list[float] = []
+        spoiled = self._followed
         while len(tried) < PAIRS:
             while self._step % 2 or not times:
                 times.append((yield self.chosen))
-            tried.append((yield rung))
+            seconds = yield rung
+            if spoiled and seconds < MUCH_WORSE * median(times):
+                spoiled = False
+                continue
+            tried.append(seconds)
             if min(tried) > WORSE * median(times) or (len(tried) > 1 and BETTER * max(tried) < min(times)):
                 break
         return tried

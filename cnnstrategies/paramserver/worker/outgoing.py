@@ -64,7 +64,7 @@ class Outgoing:
         self._began_with = began_with
         self._answers = answers
         self._begin: tuple[int, dict[str, Any], float] | None = None
-        self._pulls = Encoding.NOTHING
+        self._pulls, self._rung = Encoding.NOTHING, 0
         self._unanswered: dict[int, tuple[Any, Encoding, int]] = {}
         self._sent: set[int] = set()  # slices
         self._filling: dict[int, Filling] = {}
@@ -83,14 +83,15 @@ class Outgoing:
         """Whether the pushes of some of these slices are not answered."""
         return any(key in self._unanswered for key in keys)
 
-    def encode_as(self, compression: Compression, pulls: Encoding) -> None:
+    def encode_as(self, compression: Compression, pulls: Encoding, rung: int) -> None:
         """Encode the gradients of the next step in this way; those that are on their way stay as they are.
 
         Args:
             compression: The way.
             pulls: How what comes of the step will be pulled.
+            rung: See :attr:`~cnnstrategies.paramserver.messages.Header.rung`.
         """
-        self._pulls = pulls
+        self._pulls, self._rung = pulls, rung
         for encoder in self._encoders:
             encoder.encoding = ENCODINGS[compression]
 
@@ -200,7 +201,9 @@ class Outgoing:
     def _send_begin(self, server: int) -> None:
         assert self._begin is not None
         step, values, samples = self._begin
-        self._connections.send(server, Kind.BEGIN, step=step, base=self._pulls, weight=samples, json=values)
+        self._connections.send(
+            server, Kind.BEGIN, step=step, base=self._pulls, rung=self._rung, weight=samples, json=values
+        )
 
     def _send(self, key: int) -> None:
         assert self._begin is not None

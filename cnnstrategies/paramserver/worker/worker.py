@@ -62,6 +62,8 @@ class WorkerRole:
     Attributes:
         step: Number of the step that is or will be worked on next.
         counters: What was sent and received.
+        first_rung: The place in the ladder that the first of the workers has used in the last step, if they have it in
+            common.
         heard: To be called with the time, the server and the header of each message that comes; whether it is to be
             handed over when its turn comes.
         take: Gives what is to be sent, once.
@@ -78,6 +80,7 @@ class WorkerRole:
     ) -> None:
         self.step = 0
         self.counters = Counters()
+        self.first_rung: int | None = None
         self._specification = specification
         self._parameters = parameters
         self._slices = slices
@@ -200,14 +203,25 @@ class WorkerRole:
     # Steps
 
     @property
+    def is_first(self) -> bool:
+        """Whether this worker chooses encodings: for itself, or where steps are common for all that live."""
+        return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
+
+    @property
     def late(self) -> bool:
         """Whether others have made the step that this worker would begin next, as far as the values tell that came."""
         return self._backed_up and self._newest > self.step
 
-    def encode_as(self, compression: Compression, pull_compression: PullCompression) -> None:
-        """From the next step on push and pull in these encodings; all parameters are up to date."""
+    def encode_as(self, compression: Compression, pull_compression: PullCompression, rung: int) -> None:
+        """From the next step on push and pull in these encodings; all parameters are up to date.
+
+        Args:
+            compression: Of pushes.
+            pull_compression: Of pulls.
+            rung: Their place in the ladder.
+        """
         self._pulls.encoding = ENCODINGS[pull_compression]
-        self._outgoing.encode_as(compression, self._pulls.encoding)
+        self._outgoing.encode_as(compression, self._pulls.encoding, rung + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; all parameters are up to date. Nothing is handed over before the step ends."""
@@ -293,6 +307,7 @@ class WorkerRole:
         self.counters.bytes_received += len(payload)
         if header.key == 0:
             self._count_others(header.base)
+            self.first_rung = header.rung - 1 if header.rung else None
         if self._backed_up:
             self.counters.dropped += header.key == 0 and header.weight == 1
             self._had[header.key], self._newest = header.base, max(self._newest, header.base)

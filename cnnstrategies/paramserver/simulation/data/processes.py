@@ -238,7 +238,8 @@ class SimulatedWorker:
             step = role.step
             if self._specification.pull_compression == "auto":  # Mostly it chooses as the others do.
                 others = step % 4 > 0
-                role.encode_as("none", "onebit" if others == (self._seconds(0.0, 1.0) < 0.8) else "none")
+                changes = others == (self._seconds(0.0, 1.0) < 0.8)
+                role.encode_as("none", "onebit" if changes else "none", int(changes))
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
             for index in reversed(range(step % self._fragments, len(self.values), self._fragments)):
                 brought = gradient(self._peer.id, step, self._peer.life)
