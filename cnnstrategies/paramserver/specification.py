@@ -68,7 +68,7 @@ class Specification:
             ``local``: workers make their own steps, and what they push is the difference to what they began with; the
             servers make the outer step on its mean.
         staleness: For ssp; 0 is sync.
-        compression: How pushed gradients are encoded; ``auto``: each worker measures and chooses.
+        compression: How pushed gradients are encoded; ``auto``: workers measure and choose.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
         compression_warmup: Steps over which the share falls to `compression_ratio`, from a quarter; 0 for none.
         momentum_correction: Each worker makes SGD's momentum and weight decay before it compresses, not the servers.
