@@ -17,7 +17,6 @@ WARM_UP = 3  # steps before anything is tried
 PAIRS = 5  # steps with what is tried, at most, each beside one with what is used
 GAIN = 0.95  # of the time: what is smaller must bring it below; what is more exact must only take no more
 WORSE, BETTER = 1.5, 1.25  # times the time: when so much more, or for two steps so much less, needs no further pairs
-MUCH_WORSE = 3.0  # likewise, where others have not tried it yet
 SETTLED = 8  # steps whose median is the time that others are compared with
 SLACK = math.log(1.1)  # by which steps differ all the time, until that was taken for a change
 MOST_SLACK = math.log(1.5)
@@ -56,7 +55,7 @@ class CodecChooser:
 
     Where all workers step together one alone gains nothing by another rung. So the first of them chooses, and the
     others use in each step what that one has used two steps before, since only even steps try something. The first try
-    of a rung tells only whether it is much worse.
+    of a rung tells nothing then.
 
     Args:
         rungs: Of the ladder.
@@ -168,11 +167,11 @@ class CodecChooser:
         while len(tried) < PAIRS:
             while self._step % 2 or not times:
                 times.append((yield self.chosen))
-            seconds = yield rung
-            if spoiled and seconds < MUCH_WORSE * median(times):
+            if spoiled:
+                yield rung
                 spoiled = False
                 continue
-            tried.append(seconds)
+            tried.append((yield rung))
             if min(tried) > WORSE * median(times) or (len(tried) > 1 and BETTER * max(tried) < min(times)):
                 break
         return tried
