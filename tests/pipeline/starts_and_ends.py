@@ -105,35 +105,36 @@ def run_strategy(replicas: tuple[int, ...]) -> None:
 
 def run_command(replicas: tuple[int, ...]) -> None:
     """What the command line does, in one rank, with Lightning's DDP: all that ends the group is the command."""
-    _command("--trainer.max_epochs=1")
+    _command(1)
 
 
 def run_stopped_command(replicas: tuple[int, ...]) -> None:
-    """The same, where each rank receives SIGTERM after its first epoch."""
+    """The same, where each rank receives SIGTERM in its first step."""
     from lightning.pytorch import LightningModule, Trainer
 
     from cnnstrategies.callbacks import GracefulStop
 
-    def stop(self: GracefulStop, trainer: Trainer, module: LightningModule) -> None:
-        if trainer.current_epoch == 0:
+    def stop(self: GracefulStop, trainer: Trainer, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+        if trainer.global_step == 0:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    GracefulStop.on_train_epoch_end = stop  # type: ignore[method-assign]
+    GracefulStop.on_before_zero_grad = stop  # type: ignore[method-assign]
     code: object = None
     try:
-        _command("--trainer.max_epochs=-1")
+        _command(20)
     except SystemExit as stopped:
         code = stopped.code
     if code != (0 if int(os.environ["RANK"]) else 128 + signal.SIGTERM):
         sys.exit(f"exit code {code}")
 
 
-def _command(*words: str) -> None:
+def _command(batches: int) -> None:
     atexit.register(look_for_threads)
     from cnnstrategies.cli import main
 
-    few = ("--trainer.limit_train_batches=1", "--trainer.limit_val_batches=1", "--data.global_batch_size=63")
-    main(["fit", "--config", "quickstart", "--trainer.accelerator=cpu", f"--trainer.devices={RANKS}", *few, *words])
+    few = ("--trainer.max_epochs=1", f"--trainer.limit_train_batches={batches}", "--trainer.limit_val_batches=1")
+    split = (f"--trainer.devices={RANKS}", "--data.global_batch_size=63")
+    main(["fit", "--config", "quickstart", "--trainer.accelerator=cpu", *split, *few])
 
 
 def fork_ranks(function: Callable[[tuple[int, ...]], None], replicas: tuple[int, ...], log: Path) -> list[int]:
