@@ -121,8 +121,8 @@ class Large:
     On a link that it takes longer to cross than from one probe to the next, it would be sent again for each of them.
     """
 
-    patience: int = PATIENCE
-    left: int = PATIENCE
+    patience: int
+    left: int
 
 
 @dataclass

@@ -9,7 +9,7 @@ from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.server.backlog import Backlog
 from cnnstrategies.paramserver.server.clipping import squared_norm
 from cnnstrategies.paramserver.server.decision import Decision
-from cnnstrategies.paramserver.server.pushes import Pushes, Who
+from cnnstrategies.paramserver.server.pushes import NOTHING_CHOSEN, Pushes, Who
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.specification import Specification
 
@@ -32,6 +32,7 @@ class Updater:
     def __init__(self, specification: Specification, shard: Shard, backlog: Backlog) -> None:
         self.finished = 0
         self._clip_value = specification.clip_value
+        self._may_choose = "auto" in (specification.compression, specification.pull_compression)
         self._shard = shard
         self._backlog = backlog
         self._keeps_means = specification.clip_norm is not None or specification.replication > 1
@@ -95,7 +96,7 @@ class Updater:
             if mean is not None and decision.scale != 1.0:
                 mean.mul_(decision.scale)
         absent = {key: lacking for key in keys if (lacking := pushes.absent(key, decision.who))}
-        chosen = pushes.chosen(decision.who)
+        chosen = pushes.chosen(decision.who) if self._may_choose else NOTHING_CHOSEN
         self._shard.update(means, decision.options, EVERYBODY, decision.step, absent, chosen)
         for key in keys:
             pushes.drop(key)
