@@ -1,7 +1,9 @@
 """A simulated run of the control plane: the coordinator and its members."""
 
+from typing import NamedTuple
+
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, draw
+from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, Network, draw
 from cnnstrategies.paramserver.simulation.invariants import Invariants
 from cnnstrategies.paramserver.simulation.joiners import Joiners
 from cnnstrategies.paramserver.simulation.outcome import Outcome
@@ -20,6 +22,65 @@ COPIED = 327222  # the draw of whether they may: likewise
 EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
 
 
+class Plan(NamedTuple):
+    """What is simulated.
+
+    Attributes:
+        workers: Of the run's own.
+        servers: How many.
+        survivable: Servers that may be lost at once.
+        restarts: How often a process that was killed is started again.
+        epochs: To train.
+        nodes: Each with a supervision.
+        elastic: Places for workers that join.
+        silence: Seconds for which a member may be silent, where that is longer than the time-out.
+        takeover: Seconds after which a silent server's copies may take over; 0 for the time-out.
+        eager: Whether workers load before they know where others are, and come midway.
+        meets: Whether they meet at the end of an epoch.
+    """
+
+    workers: int = 2
+    servers: int = 1
+    survivable: int = 0
+    restarts: int = 0
+    epochs: int = 2
+    nodes: int = 1
+    elastic: int = 0
+    silence: float = 0.0
+    takeover: float = 0.0
+    eager: bool = False
+    meets: bool = True
+
+    @classmethod
+    def of(cls, seed: int) -> "Plan":
+        """That of a seed."""
+        servers = int(4 * draw(seed, 42))
+        survivable = int(draw(seed, 43) < 0.5 and servers > 1)
+        eager = draw(seed, EAGER) < 0.25
+        restarts = max(int(3 * draw(seed, 44)), eager)
+        elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
+        return cls(
+            workers=1 + int(4 * draw(seed, 41)),
+            servers=servers,
+            survivable=survivable,
+            restarts=restarts,
+            epochs=2 + int(2 * draw(seed, 45)),
+            nodes=1 + int(3 * draw(seed, 46)),
+            elastic=elastic,
+            silence=SILENCE if not elastic and draw(seed, PATIENT) < 0.2 else 0.0,
+            takeover=TAKEOVER if survivable and restarts and draw(seed, COPIED) < 0.3 else 0.0,
+            eager=eager,
+            meets=not eager or draw(seed, EAGER, 1) < 0.5,
+        )
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """The processes that can be hit."""
+        places = [("worker", one) for one in range(self.workers)] + [("server", one) for one in range(self.servers)]
+        places += [("worker", self.workers + one) for one in range(self.elastic)]
+        return [*places, ("coordinator", 0), *(("supervision", node) for node in range(self.nodes))]
+
+
 def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False) -> Outcome:
     """Run one seed.
 
@@ -28,31 +89,33 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
         removed: Faults that do not happen.
         traced: Whether to write down what happens.
     """
-    workers, servers = 1 + int(4 * draw(seed, 41)), int(4 * draw(seed, 42))
-    survivable = int(draw(seed, 43) < 0.5 and servers > 1)
-    eager = draw(seed, EAGER) < 0.25
-    meets = not eager or draw(seed, EAGER, 1) < 0.5
-    restarts = max(int(3 * draw(seed, 44)), eager)
-    epochs, nodes = 2 + int(2 * draw(seed, 45)), 1 + int(3 * draw(seed, 46))
-    elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
-    silence = SILENCE if not elastic and draw(seed, PATIENT) < 0.2 else 0.0
-    takeover = TAKEOVER if survivable and restarts and draw(seed, COPIED) < 0.3 else 0.0
-    settings = CoordinatorSettings(
-        "sim", workers, servers, TIMEOUT, 3 * TIMEOUT, survivable, (0,), restarts > 0, nodes=nodes,
-        restartable=restarts > 0, elastic=elastic, silence=silence, takeover=takeover,
-    )  # fmt: skip
-    places = [("worker", one) for one in range(workers)] + [("server", one) for one in range(servers)]
-    places += [("worker", workers + one) for one in range(elastic)]
-    places += [("coordinator", 0), *(("supervision", node) for node in range(nodes))]
-    faults = Faults(seed, places, TIMEOUT, BUSY, removed)
-    kills = _kills(seed) + [_kill_of_worker(seed, workers)] * eager
+    plan = Plan.of(seed)
+    faults = Faults(seed, plan.places, TIMEOUT, BUSY, removed)
+    kills = _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
     faults.timed += [kill for kill in kills if kill not in removed]
-    world = World(seed, faults)
+    return run(plan, faults, seed, traced)
+
+
+def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
+    """Run a plan.
+
+    Args:
+        plan: What is simulated.
+        faults: What goes wrong.
+        pace: A number from which is drawn how long things take.
+        traced: Whether to write down what happens.
+    """
+    settings = CoordinatorSettings(
+        "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, (0,), plan.restarts > 0,
+        nodes=plan.nodes, restartable=plan.restarts > 0, elastic=plan.elastic, silence=plan.silence,
+        takeover=plan.takeover,
+    )  # fmt: skip
+    world = World(pace, faults)
     if traced:
         world.trace = []
-    toys = Toys(world, settings, epochs, restarts, nodes, seed, eager, meets)
-    invariants = Invariants(world, toys, settings, epochs)
-    Joiners(seed, world, toys, elastic)
+    toys = Toys(world, settings, plan.epochs, plan.restarts, plan.nodes, pace, plan.eager, plan.meets)
+    invariants = Invariants(world, toys, settings, plan.epochs)
+    Joiners(pace, world, toys, plan.elastic)
     violation = None
     looked = 0.0
     try:
@@ -67,7 +130,7 @@ def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), 
     except ViolationError as error:
         violation = str(error)
     met: list[Fault | MessageFault] = [*faults.timed, *faults.met]
-    return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [])
+    return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [], world.end)
 
 
 def _kills(seed: int) -> list[Fault]:

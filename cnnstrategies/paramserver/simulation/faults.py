@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from cnnstrategies.paramserver.core.node import Peer, Send
+
 _MASK = (1 << 64) - 1
 _BEGIN = 0x9E3779B97F4A7C15
 _WHOLE = 1 << 53
@@ -61,52 +63,65 @@ MessageFault = tuple[int, int]  # link and ordinal
 KINDS = ("kill", "kill", "pause", "sleep", "cut", "deaf", "mute")
 
 
-class Faults:
-    """The faults of one seed.
+class Moment(NamedTuple):
+    """A fault that happens when a process sends a message: to the message, or to a process.
 
-    Half of the seeds have a network like TCP, which keeps the order and loses messages only with a connection; the
-    others' loses, doubles and delays any.
+    Attributes:
+        kind: ``lost``, ``late``, ``doubled``, ``last`` (its sender dies when it has arrived), or a kind of fault.
+        seconds: How late it comes, or comes again; how long a process is hit.
+        victim: The process; None for the message's sender.
+    """
+
+    kind: str
+    seconds: float = 0.0
+    victim: tuple[str, int] | None = None
+
+    def altered(self, arrivals: list[float]) -> list[float]:
+        """When a message arrives that would do so at some times."""
+        if self.kind == "lost":
+            return []
+        late = [one + self.seconds for one in arrivals]
+        return late if self.kind == "late" else arrivals + late[:1] if self.kind == "doubled" else arrivals
+
+
+class Network:
+    """Links that delay messages, and by chance do worse.
 
     Args:
         seed: Decides everything.
-        places: Role and id of each process that can be hit.
-        timeout: The run's; faults are short or long compared with it.
-        busy: Seconds in which the faults happen.
-        removed: Those that do not happen, of what this seed has.
-        tcp: Whether every seed's network is like TCP.
+        timeout: The run's; what goes wrong is short compared with it.
+        tcp: Whether messages keep their order, and are lost only with a connection; else any is lost, doubled, late.
+        rate: The chance of each message.
+        removed: Faults that do not happen, of what this seed has.
+
+    Attributes:
+        timed: What happens to processes, at times.
+        counts: What has happened, by kind.
+        met: The messages that were hit.
     """
 
     def __init__(
         self,
         seed: int,
-        places: Sequence[tuple[str, int]],
         timeout: float,
-        busy: float,
+        tcp: bool,
+        rate: float = 0.0,
         removed: frozenset[Fault | MessageFault] = frozenset(),
-        tcp: bool = False,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.met: list[MessageFault] = []
-        self.tcp = tcp or draw(seed, 1) < 0.5
+        self.timed: list[Fault] = []
+        self.tcp = tcp
         self._seed = seed
         self._timeout = timeout
+        self._rate = rate
         self._removed = removed
-        self._rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
-        self.timed = [fault for fault in self._timed(places, busy) if fault not in removed]
         self._arrivals: dict[int, float] = {}
         self._links: dict[int, tuple[int, int]] = {}
 
-    def _timed(self, places: Sequence[tuple[str, int]], busy: float) -> list[Fault]:
-        found = []
-        for ordinal in range(int(5 * draw(self._seed, 3))):
-            kind = KINDS[int(len(KINDS) * draw(self._seed, 4, ordinal))]
-            role, identity = places[int(len(places) * draw(self._seed, 5, ordinal))]
-            kind = "crash" if (kind, role) == ("kill", "supervision") else kind
-            long = draw(self._seed, 7, ordinal) < 0.5
-            part = draw(self._seed, 8, ordinal)
-            seconds = self._timeout * (1.5 + 2 * part if long else 0.3 * part)
-            found.append(Fault(kind, role, identity, busy * draw(self._seed, 9, ordinal), seconds))
-        return found
+    def moment(self, sender: Peer, send: Send) -> Moment | None:
+        """What happens because a message is sent."""
+        return None
 
     def arrivals(self, now: float, link: int, ordinal: int) -> list[float]:
         """When a message arrives: once, several times, or never.
@@ -147,3 +162,43 @@ class Faults:
             return [now + latency, much_later]
         self.counts["reordered"] += 1
         return [late]
+
+
+class Faults(Network):
+    """The faults of one seed.
+
+    Half of the seeds have a network like TCP.
+
+    Args:
+        seed: Decides everything.
+        places: Role and id of each process that can be hit.
+        timeout: The run's; faults are short or long compared with it.
+        busy: Seconds in which the faults happen.
+        removed: Those that do not happen, of what this seed has.
+        tcp: Whether every seed's network is like TCP.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        places: Sequence[tuple[str, int]],
+        timeout: float,
+        busy: float,
+        removed: frozenset[Fault | MessageFault] = frozenset(),
+        tcp: bool = False,
+    ) -> None:
+        rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
+        super().__init__(seed, timeout, tcp or draw(seed, 1) < 0.5, rate, removed)
+        self.timed = [fault for fault in self._drawn(places, busy) if fault not in removed]
+
+    def _drawn(self, places: Sequence[tuple[str, int]], busy: float) -> list[Fault]:
+        found = []
+        for ordinal in range(int(5 * draw(self._seed, 3))):
+            kind = KINDS[int(len(KINDS) * draw(self._seed, 4, ordinal))]
+            role, identity = places[int(len(places) * draw(self._seed, 5, ordinal))]
+            kind = "crash" if (kind, role) == ("kill", "supervision") else kind
+            long = draw(self._seed, 7, ordinal) < 0.5
+            part = draw(self._seed, 8, ordinal)
+            seconds = self._timeout * (1.5 + 2 * part if long else 0.3 * part)
+            found.append(Fault(kind, role, identity, busy * draw(self._seed, 9, ordinal), seconds))
+        return found

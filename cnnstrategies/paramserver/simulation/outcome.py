@@ -16,6 +16,7 @@ class Outcome(NamedTuple):
         counts: Injected faults, by kind.
         faults: The same one by one.
         trace: A line for each event, if it was asked for.
+        end: How it has ended for each worker.
     """
 
     violation: str | None
@@ -24,3 +25,4 @@ class Outcome(NamedTuple):
     counts: Counter[str]
     faults: list[Fault | MessageFault]
     trace: list[str]
+    end: str

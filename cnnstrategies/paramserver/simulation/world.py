@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.core.node import (
     Send,
     Timer,
 )
-from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, Faults, draw
+from cnnstrategies.paramserver.simulation.faults import DEADLY, KINDS, Fault, Network, draw
 
 
 class Sleep(NamedTuple):
@@ -105,9 +105,10 @@ class World:
         on_death: Called with each process that was killed.
         tcp: Whether what a process has sent is partly lost with it when it is killed.
         on_node: Says which processes run on a node, but for its supervision.
+        on_fault: Called with each fault of a process that happens when a message is sent.
     """
 
-    def __init__(self, seed: int, faults: Faults) -> None:
+    def __init__(self, seed: int, faults: Network) -> None:
         self.now = 0.0
         self.events = 0
         self.faults = faults
@@ -119,6 +120,7 @@ class World:
         self.on_death: Callable[[Process], None] = lambda process: None
         self.on_node: Callable[[int], list[Process]] = lambda node: []
         self.on_step: Callable[[Process], None] = lambda process: None
+        self.on_fault: Callable[[Fault], None] = lambda fault: None
         self.tcp = False
         self._seed = seed
         self._died_at: dict[Peer, float] = {}
@@ -176,6 +178,13 @@ class World:
     def _hear(self, process: Process, call: Call) -> None:
         if process.ended is None:
             self._call(process, call)
+
+    @property
+    def end(self) -> str:
+        """How it has ended for each worker."""
+        return "; ".join(
+            f"{process} {_end(process)}" for (role, _), process in sorted(self.processes.items()) if role == "worker"
+        )
 
     def kill(self, process: Process) -> None:
         """End a process at once."""
@@ -249,6 +258,8 @@ class World:
             kind = type(effect)
             if kind is Send:
                 self._send(process, effect)  # type: ignore[arg-type]
+                if not process.alive:
+                    return
             elif kind is Timer:
                 self._set_timer(process, effect)  # type: ignore[arg-type]
             elif isinstance(effect, Return):
@@ -260,6 +271,15 @@ class World:
 
     def _send(self, sender: Process, send: Send) -> None:
         self.on_send(sender, send)
+        moment = self.faults.moment(sender.peer, send)
+        if moment is not None and moment.kind in KINDS:
+            role, identity = moment.victim or (sender.peer.role, sender.peer.id)
+            fault = Fault(moment.kind, role, identity, self.now, moment.seconds)
+            self.faults.timed.append(fault)
+            self.on_fault(fault)
+            self._strike(fault)
+            if not sender.alive:
+                return
         ends = (sender.peer.role, sender.peer.id, send.to.role, send.to.id)
         link = self._links.get(ends)
         if link is None:
@@ -268,6 +288,13 @@ class World:
         blocked = self._blocked
         cut = blocked.get((ends[0], ends[1], True), 0.0) > self.now or blocked.get((*ends[2:], False), 0.0) > self.now
         arrivals = [] if cut else self.faults.arrivals(self.now, link, ordinal)
+        if moment is not None:
+            arrivals = moment.altered(arrivals)
+            self.faults.counts[moment.kind] += 1
+            if moment.kind == "last":
+                until = max(arrivals, default=self.now)
+                self.at(until, lambda: self.kill(sender))
+                self._pause(sender, until)
         if self.trace is not None:
             fate = "" if len(arrivals) == 1 else f"  [{'cut' if cut else 'lost' if not arrivals else 'doubled'}]"
             self.note(f"{sender} -> {send.to}: {send.message.kind} {_short(send.message)}{fate}")
@@ -344,6 +371,14 @@ class World:
             self._run(process, partial(self._resume, process, 0, None))
         else:
             self.at(self.now + LOOK, partial(self._look, process, until))
+
+
+def _end(process: Process) -> str:
+    if process.ended is not None and not process.ended.clean:
+        return f"ends: {process.ended.reason}"
+    if process.done or process.ended is not None:
+        return "comes to the end"
+    return "goes on" if process.alive else "is dead"
 
 
 ROLES = ("coordinator", "supervision", "server", "worker")

@@ -100,10 +100,9 @@ class Members:
         world.on_send = self._sent
         world.on_death = self.dead
         world.on_lost = self._break
-        timeout = specification.timeout
+        world.on_fault = self._miss
         for fault in world.faults.timed:
-            if fault.seconds > timeout and fault.kind != "sleep" and fault.kind not in DEADLY:
-                world.at(fault.at + timeout * self._seconds(1.0, 1.2), lambda fault=fault: self._silent(fault))  # type: ignore[misc]
+            self._miss(fault)
         if specification.snapshot_every and draw(seed, 68) < 0.5:
             world.at(self._seconds(0.0, busy), lambda: self._fill(True))
             world.at(self._seconds(0.0, 2 * busy), lambda: self._fill(False))
@@ -297,6 +296,12 @@ class Members:
         known = [one if one.since <= self._shown else replace(one, since=number) for one in self._view.servers]
         self._view = replace(self._view, number=number - 1)
         self._publish(servers=tuple(known))
+
+    def _miss(self, fault: Fault) -> None:
+        """A process that is silent for longer than the time-out will be missed."""
+        timeout = self._specification.timeout
+        if fault.seconds > timeout and fault.kind != "sleep" and fault.kind not in DEADLY:
+            self._world.at(fault.at + timeout * self._seconds(1.0, 1.2), lambda: self._silent(fault))
 
     def _silent(self, fault: Fault) -> None:
         """A process is missed, and ended unless nobody can reach it."""

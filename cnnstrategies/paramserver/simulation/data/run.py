@@ -1,12 +1,12 @@
 """A simulated run of the data plane: workers that train known gradients, servers, and who says who is a member."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.simulation.data.checks import Checks
 from cnnstrategies.paramserver.simulation.data.members import Members
 from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
-from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, draw
+from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, Network, draw
 from cnnstrategies.paramserver.simulation.outcome import Outcome
 from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.simulation.world import World
@@ -20,13 +20,13 @@ EVENTS = 100_000  # nor has one as many: a tenth is rare
 PIPELINED = 216862  # the draw of whether each slice of a step is made for itself: none whose seeds have found faults
 CHANGES = 126  # the draw of whether workers pull compressed changes
 CHOSEN = 7307  # the draw of whether they choose while they train: none whose seeds have found faults before
-MODES: tuple[Mapping[str, Any], ...] = (
-    {"mode": "sync"},
-    {"mode": "sync", "clip_norm": 0.5},
-    {"mode": "async"},
-    {"mode": "ssp", "staleness": 1},
-    {"mode": "local"},
-)
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "sync": {"mode": "sync"},
+    "sync with clipping": {"mode": "sync", "clip_norm": 0.5},
+    "async": {"mode": "async"},
+    "ssp": {"mode": "ssp", "staleness": 1},
+    "local": {"mode": "local"},
+}
 
 
 _OPTIONS: dict[str, Any] = {
@@ -35,35 +35,85 @@ _OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def specification_of(seed: int) -> Specification:
-    """What is trained, and how."""
-    servers = 1 + int(3 * draw(seed, 62))
-    snapshots = 3 if draw(seed, 65) < 0.4 else 0
-    parameters = 2 + int(3 * draw(seed, 67))
-    workers = 1 + int(3 * draw(seed, 61))
-    mode = MODES[int(len(MODES) * draw(seed, 63))]
-    backed_up = workers > 1 and mode["mode"] == "sync" and draw(seed, BACKED_UP) < 0.2
-    changes = mode["mode"] in ("sync", "local") and not backed_up and draw(seed, CHANGES) < 0.24
-    chosen = changes and draw(seed, CHOSEN) < 0.5
-    pipelined = mode == {"mode": "sync"} and not (backed_up or changes) and draw(seed, PIPELINED) < 0.6
-    return Specification(
-        tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(parameters)),
-        "torch.optim.sgd.SGD",
-        (Group(tuple(range(parameters)), dict(_OPTIONS)),),
-        workers,
-        servers,
-        backup_workers=1 + int((workers - 1) * draw(seed, BACKED_UP, 1)) if backed_up else 0,
-        pipelined=pipelined,
-        replication=2 if servers > 1 and draw(seed, 64) < 0.5 else 1,
-        snapshot_every=snapshots,
-        snapshot_directory="simulated" if snapshots else None,
-        slice_bytes=64,
-        timeout=TIMEOUT,
-        session=1,
-        pull_compression="auto" if chosen else "topk" if changes else "none",
-        compression_ratio=0.5,
-        **mode,
-    )
+class Plan(NamedTuple):
+    """What is simulated.
+
+    Attributes:
+        workers: Of the run's own.
+        servers: How many.
+        mode: One of :data:`MODES`.
+        parameters: How many there are.
+        replication: Servers that have each slice.
+        snapshots: Whether servers write them.
+        backup_workers: Workers that a step does not wait for.
+        pipelined: Whether each slice of a step is made for itself.
+        pulls: How values are encoded that workers pull.
+        restarts: How often a process that is lost is started again.
+        successor: Whether the coordinator is killed, and another follows.
+    """
+
+    workers: int = 2
+    servers: int = 1
+    mode: str = "sync"
+    parameters: int = 2
+    replication: int = 1
+    snapshots: bool = False
+    backup_workers: int = 0
+    pipelined: bool = False
+    pulls: str = "none"
+    restarts: int = 0
+    successor: bool = False
+
+    @classmethod
+    def of(cls, seed: int, successor: bool = False) -> "Plan":
+        """That of a seed."""
+        workers, servers = 1 + int(3 * draw(seed, 61)), 1 + int(3 * draw(seed, 62))
+        mode = list(MODES)[int(len(MODES) * draw(seed, 63))]
+        common = mode in ("sync", "sync with clipping")
+        backed_up = workers > 1 and common and draw(seed, BACKED_UP) < 0.2
+        changes = (common or mode == "local") and not backed_up and draw(seed, CHANGES) < 0.24
+        chosen = changes and draw(seed, CHOSEN) < 0.5
+        return cls(
+            workers,
+            servers,
+            mode,
+            parameters=2 + int(3 * draw(seed, 67)),
+            replication=2 if servers > 1 and draw(seed, 64) < 0.5 else 1,
+            snapshots=draw(seed, 65) < 0.4,
+            backup_workers=1 + int((workers - 1) * draw(seed, BACKED_UP, 1)) if backed_up else 0,
+            pipelined=mode == "sync" and not (backed_up or changes) and draw(seed, PIPELINED) < 0.6,
+            pulls="auto" if chosen else "topk" if changes else "none",
+            restarts=int(3 * draw(seed, 66)),
+            successor=successor,
+        )
+
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """The processes that can be hit."""
+        places = [("worker", one) for one in range(self.workers)]
+        return places + 2 * [("server", one) for one in range(self.servers)]
+
+    @property
+    def specification(self) -> Specification:
+        """What is trained, and how."""
+        return Specification(
+            tuple(ParameterInfo(str(one), (MOST_WORKERS,), "float64") for one in range(self.parameters)),
+            "torch.optim.sgd.SGD",
+            (Group(tuple(range(self.parameters)), dict(_OPTIONS)),),
+            self.workers,
+            self.servers,
+            backup_workers=self.backup_workers,
+            pipelined=self.pipelined,
+            replication=self.replication,
+            snapshot_every=3 if self.snapshots else 0,
+            snapshot_directory="simulated" if self.snapshots else None,
+            slice_bytes=64,
+            timeout=TIMEOUT,
+            session=1,
+            pull_compression=self.pulls,
+            compression_ratio=0.5,
+            **MODES[self.mode],
+        )
 
 
 def simulate(
@@ -77,14 +127,24 @@ def simulate(
         traced: Whether to write down what happens.
         successor: Whether the coordinator is killed, and another follows.
     """
-    specification = specification_of(seed)
-    places = [("worker", one) for one in range(specification.workers)]
-    places += 2 * [("server", one) for one in range(specification.servers)]
-    faults = Faults(seed, places, TIMEOUT, BUSY, removed, tcp=True)
-    world = World(seed, faults)
+    plan = Plan.of(seed, successor)
+    return run(plan, Faults(seed, plan.places, TIMEOUT, BUSY, removed, tcp=True), seed, traced)
+
+
+def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
+    """Run a plan.
+
+    Args:
+        plan: What is simulated.
+        faults: What goes wrong.
+        pace: A number from which is drawn how long things take, and what goes wrong that is no fault of a link.
+        traced: Whether to write down what happens.
+    """
+    specification = plan.specification
+    world = World(pace, faults)
     world.tcp = True
     world.trace = [] if traced else None
-    members = Members(seed, world, specification, int(3 * draw(seed, 66)), BUSY, successor)
+    members = Members(pace, world, specification, plan.restarts, BUSY, plan.successor)
     checks = Checks(world, members, specification)
     violation, looked = None, 0.0
     try:
@@ -100,4 +160,4 @@ def simulate(
     except ViolationError as error:
         violation = str(error)
     met: list[Fault | MessageFault] = [*faults.timed, *faults.met]
-    return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [])
+    return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [], world.end)

@@ -1,0 +1,257 @@
+"""Traces: runs that somebody can read and write, with faults at moments that messages name.
+
+A file has any number of them::
+
+    the coordinator is killed with the only one that it has told that training begins
+      control: workers 2, servers 1, restarts 1
+      pace: 306594
+      coordinator's 3rd done to worker 1: kill
+      worker 1's 2nd hello to coordinator: late by 0.2 s
+      0.700 s: pause worker 0 for 0.21 s
+
+The first line says what happens. The second names what is run (the planes of the simulator; other programs have others)
+and its plan, where that is not the usual one. ``pace`` is the number from which is drawn how long things take, and
+``network`` says whether it is ``tcp`` (the usual) or ``unordered``, and the chance of each message to be hit.
+
+Then come the faults. A moment is when a process sends a message: the n-th of a kind that it has sent, or has sent to
+another one, counted from the moment of the line before with ``after that``. A process that is started again is another:
+``worker 1 (life 1)``. At that moment
+
+- the message is ``lost``, ``late by`` some seconds, or ``doubled after`` some; or ``cut``: lost with its connection;
+- its sender dies before it is sent (``kill``) or when it has arrived (``last``), or is hit by another fault of the
+  simulator ``for`` some seconds; or another process is: ``pause server 0 for 0.2 s``.
+
+Lines that begin with ``then`` say what must hold beside all that always must; ``#`` begins a remark.
+"""
+
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from cnnstrategies.paramserver.core.node import Peer, Send
+from cnnstrategies.paramserver.simulation.faults import DEADLY, KINDS, Fault, Moment, Network
+
+WHO = r"\w+(?: \d+)?(?: \(life \d+\))?"
+PLACE = r"coordinator|(?:worker|server|supervision) \d+"
+HIT = (
+    rf"(?P<kind>{'|'.join(sorted({*KINDS, *DEADLY, 'stop'}))})(?: (?P<victim>{PLACE}))?(?: for (?P<seconds>[\d.]+) s)?"
+)
+TIMED = re.compile(rf"(?P<at>[\d.]+) s: {HIT}")
+ON_SEND = re.compile(
+    rf"(?P<who>{WHO})'s (?P<ordinal>\d+)(?:st|nd|rd|th) (?P<what>\w+)(?: to (?P<to>{WHO}))?(?P<next> after that)?: "
+    rf"(?:(?P<fate>lost|last|late by|doubled after)(?: (?P<delay>[\d.]+) s)?|{HIT})"
+)
+
+
+class TraceError(ValueError):
+    """A trace says what nobody understands."""
+
+
+class Cue(NamedTuple):
+    """When a moment comes.
+
+    Attributes:
+        who: Sends.
+        ordinal: How many it has sent with this one.
+        what: The kind of message.
+        to: Its receiver; None for any.
+        next: Whether it is counted from the moment before.
+        moment: What happens.
+        text: The line.
+    """
+
+    who: str
+    ordinal: int
+    what: str
+    to: str | None
+    next: bool
+    moment: Moment
+    text: str
+
+
+@dataclass
+class Trace:
+    """One.
+
+    Attributes:
+        title: What happens.
+        plane: What is run.
+        plan: What is not as usual.
+        pace: Of how long things take.
+        tcp: Whether links keep the order.
+        chance: Of each message to be hit.
+        timed: Faults at times.
+        cues: Faults when a message is sent.
+        then: What must hold.
+    """
+
+    title: str
+    plane: str = ""
+    plan: dict[str, str] = field(default_factory=dict)
+    pace: int = 0
+    tcp: bool = True
+    chance: float = 0.0
+    timed: list[Fault] = field(default_factory=list)
+    cues: list[Cue] = field(default_factory=list)
+    then: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return self.title
+
+
+def read(text: str) -> list[Trace]:
+    """The traces of a file.
+
+    Raises:
+        TraceError: A line is none that this page describes.
+    """
+    found: list[Trace] = []
+    for line in text.splitlines():
+        said = line.partition("#")[0].rstrip()
+        if not said:
+            continue
+        if not said.startswith(" "):
+            found.append(Trace(said))
+        elif not found:
+            raise TraceError(f"{said.strip()!r} belongs to no trace: its title comes first, at the beginning of a line")
+        else:
+            _add(found[-1], said.strip())
+    return found
+
+
+def _add(trace: Trace, line: str) -> None:
+    name, _, rest = line.partition(": ")
+    if not trace.plane:
+        trace.plane, trace.plan = name.rstrip(":"), dict(_pairs(rest))
+    elif name == "pace":
+        trace.pace = int(rest)
+    elif name == "network":
+        order, _, chance = rest.partition(", ")
+        trace.tcp, trace.chance = order == "tcp", float(chance or 0)
+    elif line.startswith("then "):
+        trace.then.append(line.removeprefix("then "))
+    elif timed := TIMED.fullmatch(line):
+        role, identity = _place(timed["victim"] or "coordinator")
+        trace.timed.append(Fault(timed["kind"], role, identity, float(timed["at"]), float(timed["seconds"] or 0)))
+    elif cue := ON_SEND.fullmatch(line):
+        trace.cues.append(_cue(cue, line))
+    else:
+        raise TraceError(f"{trace.title}: nobody understands {line!r}")
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for part in text.split(", ") if text else ():
+        name, _, value = part.partition(" ")
+        yield name, value
+
+
+def _cue(match: re.Match[str], text: str) -> Cue:
+    kind = (match["fate"] or match["kind"]).partition(" ")[0]
+    seconds = float(match["delay"] or match["seconds"] or 0)
+    if kind == "cut" and not seconds:
+        kind = "lost"  # A message that TCP loses is lost with its connection.
+    victim = _place(match["victim"]) if match["victim"] else None
+    return Cue(
+        match["who"], int(match["ordinal"]), match["what"], match["to"], bool(match["next"]),
+        Moment(kind, seconds, victim), text,
+    )  # fmt: skip
+
+
+def _place(text: str) -> tuple[str, int]:
+    role, _, identity = text.partition(" ")
+    return role, int(identity or 0)
+
+
+class Cues:
+    """Which moments of a trace have come.
+
+    Args:
+        cues: They, of one process or of all, in the trace's order.
+
+    Attributes:
+        left: Those that have not.
+    """
+
+    def __init__(self, cues: list[Cue]) -> None:
+        self.left = list(cues)
+        self._sent: Counter[tuple[str, str, str | None]] = Counter()
+        self._from: dict[Cue, int] = {}
+
+    def sends(self, who: str, what: str, to: str) -> Cue | None:
+        """The moment that comes with a message, if one does.
+
+        Args:
+            who: Sends.
+            what: Its kind.
+            to: Its receiver.
+        """
+        for receiver in (to, None):
+            self._sent[who, what, receiver] += 1
+        for number, cue in enumerate(self.left):
+            if cue.who != who or (cue.next and any(one.who == who for one in self.left[:number])):
+                continue
+            counted = self._sent[who, cue.what, cue.to] - self._from.get(cue, 0)
+            if cue.what == what and cue.to in (to, None) and counted == cue.ordinal:
+                del self.left[number]
+                self._begin(who)
+                return cue
+        return None
+
+    def _begin(self, who: str) -> None:
+        """Count from now on for the next moment of a process, where it is to be."""
+        following = next((one for one in self.left if one.who == who), None)
+        if following is not None and following.next:
+            self._from[following] = self._sent[who, following.what, following.to]
+
+
+def name(peer: Peer) -> str:
+    """What a trace calls a process."""
+    place = peer.role if peer.role == "coordinator" else f"{peer.role} {peer.id}"
+    return f"{place} (life {peer.life})" if peer.life else place
+
+
+def plan(kind: Callable[..., Any], given: Mapping[str, str]) -> Any:
+    """A plan of a plane, or of another program, with what a trace says of it.
+
+    Args:
+        kind: A named tuple or a dataclass, whose values are numbers, texts and flags; a flag alone is true.
+        given: Its fields.
+
+    Raises:
+        TraceError: It has none of that name.
+    """
+    usual = inspect.signature(kind).parameters
+    if unknown := set(given) - set(usual):
+        raise TraceError(f"a plan has no {', '.join(sorted(unknown))}: it has {', '.join(usual)}")
+    values = {}
+    for name, text in given.items():
+        of = type(usual[name].default)
+        values[name] = text != "no" if of is bool else of(text)
+    return kind(**values)
+
+
+class Script(Network):
+    """The faults of a trace.
+
+    Args:
+        trace: It.
+        timeout: The run's.
+
+    Attributes:
+        cues: Its moments.
+    """
+
+    def __init__(self, trace: Trace, timeout: float) -> None:
+        super().__init__(trace.pace, timeout, trace.tcp, trace.chance)
+        self.timed = list(trace.timed)
+        self.cues = Cues(trace.cues)
+
+    def moment(self, sender: Peer, send: Send) -> Moment | None:
+        """What happens because a message is sent."""
+        if not self.cues.left:
+            return None
+        cue = self.cues.sends(name(sender), send.message.kind, name(send.to))
+        return None if cue is None else cue.moment
