@@ -1,7 +1,7 @@
 """A simulated run of the data plane: workers that train known gradients, servers, and who says who is a member."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cnnstrategies.paramserver.simulation.data.checks import Checks
 from cnnstrategies.paramserver.simulation.data.members import Members
@@ -60,7 +60,7 @@ class Plan(NamedTuple):
     snapshots: bool = False
     backup_workers: int = 0
     pipelined: bool = False
-    pulls: str = "none"
+    pulls: Literal["none", "topk", "auto"] = "none"
     restarts: int = 0
     successor: bool = False
 
