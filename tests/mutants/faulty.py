@@ -63,14 +63,13 @@ class Mutant:
 
 
 def _owners(function: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
-    """Where a function is: in its class, or in every module that has imported it."""
+    """Where a function is: in its class, or in every module that has imported it, those of tests as well."""
     *classes, name = function.__qualname__.split(".")
     if classes:
         yield functools.reduce(getattr, classes, sys.modules[function.__module__]), name
         return
-    for key, module in list(sys.modules.items()):
-        if key.partition(".")[0] == "cnnstrategies":
-            yield from ((module, name) for name, value in list(vars(module).items()) if value is function)
+    for module in list(sys.modules.values()):
+        yield from ((module, name) for name, value in list(vars(module).items()) if value is function)
 
 
 # All that were made, in the order of their files.
