@@ -217,7 +217,7 @@ def accumulated() -> list[dict[str, Tensor]]:
     weights = []
     for replicas in (None, [2, 1]):
         model = ImageClassifier(network(), 3, optimizer=sgd)
-        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+        options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
         trainer = trainer_of(replicas, [Reductions()] if replicas else [], **options)
         trainer.fit(model, DataLoader(Images(24), 8))
         weights.append(model.state_dict())
