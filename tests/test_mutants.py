@@ -5,7 +5,7 @@ import importlib
 import pytest
 from mutants.faulty import MUTANTS, Mutant
 
-for name in ("data",):
+for name in ("data", "data_parallel", "hybrid_pipeline", "pipeline", "planning"):
     importlib.import_module(f"mutants.{name}")
 
 

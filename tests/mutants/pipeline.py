@@ -1,0 +1,114 @@
+"""The pipeline's engine: it trains what one process trains, holds no more than it must, and no rank waits for ever."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import test_engine
+import test_executor
+import test_layouts
+import test_losses
+import test_step_calls
+from mutants.faulty import replaces
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
+from cnnstrategies.pipeline.connections import Edge, connection_rounds
+from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
+from cnnstrategies.pipeline.losses import WeighedLoss
+from cnnstrategies.pipeline.recompute import RandomState
+from cnnstrategies.pipeline.step import Step
+from cnnstrategies.pipeline.timetable import Place, Task, tasks_of
+
+
+@replaces(Step.part_of_loss, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
+def microbatches_count_alike_whatever_their_number_of_samples(
+    right: Callable[[Step, Any, int], Tensor], self: Step, outputs: Any, microbatch: int
+) -> Tensor:
+    split = self.batch.split
+    count = sum(size > 0 for size in split.sizes)
+    return right(self, outputs, microbatch) * (split.samples / split.sizes[microbatch] / count)
+
+
+@replaces(
+    WeighedLoss.part,
+    killed_by=test_losses.test_what_microbatches_do_not_tell_is_refused,
+    loss=test_losses.contrastive,
+    message="not made of losses of its samples",
+)
+def a_loss_that_compares_samples_is_trained_in_parts(
+    right: Callable[[WeighedLoss, Any, int], Tensor], self: WeighedLoss, outputs: Any, microbatch: int
+) -> Tensor:
+    return self.loss(outputs, microbatch)
+
+
+@replaces(GradientReducer.__init__, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
+def replicas_of_a_stage_do_not_add_up_their_gradients(
+    right: Callable[[GradientReducer, Sequence[nn.Parameter], ProcessGroup | None, int], None],
+    self: GradientReducer,
+    parameters: Sequence[nn.Parameter],
+    group: ProcessGroup | None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    right(self, parameters, None, bucket_bytes)
+
+
+@replaces(
+    GradientReducer.overlap,
+    killed_by=test_executor.test_replicas_add_up_gradients_while_the_last_backward_runs,
+)
+def gradients_are_added_up_only_after_the_last_backward(
+    right: Callable[[GradientReducer], None], self: GradientReducer
+) -> None:
+    pass
+
+
+@replaces(RunningStatistics.__init__, killed_by=test_engine.test_running_statistics_of_batch_norm, replicas=(2, 1))
+def deferred_statistics_are_those_of_microbatches_in_turn(
+    right: Callable[[RunningStatistics, nn.Module, BatchNormMode, ProcessGroup | None, Mapping[str, int]], None],
+    self: RunningStatistics,
+    module: nn.Module,
+    batch_norm: BatchNormMode,
+    group: ProcessGroup | None,
+    calls: Mapping[str, int],
+) -> None:
+    right(self, module, "microbatch", group, calls)
+
+
+@replaces(RandomState.restore, killed_by=test_executor.test_a_forward_that_runs_again_is_the_same, half=False)
+def a_forward_that_runs_again_draws_other_random_numbers(
+    right: Callable[[RandomState], None], self: RandomState
+) -> None:
+    pass
+
+
+@replaces(tasks_of, killed_by=test_engine.test_peak_memory_holds_the_microbatches_in_flight_alone)
+def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
+    right: Callable[[Place, Sequence[int], int, str, bool], list[Task]],
+    place: Place,
+    replicas: Sequence[int],
+    microbatches: int,
+    schedule: str = "1f1b",
+    run_ahead: bool = False,
+) -> list[Task]:
+    return right(place, replicas, microbatches, "gpipe", run_ahead)
+
+
+@replaces(
+    Step.part_of_loss,
+    killed_by=test_step_calls.test_a_step_reads_no_value_of_the_device_and_makes_one_collective_on_the_host,
+    recompute="never",
+)
+def a_step_waits_for_the_device_to_learn_its_loss(
+    right: Callable[[Step, Any, int], Tensor], self: Step, outputs: Any, microbatch: int
+) -> Tensor:
+    part = right(self, outputs, microbatch)
+    float(part)
+    return part
+
+
+@replaces(connection_rounds, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1)
+def ranks_connect_when_they_first_need_each_other(
+    right: Callable[[Iterable[Edge]], list[list[Edge]]], pairs: Iterable[Edge]
+) -> list[list[Edge]]:
+    return []

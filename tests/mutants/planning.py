@@ -1,0 +1,32 @@
+"""Planning: what is found is near the best, fits into memory, and is compared with its like alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import test_partition
+import test_rank
+from mutants.faulty import replaces
+
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.problem import Problem
+from cnnstrategies.planning.rank import Ranking, rank
+
+
+@replaces(Predictor.search, killed_by=test_partition.test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit)
+def the_memory_limit_is_not_kept(right: Callable[[Predictor], Layout | None], self: Predictor) -> Layout | None:
+    return right(Predictor(self.costs, self.cluster, replace(self.request, memory_limit=None)))
+
+
+@replaces(Problem.bound, killed_by=test_partition.test_no_time_is_below_its_bound)
+def a_bound_on_a_steps_time_is_too_high(
+    right: Callable[[Problem, Layout], float], self: Problem, layout: Layout
+) -> float:
+    return 2 * right(self, layout)
+
+
+@replaces(rank, killed_by=test_rank.test_what_changes_learning_is_never_ranked_with_what_does_not)
+def strategies_that_learn_differently_are_ranked_together(right: Callable[[Job], Ranking], job: Job) -> Ranking:
+    ranking = right(job)
+    return replace(ranking, same=(*ranking.same, *ranking.changing))
