@@ -1,19 +1,9 @@
-"""Faults at named moments of a whole run: its real processes, forked, with their sockets, coordinator and supervision.
+"""Traces of a whole run: its real processes, forked, with their sockets, coordinator and supervision.
 
-A moment is named by what a process is about to send: ``server 1's 3rd RELAY to server 0: cut``. Each process counts
-what it sends, and plays its faults itself, so no moment depends on how fast the machine is:
-
-- ``drop``: the message is lost.
-- ``cut``: it is lost with the sender's connection, and with whatever else is on its way there.
-- ``kill``: the process dies before it is sent.
-- ``last``: the process dies when it is sent, and all before it.
-- ``stop``: the process is stopped for a while before it is sent.
-
-The moments of one process come one after the other, and each counts from the one before. A slow machine may ask twice,
-so a moment may come earlier than on a fast one: what is promised holds all the same.
-
-Kinds are those of `messages.Kind` between workers and servers, those of the control plane in small letters, and
-``SNAPSHOT``. A process that is started again plays nothing.
+Each process counts what it sends, and plays its faults itself, so no moment depends on how fast the machine is. Kinds
+are those of `messages.Kind` between workers and servers, those of the control plane in small letters, and ``SNAPSHOT``.
+A slow machine may ask twice, so a moment may come earlier than on a fast one: what is promised holds all the same. A
+process that is started again plays nothing. ``stop`` is for a moment.
 """
 
 import contextlib
@@ -21,7 +11,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import time
@@ -31,13 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.links import Links
@@ -47,6 +34,7 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import SERVER
 from cnnstrategies.paramserver.processes import Forked, Handle, is_stopped
 from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, serve
+from cnnstrategies.paramserver.simulation.traces import Cue, Cues, name
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.paramserver.worker import worker as worker_role
@@ -58,43 +46,25 @@ SLICE = 8  # elements
 TIMEOUT = 40.0  # seconds: no trace waits for it, however slow the machine
 HEARTBEAT = 0.1
 PAUSE = 0.3  # seconds of a process that is stopped
-MOMENT = re.compile(r"(\w+(?: \d+)?)'s (\d+)(?:st|nd|rd|th) (\w+)(?: to (\w+(?: \d+)?))?: (drop|cut|kill|last|stop)")
 _context = multiprocessing.get_context("fork")
 
 
-@dataclasses.dataclass(frozen=True)
-class Moment:
-    """When, and what happens."""
-
-    who: str
-    ordinal: int
-    kind: str
-    to: str | None
-    fault: str
-
-    @classmethod
-    def parse(cls, text: str) -> "Moment":
-        match = MOMENT.fullmatch(text)
-        assert match is not None, f"no moment: {text}"
-        return cls(match[1], int(match[2]), match[3], match[4], match[5])
-
-
 class Player:
-    """Counts what this process sends, and plays its faults.
+    """Plays the faults of this process.
 
     Args:
         who: This process.
-        faults: Those of the run.
+        cues: The moments of the run.
         directory: Where a moment that has come is noted.
     """
 
-    def __init__(self, who: str, faults: Sequence[str], directory: Path) -> None:
-        moments = [(text, Moment.parse(text)) for text in faults]
-        self._left = [(text, moment) for text, moment in moments if moment.who == who]
+    def __init__(self, who: str, cues: Sequence[Cue], directory: Path) -> None:
+        self._who = who
+        self._all = list(cues)
+        self._cues = Cues([cue for cue in cues if cue.who == who])
         self._directory = directory
-        self._sent = 0  # of the kind that is counted now
 
-    def passes(self, kind: str, to: str | None, cut: Callable[[], None], last: Callable[[], None]) -> bool:
+    def passes(self, kind: str, to: str, cut: Callable[[], None], last: Callable[[], None]) -> bool:
         """Whether a message is sent.
 
         Args:
@@ -103,24 +73,20 @@ class Player:
             cut: Makes the connection to the receiver anew, without what was sent.
             last: Sends the message, and waits until all that was sent has left this process.
         """
-        if not self._left or (self._left[0][1].kind, self._left[0][1].to) not in ((kind, to), (kind, None)):
+        cue = self._cues.sends(self._who, kind, to)
+        if cue is None:
             return True
-        self._sent += 1
-        text, moment = self._left[0]
-        if self._sent < moment.ordinal:
-            return True
-        del self._left[0]
-        self._sent = 0
-        (self._directory / f"met {text}").touch()
-        if moment.fault == "last":
+        (self._directory / f"met {self._all.index(cue)}").touch()
+        fate = cue.moment.kind
+        if fate == "last":
             last()
-        if moment.fault in ("kill", "last"):
+        if fate in ("kill", "last"):
             os.kill(os.getpid(), signal.SIGKILL)
-        elif moment.fault == "stop":
+        elif fate == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif moment.fault == "cut":
+        elif fate == "cut":
             cut()
-        return moment.fault not in ("drop", "cut")
+        return fate not in ("lost", "cut")
 
     # Where messages leave
 
@@ -134,7 +100,7 @@ class Player:
         self._watch_coordinator()
 
     def _watch_servers(self) -> None:
-        act, player = ServerService._act, self
+        act, player = ServerService.act, self
 
         def played(service: ServerService, effects: Any) -> None:
             for effect in effects:
@@ -142,21 +108,21 @@ class Player:
                     to = _server(effect.to) if isinstance(effect.to, int) else _worker(service, effect.to)
                     kind = effect.header.kind.name
                 elif isinstance(effect, Save):
-                    to, kind = None, "SNAPSHOT"
+                    to, kind = "", "SNAPSHOT"
                 else:
                     act(service, [effect])
                     continue
 
                 def last(effect: Any = effect) -> None:
                     act(service, [effect])
-                    _empty(service._context, service._bundles)
+                    service.drain()
 
-                if player.passes(kind, to, lambda effect=effect: _cut_server(service, effect.to), last):
+                if player.passes(kind, to, lambda effect=effect: service.cut(effect.to), last):
                     act(service, [effect])
-                    if isinstance(effect, Save):
-                        _finish(service)
+                    while isinstance(effect, Save) and service.saves:
+                        time.sleep(0.001)  # What it holds must not depend on how fast the disk is.
 
-        ServerService._act = played
+        ServerService.act = played  # type: ignore[method-assign]
 
     def _watch_workers(self) -> None:
         send, player = Links.send, self
@@ -166,51 +132,39 @@ class Player:
 
                 def last(parcel: Parcel = parcel) -> None:
                     send(links, [parcel])
-                    _empty(links._context, links._bundles)
+                    links.drain()
 
                 to, kind = _server(parcel.to), parcel.header.kind.name
-                if player.passes(kind, to, lambda parcel=parcel: _cut_worker(links, parcel.to), last):
+                if player.passes(kind, to, lambda parcel=parcel: links.cut(parcel.to), last):
                     send(links, [parcel])
 
-        Links.send = played
+        Links.send = played  # type: ignore[method-assign]
 
     def _watch_members(self) -> None:
         send, player = Line.send, self
 
         def played(line: Line, message: Any) -> None:
-            def cut() -> None:
-                assert line._socket is not None
-                endpoint = line._socket.get_string(zmq.LAST_ENDPOINT)
-                line._socket.disconnect(endpoint)
-                line._socket.connect(endpoint)
-
             def last() -> None:
                 send(line, message)
-                line._context.destroy(10_000)
+                line.drain()
 
-            if player.passes(message.kind, COORDINATOR, cut, last):
+            if player.passes(message.kind, COORDINATOR, line.cut, last):
                 send(line, message)
 
-        Line.send = played
+        Line.send = played  # type: ignore[method-assign]
 
     def _watch_coordinator(self) -> None:
-        send, player = CoordinatorService._send, self
+        send, player = CoordinatorService.send, self
 
         def played(service: CoordinatorService, peer: Any, message: Any) -> None:
             def last() -> None:
                 send(service, peer, message)
-                service._context.destroy(10_000)
+                service.drain()
 
-            if player.passes(message.kind, str(peer), _no_cut, last):
+            if player.passes(message.kind, name(peer), _no_cut, last):
                 send(service, peer, message)
 
-        CoordinatorService._send = played
-
-
-def _finish(service: ServerService) -> None:
-    """Have a snapshot written to its end, so that what it holds does not depend on how fast the disk is."""
-    while not service._snapshots.done:
-        time.sleep(0.001)
+        CoordinatorService.send = played  # type: ignore[method-assign]
 
 
 def _server(number: int | bytes) -> str:
@@ -219,30 +173,7 @@ def _server(number: int | bytes) -> str:
 
 
 def _worker(service: ServerService, route: bytes) -> str:
-    return next(f"worker {worker}" for worker, known in service.role._outbox.routes.items() if known == route)
-
-
-def _empty(context: Any, bundles: Any) -> None:
-    for bundle in bundles.values():
-        bundle.flush()
-    context.destroy(10_000)
-
-
-def _cut_server(service: ServerService, to: int | bytes) -> None:
-    assert isinstance(to, int), "who has connected cuts"
-    service._dealers.pop(to)[1].close(linger=0)
-    del service._bundles[to]
-    service._connect()
-
-
-def _cut_worker(links: Links, to: int | bytes) -> None:
-    assert isinstance(to, int)
-    everyone = tuple(info for info, _ in links._sockets.values())
-    _, socket = links._sockets.pop(to)
-    links._poller.unregister(socket)
-    socket.close(linger=0)
-    del links._bundles[to]
-    links.connect(View(0, everyone, ()))
+    return next(f"worker {worker}" for worker, known in service.role.routes.items() if known == route)
 
 
 def _no_cut() -> None:
@@ -257,26 +188,31 @@ class Plan:
     """A run.
 
     Attributes:
-        faults: The moments.
         workers: How many.
         servers: How many.
         restarts: How often each process that is killed is started again.
         coordinates: How often the coordinator is.
         returns: Whether one of these is a worker other than rank 0, for which the others wait by themselves.
-        options: Of the specification.
+        mode: Of the specification, as are the others.
     """
 
-    faults: tuple[str, ...] = ()
     workers: int = 2
     servers: int = 2
     restarts: int = 0
     coordinates: int = 0
     returns: bool = False
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    mode: str = "sync"
+    replication: int = 1
+    staleness: int = 0
+    snapshot_every: int = 0
+    clip_norm: float = 0.0
 
     @property
-    def mode(self) -> str:
-        return str(self.options.get("mode", "sync"))
+    def options(self) -> dict[str, Any]:
+        """Of the specification."""
+        given = {name: getattr(self, name) for name in ("mode", "replication", "snapshot_every")}
+        given |= {"staleness": self.staleness} if self.mode == "ssp" else {}
+        return given | ({"clip_norm": self.clip_norm} if self.clip_norm else {})
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.SGD:
         """With momentum where the order of the gradients does not matter."""
@@ -309,8 +245,8 @@ def expected(plan: Plan, members: Callable[[int], Sequence[int]]) -> list[Tensor
             total = torch.stack([gradient(worker, step, len(parameter)) for worker in members(step)]).sum(0)
             parameter.grad = total / len(members(step)) if plan.mode in ("sync", "local") else total
         optimizer.param_groups[0]["lr"] = rate(step)
-        if "clip_norm" in plan.options:
-            nn.utils.clip_grad_norm_(parameters, plan.options["clip_norm"])
+        if plan.clip_norm:
+            nn.utils.clip_grad_norm_(parameters, plan.clip_norm)
         optimizer.step()
     return [parameter.detach() for parameter in parameters]
 
@@ -330,11 +266,11 @@ class Outcome:
     output: str
 
 
-def replay(plan: Plan, directory: Path) -> Outcome:
+def replay(plan: Plan, cues: Sequence[Cue], directory: Path) -> Outcome:
     """Run a plan; every one of its moments must come."""
     log = (directory / "log").open("w+b")
     address = Address(f"ipc://{directory}/coordinator", "supervision", 0, 0, HEARTBEAT, TIMEOUT)
-    saved = {"snapshot_directory": str(directory)} if plan.options.get("snapshot_every") else {}
+    saved = {"snapshot_directory": str(directory)} if plan.snapshot_every else {}
     options = {"timeout": TIMEOUT, "slice_bytes": 8 * SLICE, "servers": plan.servers, **saved, **plan.options}
     started = zeros()
     named = [(str(number), parameter) for number, parameter in enumerate(started)]
@@ -347,7 +283,7 @@ def replay(plan: Plan, directory: Path) -> Outcome:
             os.dup2(log.fileno(), 2)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
             torch.set_num_threads(1)
-            Player(who, () if life else plan.faults, directory).watch()
+            Player(who, () if life else cues, directory).watch()
             os._exit(main(life))
 
         parent = os.getpid()
@@ -389,7 +325,7 @@ def replay(plan: Plan, directory: Path) -> Outcome:
     log.seek(0)
     output = log.read().decode()
     log.close()
-    missed = [text for text in plan.faults if not (directory / f"met {text}").exists()]
+    missed = [cue.text for number, cue in enumerate(cues) if not (directory / f"met {number}").exists()]
     assert not missed, f"did not come: {missed}\n{output}"
     values = {int(path.name[7:]): torch.load(path) for path in directory.glob("values-*")}
     errors = {int(path.name[6:]): json.loads(path.read_text()) for path in directory.glob("error-*")}

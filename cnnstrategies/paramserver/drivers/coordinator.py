@@ -15,6 +15,7 @@ from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.drivers.registration import DESK, REGISTER, REGISTERED, Bindings
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
 
@@ -61,7 +62,7 @@ class CoordinatorService:
         self._routes: OrderedDict[Peer, bytes] = OrderedDict()
         self._peer = Peer("coordinator", 0, settings.term)
         self._encoded: tuple[Message | None, list[bytes]] = None, []
-        self._loop = Loop(role, self._send, on_end=self._end)
+        self._loop = Loop(role, self.send, on_end=self._end)
         self._loop.start()
 
     def _bind(self, settings: CoordinatorSettings) -> None:
@@ -126,7 +127,8 @@ class CoordinatorService:
         except ControlError:
             self.dropped += 1
 
-    def _send(self, peer: Peer, message: Message) -> None:
+    def send(self, peer: Peer, message: Message) -> None:
+        """Send a message to who has said hello; another one is not reached."""
         route = self._routes.get(peer)
         if route is None:
             return
@@ -136,6 +138,10 @@ class CoordinatorService:
 
     def _end(self, end: End) -> None:
         self._stopped = True
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left, and send no more."""
+        self._context.destroy(DRAIN_MS)
 
     def close(self) -> None:
         """Close the socket."""

@@ -12,6 +12,7 @@ from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.drivers.registration import REGISTER, REGISTERED
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS
 from cnnstrategies.paramserver.security import KeyPair
 
 UNHEARD = 2.0  # heartbeats without an answer, before the own key is registered again
@@ -64,6 +65,17 @@ class Line:
         if self._socket is not None and (messages := self._read(self._socket)):
             self._heard = time.monotonic()
             yield from messages
+
+    def cut(self) -> None:
+        """Make the connection anew: what is on its way is lost."""
+        assert self._socket is not None, "this process is not registered yet"
+        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._socket.disconnect(endpoint)
+        self._socket.connect(endpoint)
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left, and send no more."""
+        self._context.destroy(DRAIN_MS)
 
     def close(self) -> None:
         """Close the sockets; what was sent last has a moment to leave."""

@@ -8,6 +8,7 @@ import zmq
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View, ViewSource
 from cnnstrategies.paramserver.drivers.sockets import (
+    DRAIN_MS,
     IO_THREADS,
     Bundle,
     Context,
@@ -70,19 +71,37 @@ class Links:
     def connect(self, view: View) -> None:
         """Connect to the servers of a view."""
         now = {server.id: server for server in view.servers}
-        for server, (info, socket) in list(self._sockets.items()):
+        for server, (info, _) in list(self._sockets.items()):
             if now.get(server) != info:
-                self._poller.unregister(socket)
-                socket.close(linger=0)
-                del self._sockets[server], self._bundles[server]
+                self._close(server)
                 self._arrived = deque(arrived for arrived in self._arrived if arrived[0] != server)
         for server, info in now.items():
             if server not in self._sockets:
                 check_endpoint(info.endpoint, self._keys is not None, self._insecure)
-                socket = client_socket(self._context, info, self._keys, self._bounds.payload + HEADER_BYTES)
-                self._sockets[server] = info, socket
-                self._bundles[server] = Bundle(socket)
-                self._poller.register(socket, zmq.POLLIN)
+                self._open(info)
+
+    def _open(self, info: ServerInfo) -> None:
+        socket = client_socket(self._context, info, self._keys, self._bounds.payload + HEADER_BYTES)
+        self._sockets[info.id] = info, socket
+        self._bundles[info.id] = Bundle(socket)
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _close(self, server: int) -> ServerInfo:
+        info, socket = self._sockets.pop(server)
+        self._poller.unregister(socket)
+        socket.close(linger=0)
+        del self._bundles[server]
+        return info
+
+    def cut(self, server: int) -> None:
+        """Make the connection to a server anew: what is on its way there is lost."""
+        self._open(self._close(server))
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left, and send no more."""
+        for bundle in self._bundles.values():
+            bundle.flush()
+        self._context.destroy(DRAIN_MS)
 
     def send(self, parcels: Iterable[Parcel]) -> None:
         """Send some messages."""

@@ -16,6 +16,7 @@ from cnnstrategies.paramserver.core.node import End
 from cnnstrategies.paramserver.core.view import RunEnded, ServerInfo, View, ViewSource
 from cnnstrategies.paramserver.drivers.snapshots import SnapshotWriter
 from cnnstrategies.paramserver.drivers.sockets import (
+    DRAIN_MS,
     IO_THREADS,
     Bundle,
     Context,
@@ -140,14 +141,14 @@ class ServerService:
                     self._gatekeeper.answer()
                 if self._router in ready:
                     self._receive_waiting()
-                    self._act(role.flush())
+                    self.act(role.flush())
                 if self._snapshots.done:
-                    self._act(role.on_saved(self._snapshots.result()))
+                    self.act(role.on_saved(self._snapshots.result()))
                 now = time.monotonic()
-                self._act(role.on_time(now))
+                self.act(role.on_time(now))
                 until = now + WORK_SECONDS
                 while role.busy and time.monotonic() < until:
-                    self._act(role.work())
+                    self.act(role.work())
                 for bundle in self._bundles.values():
                     bundle.flush()
         except RunEnded as ended:
@@ -207,7 +208,7 @@ class ServerService:
             return
         effects = self.role.follow(time.monotonic(), view)
         self._connect()
-        self._act(effects)
+        self.act(effects)
 
     def _connect(self) -> None:
         """Connect to the servers of the view, and drop those that are gone or replaced."""
@@ -221,6 +222,23 @@ class ServerService:
                 dealer = client_socket(self._context, info, self._keys, self._largest)
                 self._dealers[server] = info, dealer
                 self._bundles[server] = Bundle(dealer)
+
+    def cut(self, server: int) -> None:
+        """Make the connection to another server anew: what is on its way there is lost."""
+        self._dealers.pop(server)[1].close(linger=0)
+        del self._bundles[server]
+        self._connect()
+
+    def drain(self) -> None:
+        """Wait until all that was sent has left, and send no more."""
+        for bundle in self._bundles.values():
+            bundle.flush()
+        self._context.destroy(DRAIN_MS)
+
+    @property
+    def saves(self) -> bool:
+        """Whether a snapshot is being written."""
+        return not self._snapshots.done
 
     # Messages
 
@@ -248,9 +266,10 @@ class ServerService:
             self._follow(self._views.current())
         effects = self.role.on_message(time.monotonic(), received.route, received.user, header, received.payload)
         if effects:
-            self._act(effects)
+            self.act(effects)
 
-    def _act(self, effects: Effects) -> None:
+    def act(self, effects: Effects) -> None:
+        """Do what the role says; in the thread that runs it."""
         for effect in effects:
             if isinstance(effect, Parcel):
                 to, header, payload, wait = effect
@@ -270,7 +289,7 @@ class ServerService:
     def _bundle_for(self, to: int | bytes) -> Bundle:
         """Of a worker's new route; those that workers had before are forgotten."""
         assert isinstance(to, bytes), "servers of the view are connected"
-        routes = set(self.role.routes)
+        routes = set(self.role.routes.values())
         self._bundles = {
             known: bundle for known, bundle in self._bundles.items() if isinstance(known, int) or known in routes
         }

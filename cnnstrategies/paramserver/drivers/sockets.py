@@ -65,6 +65,7 @@ KNOCK_MS = 1000  # until a member that a server does not know yet tries again
 # Small payloads wait for each other until they are as many or as large as this.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
 IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
+DRAIN_MS = 10_000  # for what was sent, to leave
 
 
 def server_socket(context: Context, listener: Listener, keys: KeyPair | None, largest: int) -> Socket:

@@ -1,7 +1,7 @@
 """A server: holds slices of the parameters, applies the optimizer to them, and answers pulls."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import End
@@ -88,9 +88,9 @@ class Server:
         return self.mode.busy()
 
     @property
-    def routes(self) -> Sequence[bytes]:
-        """The routes on which something may be sent."""
-        return list(self._outbox.routes.values())
+    def routes(self) -> Mapping[int, bytes]:
+        """Of each worker, the route on which something may be sent."""
+        return self._outbox.routes
 
     @property
     def whole(self) -> int:

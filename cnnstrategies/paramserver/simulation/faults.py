@@ -68,7 +68,7 @@ class Moment(NamedTuple):
 
     Attributes:
         kind: ``lost``, ``late``, ``doubled``, ``last`` (its sender dies when it has arrived), or a kind of fault.
-        seconds: How late it comes, or comes again; how long a process is hit.
+        seconds: How late it comes, or comes again; how long a process is hit. A ``cut`` of none is of the connection.
         victim: The process; None for the message's sender.
     """
 
@@ -76,12 +76,15 @@ class Moment(NamedTuple):
     seconds: float = 0.0
     victim: tuple[str, int] | None = None
 
-    def altered(self, arrivals: list[float]) -> list[float]:
-        """When a message arrives that would do so at some times."""
-        if self.kind == "lost":
-            return []
-        late = [one + self.seconds for one in arrivals]
-        return late if self.kind == "late" else arrivals + late[:1] if self.kind == "doubled" else arrivals
+    @property
+    def loses(self) -> bool:
+        """Whether the message is lost."""
+        return self.kind == "lost" or (self.kind == "cut" and not self.seconds)
+
+    @property
+    def hits(self) -> bool:
+        """Whether a process is hit before the message is sent."""
+        return self.kind in KINDS and not self.loses
 
 
 class Network:
@@ -123,18 +126,23 @@ class Network:
         """What happens because a message is sent."""
         return None
 
-    def arrivals(self, now: float, link: int, ordinal: int) -> list[float]:
+    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
         """When a message arrives: once, several times, or never.
 
         Args:
             now: When it is sent.
             link: A number for its sender and receiver.
             ordinal: How many this sender has sent to this receiver before.
+            moment: What happens to it whatever the chance.
         """
         states = self._links.get(link)
         if states is None:
             states = self._links[link] = mixed(self._seed, 11, link), mixed(self._seed, 12, link)
         latency = 0.0002 + 0.002 * draw(ordinal, state=states[0])
+        if moment is not None and moment.loses:
+            return []
+        if moment is not None and moment.kind == "late":
+            latency += moment.seconds
         chance = draw(ordinal, state=states[1]) if self._rate else 1.0
         bad = chance < self._rate and (link, ordinal) not in self._removed
         if bad:
@@ -151,7 +159,8 @@ class Network:
             self._arrivals[link] = arrival
             return [arrival]
         if not bad:
-            return [now + latency]
+            again = [now + latency + moment.seconds] if moment is not None and moment.kind == "doubled" else []
+            return [now + latency, *again]
         late = now + latency + 0.2 * self._timeout * draw(self._seed, 13, link, ordinal)
         if part < 0.4:
             self.counts["lost"] += 1

@@ -150,14 +150,9 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 def _cue(match: re.Match[str], text: str) -> Cue:
     kind = (match["fate"] or match["kind"]).partition(" ")[0]
-    seconds = float(match["delay"] or match["seconds"] or 0)
-    if kind == "cut" and not seconds:
-        kind = "lost"  # A message that TCP loses is lost with its connection.
     victim = _place(match["victim"]) if match["victim"] else None
-    return Cue(
-        match["who"], int(match["ordinal"]), match["what"], match["to"], bool(match["next"]),
-        Moment(kind, seconds, victim), text,
-    )  # fmt: skip
+    moment = Moment(kind, float(match["delay"] or match["seconds"] or 0), victim)
+    return Cue(match["who"], int(match["ordinal"]), match["what"], match["to"], bool(match["next"]), moment, text)
 
 
 def _place(text: str) -> tuple[str, int]:

@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.core.node import (
     Send,
     Timer,
 )
-from cnnstrategies.paramserver.simulation.faults import DEADLY, KINDS, Fault, Network, draw
+from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, Network, draw
 
 
 class Sleep(NamedTuple):
@@ -272,7 +272,7 @@ class World:
     def _send(self, sender: Process, send: Send) -> None:
         self.on_send(sender, send)
         moment = self.faults.moment(sender.peer, send)
-        if moment is not None and moment.kind in KINDS:
+        if moment is not None and moment.hits:
             role, identity = moment.victim or (sender.peer.role, sender.peer.id)
             fault = Fault(moment.kind, role, identity, self.now, moment.seconds)
             self.faults.timed.append(fault)
@@ -287,9 +287,8 @@ class World:
         ordinal = self._sent[link] = self._sent.get(link, -1) + 1
         blocked = self._blocked
         cut = blocked.get((ends[0], ends[1], True), 0.0) > self.now or blocked.get((*ends[2:], False), 0.0) > self.now
-        arrivals = [] if cut else self.faults.arrivals(self.now, link, ordinal)
+        arrivals = [] if cut else self.faults.arrivals(self.now, link, ordinal, moment)
         if moment is not None:
-            arrivals = moment.altered(arrivals)
             self.faults.counts[moment.kind] += 1
             if moment.kind == "last":
                 until = max(arrivals, default=self.now)
