@@ -1,11 +1,30 @@
-"""Data: who sees which samples, and in which batch."""
+"""Data: who sees which samples, in which batch, and that they are those of the files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
+import test_loading
+import test_packed_masks
 import test_sampling
+import test_shards
+import test_shared_batches
+import torch
 from mutants.faulty import replaces
+from torch import Tensor
 
+from cnnstrategies.data.loading import Batch, BatchDataset
 from cnnstrategies.data.sampling import BatchRequest, OrderedBatches, ShuffledBatches
+from cnnstrategies.data.shards.contents import Contents
+from cnnstrategies.data.shards.crops import Crop
+from cnnstrategies.data.shards.index import UNFINISHED, Index
+from cnnstrategies.data.shards.jpeg import MARGIN, Cut, Header, cut
+from cnnstrategies.data.shards.packing import PLAN, pack
+from cnnstrategies.data.shards.shard_file import Options
+from cnnstrategies.data.shards.source import ShardSource
+from cnnstrategies.data.shared_batches import Lent, Place, SharedBatches
+from cnnstrategies.errors import ConfigurationError
+
+# Samples
 
 
 @replaces(
@@ -19,6 +38,18 @@ def every_epoch_has_the_same_order(
 
 
 @replaces(
+    ShuffledBatches.__iter__,
+    killed_by=test_loading.test_a_resumed_loader_serves_what_is_left_and_then_whole_epochs,
+    workers=0,
+)
+def a_run_that_is_resumed_within_an_epoch_begins_the_epoch_anew(
+    right: Callable[[ShuffledBatches], Iterator[BatchRequest]], self: ShuffledBatches
+) -> Iterator[BatchRequest]:
+    self.skip = 0
+    return right(self)
+
+
+@replaces(
     OrderedBatches.samples, killed_by=test_sampling.test_evaluation_sees_every_sample_once_in_equally_many_batches
 )
 def an_evaluation_counts_samples_twice(
@@ -26,3 +57,79 @@ def an_evaluation_counts_samples_twice(
 ) -> list[int]:
     samples = right(self, batch, rank)
     return samples + samples[-1:]
+
+
+# Batches
+
+
+@replaces(
+    BatchDataset.__getitem__,
+    killed_by=test_loading.test_augmentation_depends_on_the_epoch_and_not_on_workers_or_the_global_generator,
+)
+def augmentation_depends_on_the_number_of_workers(
+    right: Callable[[BatchDataset, BatchRequest], Batch | Lent | ConfigurationError],
+    self: BatchDataset,
+    request: BatchRequest,
+) -> Batch | Lent | ConfigurationError:
+    return right(self, request._replace(seed=torch.initial_seed()))
+
+
+@replaces(
+    SharedBatches.receive,
+    killed_by=test_shared_batches.test_memory_is_taken_again_when_the_last_view_of_its_batch_is_gone,
+    keep=lambda batch: batch[1][1:],
+)
+def memory_is_taken_again_while_its_batch_is_in_use(
+    right: Callable[[SharedBatches, int, Sequence[Place]], list[Tensor]],
+    self: SharedBatches,
+    number: int,
+    places: Sequence[Place],
+) -> list[Tensor]:
+    tensors = right(self, number, places)
+    right(self, number, places)  # Whoever drops these sets the memory free.
+    return tensors
+
+
+# Shards
+
+
+@replaces(cut, killed_by=test_shards.test_a_crop_is_that_of_the_whole_image, options=test_shards.SHRUNK)
+def a_crop_has_other_pixels_at_its_edge_than_the_image(
+    right_cut: Callable[[bytes, Header, int, int, int, int, bool], Cut],
+    data: bytes,
+    header: Header,
+    left: int,
+    top: int,
+    right: int,
+    bottom: int,
+    shorten: bool = True,
+) -> Cut:
+    return right_cut(data, header, left + MARGIN, top + MARGIN, right - MARGIN, bottom - MARGIN, shorten)
+
+
+@replaces(
+    ShardSource.show,
+    killed_by=test_packed_masks.test_an_image_and_its_mask_are_cropped_alike,
+    options=test_packed_masks.AS_THEY_ARE,
+)
+def a_mask_is_not_mirrored_with_its_image(
+    right: Callable[[ShardSource, int, bytes, Crop, Tensor], Crop],
+    self: ShardSource,
+    number: int,
+    data: bytes,
+    crop: Crop,
+    out: Tensor,
+) -> Crop:
+    return right(self, number, data, crop, out)._replace(mirrored=False)
+
+
+@replaces(pack, killed_by=test_shards.test_an_interrupted_pack_leaves_nothing_under_the_name_and_goes_on)
+def a_packing_goes_on_with_shards_that_were_written_with_other_options(
+    right: Callable[[Contents, Path, Options, int], Index],
+    contents: Contents,
+    out: Path,
+    options: Options,
+    workers: int,
+) -> Index:
+    (out.with_name(out.name + UNFINISHED) / PLAN).unlink(missing_ok=True)
+    return right(contents, out, options, workers)
