@@ -5,7 +5,16 @@ import importlib
 import pytest
 from mutants.faulty import MUTANTS, Mutant
 
-for name in ("data", "data_parallel", "hybrid_pipeline", "pipeline", "planning"):
+for name in (
+    "clusters",
+    "commands",
+    "data",
+    "data_parallel",
+    "hybrid_pipeline",
+    "modules",
+    "pipeline",
+    "planning",
+):
     importlib.import_module(f"mutants.{name}")
 
 

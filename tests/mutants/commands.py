@@ -1,0 +1,47 @@
+"""The command line: how a mistake ends, and what tune says and changes."""
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from math import exp
+from typing import Any, NoReturn
+
+import test_race
+import test_submit_command
+import test_tune_command
+import torch
+from mutants.faulty import replaces
+
+from cnnstrategies.commands.refuse import fail
+from cnnstrategies.commands.tune_choices import choices
+from cnnstrategies.planning.race import MARGIN, Verdict, verdict
+from cnnstrategies.planning.settings import Setting
+
+
+@replaces(fail, killed_by=test_submit_command.test_a_mistake_is_explained_as_by_fit)
+def a_mistake_in_the_configuration_ends_like_a_run_that_has_failed(
+    right: Callable[[str], NoReturn], message: str
+) -> NoReturn:
+    try:
+        right(message)
+    except SystemExit:
+        sys.exit(1)
+
+
+@replaces(verdict, killed_by=test_race.test_equal_settings_have_no_winner)
+def of_equal_settings_one_is_called_faster(
+    right: Callable[[Sequence[float], float], Verdict], gains: Sequence[float], error: float
+) -> Verdict:
+    found = right(gains, error)
+    return replace(found, outcome="faster") if found.speed > exp(MARGIN) else found
+
+
+@replaces(choices, killed_by=test_tune_command.test_what_changes_learning_is_tried_only_when_it_is_allowed)
+def tune_changes_what_is_learned_without_being_allowed_to(
+    right: Callable[[Any, type, torch.device, Collection[str]], list[list[Setting]]],
+    config: Any,
+    model: type,
+    device: torch.device,
+    allow: Collection[str],
+) -> list[list[Setting]]:
+    return right(config, model, device, [*allow, "precision"])

@@ -1,0 +1,93 @@
+"""Modules, their checkpoints and callbacks: what is trained, what is kept of it, and that it is what was trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import test_checkpoint_io
+import test_checkpoint_words
+import test_export
+import test_graceful_stop
+import test_segmentation
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from mutants.faulty import replaces
+from torch import Tensor
+
+from cnnstrategies import ImageSegmenter
+from cnnstrategies.callbacks import GracefulStop
+from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.checkpoint_words import SameCheckpoint
+from cnnstrategies.export import Comparison
+from cnnstrategies.logits import main_logits
+
+
+@replaces(
+    ImageSegmenter.loss,
+    killed_by=test_segmentation.test_the_loss_is_the_mean_of_the_images_means_over_the_pixels_that_count,
+)
+def the_loss_of_masks_depends_on_how_images_are_divided_over_processes(
+    right: Callable[[ImageSegmenter, Any, Tensor], Tensor], self: ImageSegmenter, outputs: Any, targets: Tensor
+) -> Tensor:
+    return F.cross_entropy(main_logits(outputs), targets, ignore_index=self.ignore_index)
+
+
+@replaces(
+    AtomicCheckpointIO.save_checkpoint,
+    killed_by=test_checkpoint_io.test_a_full_disk_is_one_line_and_leaves_the_old_checkpoint,
+)
+def the_old_checkpoint_goes_before_the_new_one_is_whole(
+    right: Callable[[AtomicCheckpointIO, dict[str, Any], str | Path, Any | None], None],
+    self: AtomicCheckpointIO,
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    storage_options: Any | None = None,
+) -> None:
+    Path(path).unlink(missing_ok=True)
+    right(self, checkpoint, path, storage_options)
+
+
+@replaces(
+    SameCheckpoint.setup, killed_by=test_checkpoint_words.test_ranks_that_have_found_different_checkpoints_do_not_start
+)
+def ranks_go_on_from_different_checkpoints(
+    right: Callable[[SameCheckpoint, Trainer, LightningModule, str], None],
+    self: SameCheckpoint,
+    trainer: Trainer,
+    pl_module: LightningModule,
+    stage: str,
+) -> None:
+    pass
+
+
+@replaces(
+    GracefulStop.on_train_batch_end,
+    killed_by=test_graceful_stop.test_a_warned_run_saves_the_step_after_which_it_stops,
+    noticed_by=(FileNotFoundError,),
+)
+def a_run_that_is_stopped_does_not_save_its_last_step(
+    right: Callable[[GracefulStop, Trainer, LightningModule, Any, Any, int], None],
+    self: GracefulStop,
+    trainer: Trainer,
+    pl_module: LightningModule,
+    outputs: Any,
+    batch: Any,
+    batch_idx: int,
+) -> None:
+    with patch.object(trainer, "save_checkpoint"):
+        right(self, trainer, pl_module, outputs, batch, batch_idx)
+
+
+@replaces(Comparison.__init__, killed_by=test_export.test_what_cannot_be_exported_is_refused_and_nothing_is_left)
+def an_exported_network_may_give_other_logits(
+    right: Callable[[Comparison, Path, int, float, float, float, str], None],
+    self: Comparison,
+    file: Path,
+    images: int,
+    difference: float,
+    largest: float,
+    agreement: float,
+    of: str = "",
+) -> None:
+    right(self, file, images, 0.0, largest, agreement, of)
