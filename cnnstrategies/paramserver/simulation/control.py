@@ -57,7 +57,7 @@ class Plan(NamedTuple):
         servers = int(4 * draw(seed, 42))
         survivable = int(draw(seed, 43) < 0.5 and servers > 1)
         eager = draw(seed, EAGER) < 0.25
-        restarts = max(int(3 * draw(seed, 44)), eager)
+        restarts = max(int(3 * draw(seed, 44)), int(eager))
         elastic = int(draw(seed, JOINED) < 0.25) * (1 + int(2 * draw(seed, 51)))
         return cls(
             workers=1 + int(4 * draw(seed, 41)),
