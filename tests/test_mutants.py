@@ -8,12 +8,16 @@ from mutants.faulty import MUTANTS, Mutant
 for name in (
     "clusters",
     "commands",
+    "coordinator",
     "data",
     "data_parallel",
     "hybrid_pipeline",
     "modules",
+    "parameter_server",
     "pipeline",
     "planning",
+    "servers",
+    "workers",
 ):
     importlib.import_module(f"mutants.{name}")
 

@@ -4,8 +4,6 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from data_mutants import MUTANTS
-from protocol_mutants import ProtocolMutant, apply
 
 from cnnstrategies.paramserver.simulation.data.run import simulate
 from cnnstrategies.paramserver.simulation.run import explain
@@ -25,43 +23,33 @@ FOUND_FOLLOWING = (
 )  # fmt: skip
 
 
-def test_nothing_is_violated_in_some_seeds() -> None:
+def test_nothing_is_violated(pytestconfig: pytest.Config) -> None:
+    """In half of the runs a coordinator follows another; `make simulate FIRST=... SEEDS=1` explains a seed."""
     counts: Counter[str] = Counter()
-    for seed in (*range(50), *FOUND):
-        outcome = simulate(seed)
-        assert outcome.violation is None, explain(seed, outcome, simulate)
+    first = SEEDS * pytestconfig.getoption("seed_offset")
+    for seed in range(first, first + SEEDS):
+        outcome = simulate(seed, successor=seed % 2 > 0)
+        assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
         counts += outcome.counts
     kinds = [f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for role in ("worker", "server")]
-    for kind in (*kinds, "sleep", "full disk", "lost with a connection", "delayed"):
+    for kind in (*kinds, "kill coordinator", "sleep", "full disk", "lost with a connection", "delayed"):
         assert counts[kind], kind
 
 
-def test_training_goes_on_when_a_coordinator_follows_another() -> None:
+def test_the_seeds_that_found_a_fault_hold_now() -> None:
+    for seed in FOUND:
+        outcome = simulate(seed)
+        assert outcome.violation is None, explain(seed, outcome, simulate)
+
+
+def test_the_seeds_that_found_a_fault_when_a_coordinator_follows_another_hold_now() -> None:
     """From the newest view that somebody knows; those that came after it are new to all."""
-    follows, counts = partial(simulate, successor=True), Counter[str]()
-    for seed in (*range(12), *FOUND_FOLLOWING):
+    follows = partial(simulate, successor=True)
+    for seed in FOUND_FOLLOWING:
         outcome = follows(seed)
         assert outcome.violation is None, explain(seed, outcome, follows)
-        counts += outcome.counts
-    assert counts["kill coordinator"] > 6, "some runs are over before"
 
 
 def test_a_seed_is_all_that_is_needed_to_repeat_a_run() -> None:
     assert simulate(3, traced=True) == simulate(3, traced=True)
     assert simulate(3).events == simulate(3, traced=True).events
-
-
-def fails(seed: int) -> bool:
-    """Whether an invariant is violated, or a role cannot go on at all."""
-    try:
-        return any(simulate(seed, successor=one).violation is not None for one in (False, True))
-    except Exception:
-        return True
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_each_mutant_is_killed(mutant: ProtocolMutant, monkeypatch: pytest.MonkeyPatch) -> None:
-    apply(mutant, monkeypatch)
-    killer = next((seed for seed in (mutant.seed, *range(SEEDS)) if fails(seed)), None)
-    assert killer is not None, f"nothing is violated in {SEEDS} seeds although {mutant.name}"
-    assert killer == mutant.seed, f"seed {killer} kills it: write that down, it saves time"

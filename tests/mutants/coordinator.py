@@ -1,0 +1,146 @@
+"""The parameter server's control plane in virtual time: who is a member, what all agree on, who loads which batches."""
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import test_dispatch
+import test_join
+import test_simulation
+from mutants.faulty import replaces
+
+from cnnstrategies.paramserver.coordinator.admission import Admission
+from cnnstrategies.paramserver.coordinator.chunks import Chunk
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
+from cnnstrategies.paramserver.coordinator.meetings import Rounds
+from cnnstrategies.paramserver.coordinator.memory import Taken
+from cnnstrategies.paramserver.coordinator.recovery import Recovery
+from cnnstrategies.paramserver.coordinator.roster import Roster
+from cnnstrategies.paramserver.core.node import Effects, Message, Peer, Send
+from cnnstrategies.paramserver.core.requests import HELD, UNKNOWN, Answering, Asking, Request
+
+HUNDRED_RUNS = test_simulation.test_nothing_is_violated
+_new = itertools.count(1 << 20)
+
+# Messages that are lost
+
+
+@replaces(Asking.on_reply, killed_by=HUNDRED_RUNS)
+def a_request_that_never_came_is_not_sent_again(
+    right: Callable[[Asking, float, Message], tuple[Request | None, Effects]],
+    self: Asking,
+    now: float,
+    message: Message,
+) -> tuple[Request | None, Effects]:
+    request, effects = right(self, now, message)
+    return request, [] if message.kind == UNKNOWN else effects
+
+
+@replaces(Answering.probe, killed_by=HUNDRED_RUNS)
+def an_answer_that_was_lost_is_not_sent_again(
+    right: Callable[[Answering, Peer, Message, Callable[[Peer, int], Sequence[str]]], Effects],
+    self: Answering,
+    sender: Peer,
+    message: Message,
+    blames: Callable[[Peer, int], Sequence[str]],
+) -> Effects:
+    effects = right(self, sender, message, blames)
+    return [one for one in effects if isinstance(one, Send) and one.message.kind in (HELD, UNKNOWN)]
+
+
+@replaces(Coordinator.on_message, killed_by=HUNDRED_RUNS)
+def who_has_missed_a_view_is_not_told_again(
+    right: Callable[[Coordinator, float, Peer, Message], Effects],
+    self: Coordinator,
+    now: float,
+    sender: Peer,
+    message: Message,
+) -> Effects:
+    effects = right(self, now, sender, message)
+    told = [one for one in effects if isinstance(one, Send) and (one.to, one.message.kind) == (sender, "view")]
+    return [one for one in effects if message.kind != "beat" or one not in told]
+
+
+# Members
+
+
+@replaces(Admission.look, killed_by=HUNDRED_RUNS)
+def who_is_silent_stays_a_member(
+    right: Callable[[Admission, float, bool, tuple[int, list[str]]], None],
+    self: Admission,
+    now: float,
+    over: bool,
+    overdue: tuple[int, list[str]],
+) -> None:
+    if over:
+        right(self, now, over, overdue)
+    else:
+        self.expect(now)
+
+
+@replaces(Roster.not_seen, killed_by=HUNDRED_RUNS)
+def workers_begin_before_all_servers_know_them(
+    right: Callable[[Roster, int], list[str]], self: Roster, number: int
+) -> list[str]:
+    return []
+
+
+# Batches
+
+
+@replaces(Dispatcher.lose, killed_by=test_dispatch.test_what_a_dead_worker_had_not_processed_is_given_out_again)
+def batches_of_a_dead_worker_are_nobodys(
+    right: Callable[[Dispatcher, int, bool], None], self: Dispatcher, worker: int, joined: bool = False
+) -> None:
+    pass
+
+
+@replaces(Dispatcher.take, killed_by=HUNDRED_RUNS)
+def batches_that_are_asked_for_again_are_others(
+    right: Callable[[Dispatcher, int, int, int, Collection[int], int, float], Chunk],
+    self: Dispatcher,
+    worker: int,
+    number: int,
+    processed: int,
+    workers: Collection[int],
+    ordinal: int,
+    now: float,
+) -> Chunk:
+    return right(self, worker, number, processed, workers, next(_new), now)
+
+
+@replaces(Dispatcher.processed, killed_by=test_join.test_a_chunk_that_who_leaves_has_not_worked_on_is_given_to_another)
+def who_leaves_does_not_say_how_far_it_has_come(
+    right: Callable[[Dispatcher, int, int, int], None], self: Dispatcher, worker: int, number: int, processed: int
+) -> None:
+    pass
+
+
+# A coordinator that follows one that was killed
+
+
+@replaces(Recovery.complete, killed_by=HUNDRED_RUNS)
+def the_first_report_is_enough_to_go_on(right: Callable[[Recovery, float], bool], self: Recovery, now: float) -> bool:
+    return bool(self.hellos)
+
+
+@replaces(Rounds.follow, killed_by=HUNDRED_RUNS)
+def what_was_decided_before_a_restart_is_decided_anew(
+    right: Callable[[Rounds, int, Mapping[int, int], Iterable[int]], None],
+    self: Rounds,
+    sequence: int,
+    told: Mapping[int, int],
+    lacks: Iterable[int],
+) -> None:
+    right(self, max(0, sequence - 1), told, ())
+
+
+@replaces(Dispatcher.follow, killed_by=HUNDRED_RUNS)
+def batches_that_were_given_out_before_a_restart_are_given_out_again(
+    right: Callable[[Dispatcher, Mapping[int, Mapping[int, Taken]], Iterable[Sequence[Any]]], None],
+    self: Dispatcher,
+    epochs: Mapping[int, Mapping[int, Taken]],
+    done: Iterable[Sequence[Any]] = (),
+) -> None:
+    right(self, {}, done)

@@ -1,0 +1,130 @@
+"""Around the parameter server: nodes that push once, compression, snapshots' files, who may say what, own steps."""
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import test_combiner
+import test_compression
+import test_momentum_correction
+import test_outer_step
+import test_security
+import test_snapshots
+import torch
+import zmq
+from mutants.faulty import replaces
+from torch import Tensor
+
+from cnnstrategies.paramserver.combiner.board import Board
+from cnnstrategies.paramserver.compression import Encoder
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.drivers.registration import Bindings
+from cnnstrategies.paramserver.drivers.snapshot_files import DamagedSnapshotError, SnapshotFiles, read
+from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
+from cnnstrategies.paramserver.worker.momentum import MomentumCorrection
+from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
+
+# Nodes that push once
+
+
+@replaces(
+    Board.lead,
+    killed_by=test_combiner.test_nothing_of_the_living_is_lost_or_counts_twice_whoever_dies,
+    first=50,
+)
+def gradients_that_a_dead_leader_has_not_pushed_are_lost(
+    right: Callable[[Board, int], None], self: Board, step: int
+) -> None:
+    for gradient in self.gradients:
+        gradient.zero_()
+    right(self, step)
+
+
+# Compression
+
+
+@replaces(
+    Encoder.encode, killed_by=test_compression.test_error_feedback_sends_everything_in_the_end, compression="topk"
+)
+def what_compression_leaves_out_is_lost(
+    right: Callable[[Encoder, Tensor], Any], self: Encoder, gradient: Tensor
+) -> Any:
+    return right(copy.copy(self), gradient)
+
+
+@replaces(
+    MomentumCorrection.begin, killed_by=test_momentum_correction.test_servers_are_told_neither_momentum_nor_weight_decay
+)
+def servers_keep_the_momentum_that_workers_make(
+    right: Callable[[MomentumCorrection, Sequence[dict[str, Any]]], Sequence[dict[str, Any]]],
+    self: MomentumCorrection,
+    options: Sequence[dict[str, Any]],
+) -> Sequence[dict[str, Any]]:
+    right(self, options)
+    return options
+
+
+# Snapshots' files
+
+
+@replaces(read, killed_by=test_snapshots.test_a_flipped_bit_is_refused_by_name_and_the_generation_before_is_used)
+def a_damaged_snapshot_is_loaded(right: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    try:
+        return right(path)
+    except DamagedSnapshotError:
+        data = path.read_bytes()
+        contents: dict[str, Any] = torch.load(io.BytesIO(data[data.index(b"PK") :]), weights_only=True)
+        return contents
+
+
+@replaces(SnapshotFiles.write, killed_by=test_snapshots.test_a_crash_at_any_write_leaves_a_whole_snapshot)
+def a_snapshot_is_written_over_the_last_one(
+    right: Callable[[SnapshotFiles, dict[str, Any]], None], self: SnapshotFiles, contents: dict[str, Any]
+) -> None:
+    self.newest.unlink(missing_ok=True)
+    right(self, contents)
+
+
+# Who may say what
+
+
+@replaces(
+    check_endpoint,
+    killed_by=test_security.test_a_network_needs_encryption_or_an_explicit_word_the_loopback_too,
+    endpoint="tcp://127.0.0.1:*",
+    private=False,
+)
+def servers_listen_on_the_loopback_without_keys(
+    right: Callable[[str, bool, bool], None], endpoint: str, encrypted: bool, insecure: bool = False
+) -> None:
+    right(endpoint, encrypted, insecure or endpoint.startswith("tcp://127."))
+
+
+@replaces(Gatekeeper.__init__, killed_by=test_security.test_only_who_is_admitted_gets_a_message_through)
+def any_key_is_let_in(
+    right: Callable[[Gatekeeper, zmq.Context[zmq.Socket[bytes]], Callable[[str], bool]], None],
+    self: Gatekeeper,
+    context: zmq.Context[zmq.Socket[bytes]],
+    admitted: Callable[[str], bool],
+) -> None:
+    right(self, context, lambda key: True)
+
+
+@replaces(Bindings.check, killed_by=test_security.test_a_key_belongs_to_one_life_of_one_member)
+def a_member_speaks_in_another_ones_name(
+    right: Callable[[Bindings, str, Peer, Message], None], self: Bindings, key: str, sender: Peer, message: Message
+) -> None:
+    if message.kind == "register":
+        right(self, key, sender, message)
+
+
+# Own steps
+
+
+@replaces(OuterSteps.left, killed_by=test_outer_step.test_there_is_no_outer_step_without_own_ones)
+def the_outer_momentum_moves_the_weights_without_own_steps(
+    right: Callable[[OuterSteps], list[int]], self: OuterSteps
+) -> list[int]:
+    return list(range(len(self.fragments)))
