@@ -55,7 +55,7 @@ class PlainCNN(nn.Sequential):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Lets the tests be run with other random numbers: what they prove must not hang on them."""
-    parser.addoption("--seed-offset", type=int, default=0, help="added to every seed of torch's own generator")
+    parser.addoption("--seed-offset", type=int, default=0, help="added to seeds of torch and of simulated runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:
