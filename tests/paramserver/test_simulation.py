@@ -8,9 +8,10 @@ from conftest import ROOT
 
 from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, TIMER, Answering, Asking
-from cnnstrategies.paramserver.simulation.control import BUSY, TIMEOUT, simulate
+from cnnstrategies.paramserver.simulation import traces
+from cnnstrategies.paramserver.simulation.control import TIMEOUT, Plan, run, simulate
 from cnnstrategies.paramserver.simulation.faults import Faults
-from cnnstrategies.paramserver.simulation.run import explain
+from cnnstrategies.paramserver.simulation.run import PLANES, explain
 from cnnstrategies.paramserver.simulation.shrink import shrink
 from cnnstrategies.paramserver.simulation.world import Ask, World
 
@@ -125,67 +126,9 @@ def test_nothing_is_violated(pytestconfig: pytest.Config) -> None:
         assert counts[kind], kind
 
 
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        pytest.param((1050, 65275, 66398), id="a restart before training begins beside workers that nobody waited for"),
-        pytest.param((100408,), id="a server is a new one for its first hello comes late after a restart"),
-        pytest.param((100859, 101375), id="a worker has forgotten the result that it is to hand over after a restart"),
-        pytest.param((1970,), id="a coordinator waits for a server that was lost before it was started again"),
-        pytest.param((6559,), id="a collective comes late to a coordinator that follows another"),
-        pytest.param((7281,), id="a worker begins again between the start of training and a restart"),
-        pytest.param((11337,), id="a server dies and the run is over before the reports after a restart are there"),
-        pytest.param((57518, 61596), id="somebody comes just when a coordinator has given up waiting for reports"),
-        pytest.param((74304,), id="a server that has never come is missed by a coordinator that follows another"),
-        pytest.param((48027,), id="what workers know that nobody has heard leave may be agreed on once more"),
-        pytest.param((11455,), id="one that joins before training begins is the first to report after a restart"),
-        pytest.param((111021,), id="a joiner that has left tells the next coordinator less than it had worked on"),
-        pytest.param((415971,), id="a worker is let in while another one that is cut off waits in the next collective"),
-        pytest.param((306594,), id="a coordinator is killed with the only one that it has told that training begins"),
-        pytest.param((318212,), id="a question that a worker has repeated is answered when it has gone on to the next"),
-        pytest.param(
-            (270147, 311001), id="a coordinator that misses a member after a restart is killed before it is heard"
-        ),
-        pytest.param((361490,), id="a coordinator that follows another hears first who knows of no training yet"),
-        pytest.param(
-            (357771,), id="a worker that leaves knows alone what all have agreed on when a coordinator is killed"
-        ),
-        pytest.param((371715,), id="a contribution comes a second time when its answer is no longer kept"),
-        pytest.param((344713,), id="a coordinator is cut off for as long as all others have to appear"),
-        pytest.param((392524, 394598), id="training begins anew when only those are left that were started again"),
-        pytest.param((10241,), id="a process that is killed while it is stopped stays dead"),
-        pytest.param((662686,), id="a member is cut off for a time-out when the run is over for another reason"),
-        pytest.param((690721,), id="a worker counts as dead of whom all messages are lost by chance for a time-out"),
-        pytest.param((646,), id="a worker dies with a chunk of an epoch when the next has begun for the others"),
-        pytest.param((178,), id="the next epoch begins before one that was let in late has taken what is left for it"),
-        pytest.param((3508,), id="a worker dies that has taken chunks and was not let in yet"),
-        pytest.param((6167,), id="a coordinator is killed while it lets somebody in after a boundary"),
-        pytest.param((710930,), id="a worker that hears nothing by chance, and then of a coordinator that is stopped"),
-    ],
-)
-def test_the_seeds_that_found_a_fault_hold_now(seeds):
-    for seed in seeds:
-        outcome = simulate(seed)
-        assert outcome.violation is None, explain(seed, outcome, simulate)
-
-
 def test_a_seed_is_all_that_is_needed_to_repeat_a_run():
     assert simulate(3, traced=True) == simulate(3, traced=True)
     assert simulate(3).events == simulate(3, traced=True).events
-
-
-def test_a_fault_that_is_taken_away_moves_no_other():
-    places = [("worker", 0), ("server", 0)]
-    seed = next(seed for seed in range(100) if len(Faults(seed, places, TIMEOUT, BUSY).timed) == 4)
-    full = Faults(seed, places, TIMEOUT, BUSY)
-    part = Faults(seed, places, TIMEOUT, BUSY, removed=frozenset((full.timed[1],)))
-    assert part.timed == [full.timed[0], *full.timed[2:]]
-    lossy = next(seed for seed in range(100) if not Faults(seed, places, TIMEOUT, BUSY).tcp)
-    met = Faults(lossy, places, TIMEOUT, BUSY)
-    whole = [met.arrivals(0.0, 1, ordinal) for ordinal in range(500)]
-    some = Faults(lossy, places, TIMEOUT, BUSY, removed=frozenset(met.met[:1]))
-    again = [some.arrivals(0.0, 1, ordinal) for ordinal in range(500)]
-    assert [one for one in range(500) if whole[one] != again[one]] == [ordinal for _, ordinal in met.met[:1]]
 
 
 def test_what_is_left_after_shrinking_is_needed():
@@ -198,7 +141,12 @@ def test_a_failing_seed_is_explained_by_few_faults(monkeypatch: pytest.MonkeyPat
     # A request that never came is not sent again.
     monkeypatch.setattr(Asking, "on_reply", lambda self, now, message: (right(self, now, message)[0], []))
     seed, outcome = next((seed, found) for seed in range(SEEDS) if (found := simulate(seed)).violation)
-    faults, _, trace = explain(seed, outcome, simulate).partition("\n   0.0000")
-    assert faults.startswith(f"seed {seed}: 17: ")
-    assert 1 <= faults.count("\n  ") < len(outcome.faults)
-    assert "coordinator 0 starts" in trace
+    text, _, lines = explain(seed, outcome, PLANES["control"]).partition("\n(of ")
+    (trace,) = traces.read(text)
+    assert trace.title.startswith(f"seed {seed}: 17: ")
+    assert 1 <= len(trace.timed) + len(trace.cues) < int(lines.partition(" ")[0])
+    assert "coordinator 0 starts" in lines
+    script = traces.Script(trace, TIMEOUT)
+    again = run(traces.plan(Plan, trace.plan), script, trace.pace)
+    assert f"seed {seed}: {again.violation}" == trace.title, "what it prints fails in the same way"
+    assert not script.cues.left

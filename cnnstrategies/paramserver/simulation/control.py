@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, Network, draw
+from cnnstrategies.paramserver.simulation.faults import Fault, Faults, Network, draw
 from cnnstrategies.paramserver.simulation.invariants import Invariants
 from cnnstrategies.paramserver.simulation.joiners import Joiners
 from cnnstrategies.paramserver.simulation.outcome import Outcome
@@ -81,19 +81,27 @@ class Plan(NamedTuple):
         return [*places, ("coordinator", 0), *(("supervision", node) for node in range(self.nodes))]
 
 
-def simulate(seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False) -> Outcome:
+def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
+    """What is simulated for a seed, and what goes wrong.
+
+    Args:
+        seed: Decides everything.
+        kind: Of the faults: they may note what they hit.
+    """
+    plan = Plan.of(seed)
+    faults = kind(seed, plan.places, TIMEOUT, BUSY)
+    faults.timed += _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
+    return plan, faults
+
+
+def simulate(seed: int, traced: bool = False) -> Outcome:
     """Run one seed.
 
     Args:
         seed: Decides everything.
-        removed: Faults that do not happen.
         traced: Whether to write down what happens.
     """
-    plan = Plan.of(seed)
-    faults = Faults(seed, plan.places, TIMEOUT, BUSY, removed)
-    kills = _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
-    faults.timed += [kill for kill in kills if kill not in removed]
-    return run(plan, faults, seed, traced)
+    return run(*drawn(seed), seed, traced)
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
@@ -129,8 +137,7 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
         invariants.check()
     except ViolationError as error:
         violation = str(error)
-    met: list[Fault | MessageFault] = [*faults.timed, *faults.met]
-    return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [], world.end)
+    return Outcome(violation, world.events, world.now, faults.counts, world.trace or [], world.end)
 
 
 def _kills(seed: int) -> list[Fault]:

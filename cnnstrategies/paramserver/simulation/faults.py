@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated run: decided by hashes, so that to take one fault away moves no other."""
+"""What goes wrong in a simulated run: decided by hashes of a seed."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -59,7 +59,6 @@ class Fault(NamedTuple):
 
 
 DEADLY = ("kill", "crash")
-MessageFault = tuple[int, int]  # link and ordinal
 KINDS = ("kill", "kill", "pause", "sleep", "cut", "deaf", "mute")
 
 
@@ -95,12 +94,10 @@ class Network:
         timeout: The run's; what goes wrong is short compared with it.
         tcp: Whether messages keep their order, and are lost only with a connection; else any is lost, doubled, late.
         rate: The chance of each message.
-        removed: Faults that do not happen, of what this seed has.
 
     Attributes:
         timed: What happens to processes, at times.
         counts: What has happened, by kind.
-        met: The messages that were hit.
     """
 
     def __init__(
@@ -109,22 +106,23 @@ class Network:
         timeout: float,
         tcp: bool,
         rate: float = 0.0,
-        removed: frozenset[Fault | MessageFault] = frozenset(),
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.met: list[MessageFault] = []
         self.timed: list[Fault] = []
         self.tcp = tcp
         self._seed = seed
-        self._timeout = timeout
+        self.timeout = timeout
         self._rate = rate
-        self._removed = removed
         self._arrivals: dict[int, float] = {}
         self._links: dict[int, tuple[int, int]] = {}
 
     def moment(self, sender: Peer, send: Send) -> Moment | None:
         """What happens because a message is sent."""
         return None
+
+    def lateness(self, link: int, ordinal: int) -> float:
+        """How much later than others a message comes that is hit, in seconds."""
+        return 0.2 * self.timeout * draw(self._seed, 13, link, ordinal)
 
     def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
         """When a message arrives: once, several times, or never.
@@ -144,9 +142,7 @@ class Network:
         if moment is not None and moment.kind == "late":
             latency += moment.seconds
         chance = draw(ordinal, state=states[1]) if self._rate else 1.0
-        bad = chance < self._rate and (link, ordinal) not in self._removed
-        if bad:
-            self.met.append((link, ordinal))
+        bad = chance < self._rate
         part = chance / self._rate if bad else 1.0
         if self.tcp:
             if bad and part < 0.5:
@@ -154,20 +150,20 @@ class Network:
                 return []
             if bad:
                 self.counts["delayed"] += 1
-                latency += 0.2 * self._timeout * draw(self._seed, 13, link, ordinal)
+                latency += self.lateness(link, ordinal)
             arrival = max(now + latency, self._arrivals.get(link, 0.0))
             self._arrivals[link] = arrival
             return [arrival]
         if not bad:
             again = [now + latency + moment.seconds] if moment is not None and moment.kind == "doubled" else []
             return [now + latency, *again]
-        late = now + latency + 0.2 * self._timeout * draw(self._seed, 13, link, ordinal)
+        late = now + latency + self.lateness(link, ordinal)
         if part < 0.4:
             self.counts["lost"] += 1
             return []
         if part < 0.7:
             self.counts["doubled"] += 1
-            much_later = late + 2 * self._timeout * draw(self._seed, 14, link, ordinal) ** 4
+            much_later = late + 2 * self.timeout * draw(self._seed, 14, link, ordinal) ** 4
             return [now + latency, much_later]
         self.counts["reordered"] += 1
         return [late]
@@ -183,7 +179,6 @@ class Faults(Network):
         places: Role and id of each process that can be hit.
         timeout: The run's; faults are short or long compared with it.
         busy: Seconds in which the faults happen.
-        removed: Those that do not happen, of what this seed has.
         tcp: Whether every seed's network is like TCP.
     """
 
@@ -193,12 +188,11 @@ class Faults(Network):
         places: Sequence[tuple[str, int]],
         timeout: float,
         busy: float,
-        removed: frozenset[Fault | MessageFault] = frozenset(),
         tcp: bool = False,
     ) -> None:
         rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
-        super().__init__(seed, timeout, tcp or draw(seed, 1) < 0.5, rate, removed)
-        self.timed = [fault for fault in self._drawn(places, busy) if fault not in removed]
+        super().__init__(seed, timeout, tcp or draw(seed, 1) < 0.5, rate)
+        self.timed = self._drawn(places, busy)
 
     def _drawn(self, places: Sequence[tuple[str, int]], busy: float) -> list[Fault]:
         found = []
@@ -208,6 +202,6 @@ class Faults(Network):
             kind = "crash" if (kind, role) == ("kill", "supervision") else kind
             long = draw(self._seed, 7, ordinal) < 0.5
             part = draw(self._seed, 8, ordinal)
-            seconds = self._timeout * (1.5 + 2 * part if long else 0.3 * part)
+            seconds = self.timeout * (1.5 + 2 * part if long else 0.3 * part)
             found.append(Fault(kind, role, identity, busy * draw(self._seed, 9, ordinal), seconds))
         return found

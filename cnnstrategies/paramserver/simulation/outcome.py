@@ -3,8 +3,6 @@
 from collections import Counter
 from typing import NamedTuple
 
-from cnnstrategies.paramserver.simulation.faults import Fault, MessageFault
-
 
 class Outcome(NamedTuple):
     """What came of a seed.
@@ -14,7 +12,6 @@ class Outcome(NamedTuple):
         events: How many there were.
         seconds: Of virtual time.
         counts: Injected faults, by kind.
-        faults: The same one by one.
         trace: A line for each event, if it was asked for.
         end: How it has ended for each worker.
     """
@@ -23,6 +20,5 @@ class Outcome(NamedTuple):
     events: int
     seconds: float
     counts: Counter[str]
-    faults: list[Fault | MessageFault]
     trace: list[str]
     end: str

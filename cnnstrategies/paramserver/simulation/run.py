@@ -10,21 +10,41 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.simulation import control
 from cnnstrategies.paramserver.simulation.data import run as data
-from cnnstrategies.paramserver.simulation.faults import Fault, MessageFault
+from cnnstrategies.paramserver.simulation.faults import Fault, Faults
 from cnnstrategies.paramserver.simulation.outcome import Outcome
 from cnnstrategies.paramserver.simulation.shrink import shrink
+from cnnstrategies.paramserver.simulation.traces import Cue, Noted, Script, Trace, given, written
 
 LINES = 60  # of a trace
 TOGETHER = 10  # seeds that a process runs before it says what came of them
-Simulate = Callable[..., Outcome]
-PLANES: dict[str, Simulate] = {
-    "control": control.simulate,
-    "data": data.simulate,
-    "data, with a successor of the coordinator,": partial(data.simulate, successor=True),
+
+
+class Plane(NamedTuple):
+    """What can be simulated.
+
+    Attributes:
+        name: In traces.
+        drawn: Gives a seed's plan and faults.
+        run: Runs them.
+    """
+
+    name: str
+    drawn: Callable[..., tuple[Any, Faults]]
+    run: Callable[..., Outcome]
+
+    def __call__(self, seed: int, traced: bool = False) -> Outcome:
+        """Run one seed."""
+        return self.run(*self.drawn(seed), seed, traced)
+
+
+PLANES: dict[str, Plane] = {
+    "control": Plane("control", control.drawn, control.run),
+    "data": Plane("data", data.drawn, data.run),
+    "data, with a successor of the coordinator,": Plane("data", partial(data.drawn, successor=True), data.run),
 }
 
 
@@ -70,28 +90,35 @@ class Part(NamedTuple):
     failures: list[Failure]
 
 
-def explain(seed: int, outcome: Outcome, simulate: Simulate) -> str:
-    """The smallest part of a failing seed's faults with which it fails in the same way, and what happens then.
+def explain(seed: int, outcome: Outcome, plane: Plane) -> str:
+    """The smallest part of a failing seed's faults with which it fails in the same way, as a trace; and what happens.
 
     Args:
         seed: The seed.
         outcome: What came of it.
-        simulate: Runs it.
+        plane: What was simulated.
     """
     assert outcome.violation is not None
     rule = outcome.violation.partition(":")[0]
-    everything = outcome.faults
+    plan, faults = plane.drawn(seed, Noted)
+    assert isinstance(faults, Noted)
+    plane.run(plan, faults, seed)
 
-    def fails(kept: "list[Fault | MessageFault]") -> bool:
-        violation = simulate(seed, frozenset(everything) - frozenset(kept)).violation
+    def again(kept: Sequence[Fault | Cue], traced: bool = False) -> Outcome:
+        script = Script(Trace("", tcp=faults.tcp, pace=seed).having(kept), faults.timeout)
+        return plane.run(plan, script, seed, traced)
+
+    def fails(kept: Sequence[Fault | Cue]) -> bool:
+        violation = again(kept).violation
         return violation is not None and violation.startswith(f"{rule}:")
 
-    kept = shrink(everything, fails)  # type: ignore[arg-type]
-    smallest = simulate(seed, frozenset(everything) - frozenset(kept), traced=True)
+    everything: list[Fault | Cue] = [*faults.timed, *faults.cues]
+    kept = shrink(everything, fails)
+    smallest = again(kept, traced=True)
     lines = smallest.trace
     shown = lines if len(lines) <= LINES else [*lines[: LINES // 4], "...", *lines[-3 * LINES // 4 :]]
-    faults = "\n".join(f"  {one}" if isinstance(one, Fault) else f"  message {one[1]} of link {one[0]}" for one in kept)
-    return f"seed {seed}: {smallest.violation}\nwith these of {len(everything)} faults:\n{faults}\n" + "\n".join(shown)
+    trace = Trace(f"seed {seed}: {smallest.violation}", plane.name, given(plan), seed, faults.tcp).having(kept)
+    return f"{written(trace)}\n(of {len(everything)} faults)\n" + "\n".join(shown)
 
 
 def simulate_all(planes: Sequence[str], seeds: range) -> Part:

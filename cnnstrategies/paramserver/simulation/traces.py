@@ -27,12 +27,12 @@ Lines that begin with ``then`` say what must hold beside all that always must; `
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.core.node import Peer, Send
-from cnnstrategies.paramserver.simulation.faults import DEADLY, KINDS, Fault, Moment, Network
+from cnnstrategies.paramserver.simulation.faults import DEADLY, KINDS, Fault, Faults, Moment, Network
 
 WHO = r"\w+(?: \d+)?(?: \(life \d+\))?"
 PLACE = r"coordinator|(?:worker|server|supervision) \d+"
@@ -100,6 +100,12 @@ class Trace:
 
     def __str__(self) -> str:
         return self.title
+
+    def having(self, faults: Iterable[Fault | Cue]) -> "Trace":
+        """The same with some faults, and no others."""
+        some = list(faults)
+        timed = [one for one in some if isinstance(one, Fault)]
+        return replace(self, timed=timed, cues=[one for one in some if isinstance(one, Cue)])
 
 
 def read(text: str) -> list[Trace]:
@@ -226,6 +232,68 @@ def plan(kind: Callable[..., Any], given: Mapping[str, str]) -> Any:
         of = type(usual[name].default)
         values[name] = text != "no" if of is bool else of(text)
     return kind(**values)
+
+
+class Noted(Faults):
+    """The faults of a seed, which note what messages they hit.
+
+    Attributes:
+        cues: The moments at which they do.
+    """
+
+    def __init__(self, seed: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(seed, *args, **kwargs)
+        self.cues: list[Cue] = []
+        self._sent: Counter[tuple[str, str, str]] = Counter()
+        self._now = ("", "", "")
+
+    def moment(self, sender: Peer, send: Send) -> Moment | None:
+        """Count what is sent."""
+        self._now = name(sender), send.message.kind, name(send.to)
+        self._sent[self._now] += 1
+        return None
+
+    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
+        """When a message arrives."""
+        before = self.counts.total()
+        times = super().arrivals(now, link, ordinal, moment)
+        if self.counts.total() > before:
+            late = self.lateness(link, ordinal)
+            kind, seconds = ("lost", 0.0) if not times else ("late", late) if len(times) == 1 else ("doubled", 0.0)
+            fate = Moment(kind, times[1] - times[0] if kind == "doubled" else seconds)
+            who, what, to = self._now
+            self.cues.append(Cue(who, self._sent[self._now], what, to, False, fate, ""))
+        return times
+
+
+def given(plan: Any) -> dict[str, str]:
+    """What is not usual of a plan, as a trace says it.
+
+    Args:
+        plan: A named tuple.
+    """
+    usual = type(plan)()
+    values = [(name, value) for name, value in plan._asdict().items() if value != getattr(usual, name)]
+    return {name: str(value) if not isinstance(value, bool) else "" if value else "no" for name, value in values}
+
+
+def written(trace: Trace) -> str:
+    """A trace of the simulator, as a file has it."""
+    plan = ", ".join(f"{name} {value}".strip() for name, value in trace.plan.items())
+    lines = [f"{trace.plane}: {plan}", f"pace: {trace.pace}", *([] if trace.tcp else ["network: unordered"])]
+    for fault in trace.timed:
+        who = "" if fault.kind == "sleep" else " " + name(Peer(fault.role, fault.id))
+        lines.append(f"{fault.at:.6f} s: {fault.kind}{who}{'' if fault.kind in DEADLY else _for(fault.seconds)}")
+    for cue in trace.cues:
+        kind, seconds, _ = cue.moment
+        fate = {"late": f"late by {seconds:.6f} s", "doubled": f"doubled after {seconds:.6f} s"}.get(kind, kind)
+        ending = {1: "st", 2: "nd", 3: "rd"}.get(cue.ordinal % 10 if cue.ordinal // 10 % 10 != 1 else 0, "th")
+        lines.append(f"{cue.who}'s {cue.ordinal}{ending} {cue.what} to {cue.to}: {fate}")
+    return "\n  ".join((trace.title, *lines))
+
+
+def _for(seconds: float) -> str:
+    return f" for {seconds:.6f} s"
 
 
 class Script(Network):

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 from cnnstrategies.paramserver.simulation.data.checks import Checks
 from cnnstrategies.paramserver.simulation.data.members import Members
 from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
-from cnnstrategies.paramserver.simulation.faults import Fault, Faults, MessageFault, Network, draw
+from cnnstrategies.paramserver.simulation.faults import Faults, Network, draw
 from cnnstrategies.paramserver.simulation.outcome import Outcome
 from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.simulation.world import World
@@ -116,19 +116,27 @@ class Plan(NamedTuple):
         )
 
 
-def simulate(
-    seed: int, removed: frozenset[Fault | MessageFault] = frozenset(), traced: bool = False, successor: bool = False
-) -> Outcome:
+def drawn(seed: int, kind: type[Faults] = Faults, successor: bool = False) -> tuple[Plan, Faults]:
+    """What is simulated for a seed, and what goes wrong.
+
+    Args:
+        seed: Decides everything.
+        kind: Of the faults: they may note what they hit.
+        successor: Whether the coordinator is killed, and another follows.
+    """
+    plan = Plan.of(seed, successor)
+    return plan, kind(seed, plan.places, TIMEOUT, BUSY, tcp=True)
+
+
+def simulate(seed: int, traced: bool = False, successor: bool = False) -> Outcome:
     """Run one seed.
 
     Args:
         seed: Decides everything.
-        removed: Faults that do not happen.
         traced: Whether to write down what happens.
         successor: Whether the coordinator is killed, and another follows.
     """
-    plan = Plan.of(seed, successor)
-    return run(plan, Faults(seed, plan.places, TIMEOUT, BUSY, removed, tcp=True), seed, traced)
+    return run(*drawn(seed, successor=successor), seed, traced)
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
@@ -159,5 +167,4 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
         checks.check()
     except ViolationError as error:
         violation = str(error)
-    met: list[Fault | MessageFault] = [*faults.timed, *faults.met]
-    return Outcome(violation, world.events, world.now, faults.counts, met, world.trace or [], world.end)
+    return Outcome(violation, world.events, world.now, faults.counts, world.trace or [], world.end)
