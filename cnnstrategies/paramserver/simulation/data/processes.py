@@ -14,6 +14,7 @@ from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.simulation.data.watch import Watch, gradient, rate
+from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
@@ -215,6 +216,7 @@ class SimulatedWorker:
         self._inbox: list[tuple[Peer, Message]] = []
         self._view: View | None = None
         self._lives = _Lives()
+        self._asked: dict[int, int] = {}  # of each slice, the step whose values have come
 
     # What it does
 
@@ -228,7 +230,7 @@ class SimulatedWorker:
         if begins or self._watch.highest < 0:  # One that takes another's place, or joins, takes what is there.
             yield from role.initialise(self._now, None)
         yield from role.join(self._now)
-        self.joined = True
+        self.joined, trained = True, False
         while role.step < self.steps:
             yield role.all_here()
             if role.late:
@@ -236,6 +238,9 @@ class SimulatedWorker:
                 continue
             self._progress(self._peer, role.step)
             step = role.step
+            old = [slice_.key for slice_ in self._slices if self._asked.get(slice_.key, -1) < step]
+            if old and trained and self._fragments == 1:
+                raise ViolationError(f"19: worker {self._peer.id} begins step {step} with older values of slices {old}")
             if self._specification.pull_compression == "auto":  # Mostly it chooses as the others do.
                 others = step % 4 > 0
                 changes = others == (self._seconds(0.0, 1.0) < 0.8)
@@ -250,6 +255,7 @@ class SimulatedWorker:
             role.end_step()
             for index in range(len(self.values)):
                 yield role.here(index)
+            trained = True
         self.joined = False
         yield from role.leave()
 
@@ -319,6 +325,8 @@ class SimulatedWorker:
         waited = header.kind == Kind.PULLED and pulls.open_among([header.key]) and header.step == pulls.step
         whole = pulls.refreshing
         self.role.on_message(server.id, header, payload)
+        if waited and not pulls.open_among([header.key]):
+            self._asked[header.key] = header.step
         if waited and not pulls.open_among([header.key]) and header.encoding != Encoding.NOTHING:
             value = self.values[self._slices[header.key].parts[0].parameter]  # Each has one slice of its own.
             self._watch.received(
