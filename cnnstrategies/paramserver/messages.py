@@ -27,7 +27,7 @@ NO_STEP = (1 << 64) - 1
 ALONE = 1.0  # The weight of pulled values that no change is made from, where others are.
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode
-_LAYOUT = struct.Struct("<4sBBBBIIIII4xQQQQd")
+_LAYOUT = struct.Struct("<4sBBBBIIIIIIQQQQd")
 HEADER_BYTES = _LAYOUT.size
 
 
@@ -99,6 +99,7 @@ class Header(NamedTuple):
             the step before was made without the worker, or what changes can be added to.
         rung: Where workers choose encodings: 1 + the place in the ladder that one uses in a step that begins; of a
             pulled slice that of the common step's first member.
+        question: Of a pull of the present values its number, which comes back with them; 0 of any other.
     """
 
     kind: Kind
@@ -114,12 +115,13 @@ class Header(NamedTuple):
     base: int = 0
     weight: float = 0.0
     rung: int = 0
+    question: int = 0
 
     def pack(self) -> bytes:
         """The header as bytes."""
         return _LAYOUT.pack(
             MAGIC, VERSION, self.kind, self.encoding, self.rung, self.sender, self.incarnation, self.key, self.length,
-            self.meta, self.session, self.step, self.base, self.sequence, self.weight,
+            self.meta, self.question, self.session, self.step, self.base, self.sequence, self.weight,
         )  # fmt: skip
 
 
@@ -150,9 +152,8 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
     """
     if len(data) != HEADER_BYTES:
         raise InvalidMessageError("a header of another size")
-    magic, version, kind, encoding, rung, sender, incarnation, key, size, meta, run, step, base, sequence, weight = (
-        _LAYOUT.unpack(data)
-    )
+    magic, version, kind, encoding, rung, *numbers, weight = _LAYOUT.unpack(data)
+    sender, incarnation, key, size, meta, question, run, step, base, sequence = numbers
     if magic != MAGIC:
         raise InvalidMessageError("not a message of cnnstrategies")
     if version != VERSION:
@@ -166,7 +167,7 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
         raise InvalidMessageError("a length that is wrong or too large")
     if key >= bounds.slices or not math.isfinite(weight) or weight < 0:
         raise InvalidMessageError("a key or weight out of range")
-    return Header(known, sender, run, sequence, coded, incarnation, key, size, meta, step, base, weight, rung)
+    return Header(known, sender, run, sequence, coded, incarnation, key, size, meta, step, base, weight, rung, question)
 
 
 def pack_json(values: dict[str, Any]) -> bytes:

@@ -1,6 +1,7 @@
-"""A worker that joins asks from which step on it counts, and asks beside that who is there."""
+"""What a worker asks, maybe twice, and which answer belongs to which question."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerIn
 from cnnstrategies.paramserver.effects import Parcel
 from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json, unpack_json
+from cnnstrategies.paramserver.server.server import Server
+from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.worker import PROBE_SECONDS, Wait, WorkerRole
@@ -109,3 +112,75 @@ def test_silence_counts_anew_when_another_coordinator_has_come() -> None:
     connections.check(late + specification.patience, 0)
     with pytest.raises(ServersUnreachableError, match="server 0"):
         connections.check(late + specification.patience + 0.1, 0)
+
+
+class Pair:
+    """A worker and the only server of a run in mode async; each message between them is handed over by hand."""
+
+    def __init__(self) -> None:
+        specification = specify({"name": "SGD", "lr": 0.5}, 1, mode="async")
+        slices = cut(specification)
+        self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
+        self.role = WorkerRole(specification, slices, self.values, 0, 0)
+        self.server = Server(specification, 0, Store(specification, slices))
+        view = View(1, (ServerInfo(0, "0"),), (WorkerInfo(0),))
+        self.role.follow(0.0, view)
+        self.server.follow(0.0, view)
+        self.route = b"0"
+        self.run(self.role.initialise(0.0, None))
+        self.run(self.role.join(0.0))
+        self.role.begin_step([group.options for group in specification.groups], 1.0)
+        for index, value in enumerate(self.values):
+            self.role.push(index, torch.ones_like(value))
+        self.role.end_step()
+
+    def answers(self) -> list[Parcel]:
+        """What the server answers to what the worker has to send."""
+        effects: list[Any] = []
+        for parcel in self.role.take():
+            effects += self.server.on_message(0.0, self.route, "", parcel.header, memoryview(parcel.payload).cast("B"))
+        effects += self.server.flush()
+        # The values may change before they leave.
+        return [one._replace(payload=bytearray(one.payload)) for one in effects if isinstance(one, Parcel)]
+
+    def deliver(self, answers: list[Parcel]) -> None:
+        """Hand them to the worker, in this order."""
+        for answer in answers:
+            if self.role.heard(0.0, 0, answer.header):
+                self.role.on_message(0, answer.header, memoryview(answer.payload))
+
+    def run(self, procedure: Generator[Wait, None, Any], late: list[Parcel] | None = None) -> None:
+        """A procedure to its end, with answers that come late before those to what it asks."""
+        for wait in procedure:
+            if wait.waiting():
+                self.role.begin_waiting(0.0, wait)
+                self.role.on_time(0.0)
+                self.deliver([*(late or []), *self.answers()])
+                self.deliver(self.answers())
+            assert not wait.waiting()
+
+    def answered_twice(self) -> list[Parcel]:
+        """What the worker has asked is answered; then again, since the connection was cut when it asked."""
+        self.route += b"0"
+        again, *answers = self.answers()
+        assert again.header.kind == Kind.WELCOME
+        self.deliver([again])
+        late = self.answers()
+        self.deliver(answers)
+        assert {one.header.kind for one in late} == {Kind.PULLED}
+        return late
+
+
+@pytest.mark.parametrize("refreshed", [False, True], ids=["after a step", "after present values"])
+def test_a_second_answer_that_comes_late_is_not_taken_for_present_values(refreshed: bool) -> None:
+    pair = Pair()
+    if refreshed:
+        pair.deliver(pair.answers())
+        procedure = pair.role.refresh()
+        next(procedure)
+        next(procedure)
+    late = pair.answered_twice()
+    for value in pair.server.store.values.values():
+        value.add_(1.0)  # Another worker's update.
+    pair.run(pair.role.refresh(), late)
+    assert [value.unique().tolist() for value in pair.values] == [[0.5]] * len(pair.values)

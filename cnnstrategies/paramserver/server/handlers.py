@@ -289,7 +289,7 @@ class Handlers:
         if header.base & 1:
             # A newcomer to common steps begins with what the others have.
             version = header.step if isinstance(self._mode, Synchronous) else 0
-            self._shard.pull(worker, keys, Pull(header.step, version, whole=True))
+            self._shard.pull(worker, keys, Pull(header.step, version, whole=True, question=header.question))
         elif isinstance(self._mode, Synchronous):
             self._shard.pull(worker, keys, Pull(header.step, header.step, encoding=encoding, mark=header.weight))
         else:

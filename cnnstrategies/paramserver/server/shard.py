@@ -34,6 +34,7 @@ class Pull:
         encoding: What they are sent in; `NOTHING` for that of the specification, `KEYS` if it is only to be said that
             they are there.
         mark: Where changes are sent: of what it has of the version before; 0 if it has another, or none.
+        question: Comes back with the answer, too; see :class:`~cnnstrategies.paramserver.messages.Header`.
     """
 
     request: int
@@ -43,6 +44,7 @@ class Pull:
     whole: bool = False
     encoding: Encoding = Encoding.NOTHING
     mark: float = 0.0
+    question: int = 0
 
 
 class Shard:
@@ -170,7 +172,7 @@ class Shard:
                 weight = float(self.attendance.missed(worker, pull.request - 1))
             self._outbox.to_worker(
                 worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, weight=weight,
-                encoding=encoding, rung=self._rung,
+                encoding=encoding, rung=self._rung, question=pull.question,
             )  # fmt: skip
 
     # Updates

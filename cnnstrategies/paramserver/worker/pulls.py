@@ -11,6 +11,8 @@ from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.placement import Placement
 
+MOST_QUESTIONS = (1 << 32) - 1
+
 
 class Pulls:
     """Asks for the parameters, in the order in which they were used last time, and writes what comes into them.
@@ -47,6 +49,7 @@ class Pulls:
         self._connections = connections
         self._placement = placement
         self._step = 0
+        self._question = 0  # number of the last one for the present values
         self._pending: dict[int, None] = {}
         self._kept: frozenset[int] = frozenset()
         self._told: frozenset[int] = frozenset()
@@ -108,6 +111,8 @@ class Pulls:
         )
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
+        if refresh:
+            self._question = self._question % MOST_QUESTIONS + 1
         self._step = step
         self._pending = dict.fromkeys(keys)
         self._left = [len(own) for own in self._by_parameter]
@@ -145,12 +150,11 @@ class Pulls:
         """
         if header.key not in self._pending or header.step != self._step:
             return False
-        changed = header.weight > 0
-        if self._had is not None and self.refreshing == changed:
-            return False  # It answers the question before, and says something else.
+        if header.question != (self._question if self.refreshing else 0):
+            return False  # A question that was asked twice is answered twice, and the second answer may come late.
         slice_, told = self._slices[header.key], header.key in self._told
         if told != (header.encoding == Encoding.NOTHING):
-            return False  # Likewise: what was asked before with the same number.
+            return False  # No answer to what was asked.
         if told:
             del self._pending[header.key]
             for part in slice_.parts:
@@ -192,8 +196,9 @@ class Pulls:
 
     def _pull(self, server: int, keys: Sequence[int], asked: int, mark: float = 0.0) -> None:
         self._connections.send(
-            server, Kind.PULL, pack_keys(keys), step=self._step, base=asked, weight=mark, encoding=Encoding.KEYS
-        )
+            server, Kind.PULL, pack_keys(keys), step=self._step, base=asked, weight=mark, encoding=Encoding.KEYS,
+            question=self._question if self.refreshing else 0,
+        )  # fmt: skip
 
 
 class Had:
