@@ -1,4 +1,4 @@
-"""Every file under configs/ trains for a step or two with its own launcher, whole or as a part of the quickstart."""
+"""Every file under configs/ trains for a step or two, whole, or together with others as parts of the quickstart."""
 
 import pickle
 from pathlib import Path
@@ -37,6 +37,7 @@ FEW = ["--data.init_args.global_batch_size=4"]
 NO_WORKERS = ["--data.init_args.num_workers=0"]
 COLOUR = ["--model.init_args.network.init_args.in_channels=3"]
 AT_ONCE = ["--model.init_args.lr_scheduler.init_args.warmup=0"]  # Of one epoch.
+FORK = ["--trainer.strategy.init_args.start_method=fork"]
 TWO, FOUR = ["--trainer.devices=2"], ["--trainer.devices=4"]
 SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.global_batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
@@ -80,10 +81,10 @@ ARGS = {
         *SMALL,
         "--model.init_args.network.class_path=narrow_vgg.vgg16",
     ],
-    "experiments/digits_smallcnn_parameter_server_cpu.yaml": TWO,
-    "experiments/digits_smallcnn_diloco_cpu.yaml": ["--trainer.strategy.init_args.start_method=fork"],
-    "experiments/digits_smallcnn_slow_link_cpu.yaml": ["--trainer.strategy.init_args.start_method=fork"],
-    "experiments/digits_smallcnn_elastic_cpu.yaml": ["--trainer.strategy.init_args.start_method=fork"],
+    "experiments/digits_smallcnn_parameter_server_cpu.yaml": [*TWO, *FORK],
+    "experiments/digits_smallcnn_diloco_cpu.yaml": FORK,
+    "experiments/digits_smallcnn_slow_link_cpu.yaml": FORK,
+    "experiments/digits_smallcnn_elastic_cpu.yaml": FORK,
     "experiments/imagenet_resnet50_ddp_8gpu.yaml": [
         *FEW,
         *NO_WORKERS,
@@ -116,7 +117,6 @@ ARGS = {
         "--model.init_args.num_classes=2",
         "--model.init_args.network.init_args.widths=[4, 8]",
     ],
-    "model/resnet20.yaml": [*SYNTHETIC, *FEW, "--data.init_args.num_classes=10"],
     "model/timm_convnext.yaml": [*SYNTHETIC, *FEW],
     "model/torchvision_alexnet.yaml": [*SYNTHETIC, *FEW],
     "model/torchvision_resnet50.yaml": [*SYNTHETIC, *FEW],
@@ -131,30 +131,49 @@ ARGS = {
     "strategy/hybrid_pipeline.yaml": TWO,
     "strategy/hybrid_pipeline_uneven.yaml": [*FOUR, "--data.init_args.global_batch_size=60"],
     "strategy/parameter_server.yaml": TWO,
-    "strategy/parameter_server_async.yaml": TWO,
-    "strategy/parameter_server_local.yaml": TWO,
-    "strategy/parameter_server_ssp.yaml": TWO,
+    "strategy/parameter_server_async.yaml": [*TWO, *FORK],
+    "strategy/parameter_server_local.yaml": [*TWO, *FORK],
+    "strategy/parameter_server_ssp.yaml": [*TWO, *FORK],
 }
 
 
-def with_marks(file):
+# The quickstart's parts, as they are given together on one command line.
+TOGETHER = [
+    ("strategy/ddp.yaml", "cluster/one_node_4_gpus.yaml", "data/cifar10.yaml", "model/resnet20.yaml"),
+    ("strategy/ddp_bf16.yaml", "cluster/two_nodes_4_gpus.yaml", "data/cifar100.yaml"),
+    ("strategy/ddp_fork.yaml", "cluster/slurm_cpu_nodes.yaml", "data/fashion_mnist.yaml"),
+    ("strategy/ddp_fp16.yaml", "cluster/slurm_gpu_nodes.yaml", "data/mnist.yaml"),
+    ("strategy/ddp_local_sgd.yaml", "data/image_folder.yaml"),
+    ("strategy/ddp_powersgd.yaml", "data/shards.yaml"),
+    ("strategy/ddp_spawn.yaml", "data/digits.yaml"),
+    ("strategy/single.yaml", "model/small_cnn.yaml", "data/synthetic.yaml"),
+    ("cluster/kubernetes_gpu_nodes.yaml", "model/timm_convnext.yaml"),
+]
+RUNS = [*TOGETHER, *((file,) for file in FILES if not any(file in parts for parts in TOGETHER))]
+
+
+def with_marks(files):
     """Large networks take long; `make test-cluster` runs them."""
-    return pytest.param(file, marks=[pytest.mark.cluster] * file.startswith(LARGE))
+    names = "-".join(file.removesuffix(".yaml") for file in files)
+    return pytest.param(files, marks=[pytest.mark.cluster] * files[0].startswith(LARGE), id=names)
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("file", [with_marks(file) for file in FILES])
-def test_config_trains(run_cli, downloads, file):
-    whole = file == "quickstart.yaml" or file.startswith("experiments/")
-    files = [file] if whole else ["quickstart.yaml", file]
-    configs = [f"--config={CONFIGS / name}" for name in files]
-    code, output = run_cli("fit", *configs, *HERE, *ARGS.get(file, []))
-    if file == "strategy/fsdp.yaml":
+@pytest.mark.parametrize("files", [with_marks(files) for files in RUNS])
+def test_configs_train(run_cli, downloads, files):
+    whole = files[0] == "quickstart.yaml" or files[0].startswith("experiments/")
+    configs = [f"--config={CONFIGS / name}" for name in (files if whole else ["quickstart.yaml", *files])]
+    code, output = run_cli("fit", *configs, *HERE, *(arg for file in files for arg in ARGS.get(file, [])))
+    if files == ("strategy/fsdp.yaml",):
         # Lightning has FSDP for GPUs only; here the refusal must be readable.
         assert code == 2
         assert "FSDP" in output.splitlines()[-1]
     else:
         assert code == 0, output
+
+
+def test_every_file_is_in_a_run():
+    assert sorted(file for files in RUNS for file in files) == FILES
 
 
 @pytest.fixture
@@ -189,9 +208,10 @@ def downloads(monkeypatch, request):
             folder.mkdir(parents=True)
             for index in range(4):
                 Image.fromarray(random.integers(256, size=(50, 40, 3), dtype=np.uint8)).save(folder / f"{index}.jpg")
-    if "_segmentation_" in request.node.callspec.params["file"]:
+    files = request.node.callspec.params["files"]
+    if "_segmentation_" in files[0]:
         write_masked_images(Path("masks/train"), count=5)
-    if request.node.callspec.params["file"].endswith("_finetune_gpu.yaml"):
+    if files[0].endswith("_finetune_gpu.yaml"):
         torch.save(shufflenet_v2_x0_5(num_classes=5).state_dict(), "weights.pth")
-    if request.node.callspec.params["file"] == "data/shards.yaml":
+    if "data/shards.yaml" in files:
         pack(contents_of("./images", {}), Path("shards"), Options(None, None, 10**6), workers=1)
