@@ -1,9 +1,13 @@
 """The parameter server trains the same model as one process, through the command line and with what users switch on."""
 
+import csv
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from lightning.pytorch import Callback
-from test_hybrid_pipeline import ONE, assert_same_run, fit, logged
+from test_hybrid_pipeline import ALL_VALIDATION_DATA, ONE, assert_same_run, fit, logged
 
 OPTIMIZERS = {
     "sgd": [],
@@ -35,17 +39,34 @@ def served(workers=2, **options):
     ]
 
 
+class Traffic(Callback):
+    """Writes down what a worker has sent and received over the network."""
+
+    def on_train_end(self, trainer, pl_module):
+        counters = trainer.strategy.counters
+        Path(f"traffic-{trainer.global_rank}").write_text(json.dumps([counters.bytes_sent, counters.bytes_received]))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_sync_equals_one_process(run_cli, quick, optimizer):
-    """Weights, optimizer state, schedulers and everything logged; 5 batches of 64 and one of 31 samples."""
-    single = fit(run_cli, quick, "single", *OPTIMIZERS[optimizer], *ONE)
-    layouts = {"2 workers": served(), "1 worker, 2 servers": served(1, servers=2), "4 workers": served(4)}
-    for name, layout in layouts.items() if optimizer == "sgd" else list(layouts.items())[:1]:
-        assert_same_run(fit(run_cli, quick, name, *OPTIMIZERS[optimizer], *layout), single)
+    """Weights, optimizer state, schedulers and everything logged; 5 batches of 64 and one of 30 samples.
+
+    Also where one of a node's workers pushes for all: the last batch has uneven parts there.
+    """
+    options = [*OPTIMIZERS[optimizer], ALL_VALIDATION_DATA]
+    single = fit(run_cli, quick, "single", *options, *ONE)
+    layouts = {"1 worker, 2 servers": served(1, servers=2), "4 workers": served(4)}
+    combined = [*served(4, servers=2, combine="true"), "--trainer.callbacks+=test_parameter_server.Traffic"]
+    for name, layout in {**(layouts if optimizer == "sgd" else {"2 workers": served()}), "combined": combined}.items():
+        assert_same_run(fit(run_cli, quick, name, *options, *layout), single)
         for got, expected in zip(logged(name), logged("single"), strict=True):
             # `train_loss_step` is that of rank 0's part of the batch.
             both = [{k: v for k, v in row.items() if k != "train_loss_step"} for row in (got, expected)]
             assert both[0] == pytest.approx(both[1], rel=1e-6), name
+    with Path("runs/combined/version_0/metrics.csv").open() as file:
+        assert {row["servers/dropped"] for row in csv.DictReader(file)} == {"", "0.0"}
+    traffic = [json.loads(Path(f"traffic-{rank}").read_text()) for rank in range(4)]
+    assert [sent > 0 for sent, _ in traffic] == [received > 0 for _, received in traffic] == [True, False, False, False]
 
 
 class SaveWithinARound(Callback):

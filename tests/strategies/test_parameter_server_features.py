@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from test_hybrid_pipeline import COMMON, ONE, assert_same_run, checkpoint, fit, logged
+from test_hybrid_pipeline import ALL_VALIDATION_DATA, COMMON, ONE, assert_same_run, checkpoint, fit, logged
 from test_parameter_server import served
 from torch import nn
 
@@ -100,7 +100,7 @@ def test_weight_averaging_equals_one_process(run_cli, quick):
 
 
 def test_early_stopping_and_the_best_checkpoint_are_those_of_one_process(run_cli, quick):
-    options = ["--trainer.max_epochs=12", "--checkpoint.monitor=val_loss", "--checkpoint.mode=min"]
+    options = [ALL_VALIDATION_DATA, "--trainer.max_epochs=12", "--checkpoint.monitor=val_loss", "--checkpoint.mode=min"]
     options += ["--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"]
     options += ["--trainer.callbacks.init_args.monitor=val_loss", "--trainer.callbacks.init_args.patience=1"]
     options += ["--trainer.callbacks.init_args.min_delta=0.2"]
