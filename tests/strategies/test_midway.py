@@ -89,7 +89,7 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
     diary = ["--trainer.callbacks+=test_midway.Diary", f"--trainer.callbacks.init_args.fatal={fatal}"]
     code, output = fit(EPOCHS, f"--ckpt_path={checkpoint('run').resolve()}", *diary)
     assert code == 0, output
-    assert f"Rank 1 was started again and goes on in epoch {fatal}" in output
+    assert f"Rank 1 was started again and goes on in epoch {fatal}" in output, output
     mine, before, after = entries(0, 0), entries(1, 0), entries(1, 1)
     assert {epoch for epoch, _ in after} == set(range(fatal, EPOCHS))
     samples = {sample for _, sample in [*mine, *before, *after]}
