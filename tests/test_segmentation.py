@@ -151,11 +151,10 @@ def test_images_of_ones_own_are_fitted_whole_and_masks_have_their_names():
     data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.5, num_workers=0)
     data.setup("validate")
     Path("mine/a").mkdir(parents=True)
-    shutil.copy("data/train/images/1.png", "mine/a/x.png")
+    shutil.copy(Path("data") / data.val_source.name(0), "mine/a/x.png")
     own = own_images(data, Path("mine"))
     data.predict_source = own
-    whole = data._source([(Path("data/train/images/1.png"), None)], augment=False)
-    assert torch.equal(own.fetch([0])[0], whole.fetch([0])[0])
+    assert torch.equal(own.fetch([0])[0], data.val_source.fetch([0])[0])
     mask_pictures.write_masks(Path("masks"), data, [0], torch.ones(1, 16, 16))
     with Image.open("masks/a/x.png") as picture:
         assert picture.size == (24, 20)

@@ -118,7 +118,7 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
         if isinstance(sampler, ShuffledBatches):
             sampler.skip = self._already_served(sampler)
             self._served, self._epoch = sampler.skip, sampler.epoch
-        shared = self._memory_of_workers()  # Until the last batch is taken.
+        shared = self.memory_of_workers()  # Until the last batch is taken.
         # Counted here, not in the sampler, which is ahead of the training loop by what the workers prefetch.
         for batch in self._begun(shared):
             if isinstance(batch, ConfigurationError):
@@ -148,8 +148,12 @@ class BatchLoader(DataLoader[Batch | Lent | ConfigurationError]):
             )
         self._resume = dict(state_dict)
 
-    def _memory_of_workers(self) -> SharedBatches | None:
-        """As long as the workers: theirs alone, since two iterators have workers of the same numbers."""
+    def memory_of_workers(self) -> SharedBatches | None:
+        """Theirs alone, since two iterators have workers of the same numbers: that of persistent ones, or new memory.
+
+        Returns:
+            None where the workers can have none.
+        """
         shared = self._shared
         if shared is None:
             # A batch that is made and one that is used, beside those that are ready.

@@ -135,9 +135,16 @@ class ImageDataModule(LightningDataModule):
         image_size = getattr(self.predict_source, "image_size", None)
         return mask if image_size is None else of_image(mask, *image_size(index))
 
+    def sharding(self) -> tuple[int, int]:
+        """Among how many the samples are divided, and which of them this process is.
+
+        The strategy's word, not torch.distributed's: with pipeline stages not every rank has a share of its own.
+        """
+        return sharding(self.trainer.distributed_sampler_kwargs if self.trainer is not None else None)
+
     def train_dataloader(self) -> BatchLoader:
         """Shuffled anew in each epoch, over all processes; in order under ``overfit_batches``."""
-        replicas, rank = self._sharding()
+        replicas, rank = self.sharding()
         size = len(self.train_source)
         sampler: ShuffledBatches | OrderedBatches
         if getattr(self.trainer, "overfit_batches", 0) > 0:
@@ -160,12 +167,8 @@ class ImageDataModule(LightningDataModule):
         """Every sample once over all processes, with its index."""
         return self._evaluation_loader(self.predict_source, give_indices=True)
 
-    def _sharding(self) -> tuple[int, int]:
-        # The strategy's word, not torch.distributed's: with pipeline stages not every rank is a shard.
-        return sharding(self.trainer.distributed_sampler_kwargs if self.trainer is not None else None)
-
     def _evaluation_loader(self, source: Source, give_indices: bool = False) -> BatchLoader:
-        replicas, rank = self._sharding()
+        replicas, rank = self.sharding()
         sampler = OrderedBatches(len(source), self.batch_size, replicas, rank)
         return self._loader(BatchDataset(source, self.eval_transform, give_indices), sampler)
 

@@ -145,10 +145,12 @@ def scalars(name):
 def test_who_ends_with_the_signals_code(each, codes):
     """Rank 0, which speaks for the run; with `on_each_node` what the launcher of each node sees."""
     found = []
+    strategy = SimpleNamespace(steps_together=False, stop_signal=lambda received: signal.SIGTERM)
     for rank in range(4):
         place = {"is_global_zero": rank == 0, "local_rank": rank % 2, "global_step": 1, "checkpoint_callback": None}
+        trainer = SimpleNamespace(strategy=strategy, **place)
         with pytest.raises(SystemExit) as stop:
-            GracefulStop(on_each_node=each)._stop(SimpleNamespace(**place), signal.SIGTERM)
+            GracefulStop(on_each_node=each).on_train_batch_end(trainer, None, None, None, 0)
         found.append(stop.value.code)
     assert found == codes
 

@@ -29,7 +29,7 @@ def packed(options=AS_THEY_ARE, **arguments):
 
 def module(rank=0, ranks=1, **options):
     result = ShardedImageDataModule(Path("shards"), image_size=16, batch_size=4 // ranks, num_workers=0, **options)
-    result._sharding = lambda: (ranks, rank)
+    result.sharding = lambda: (ranks, rank)
     result.setup("fit")
     return result
 

@@ -72,7 +72,7 @@ def module(ranks=1, rank=0, **options):
     result = ShardedImageDataModule(
         Path("shards"), image_size=24, **{"batch_size": 4, "num_workers": 0, "val_split": 1 / 7, **options}
     )
-    result._sharding = lambda: (ranks, rank)
+    result.sharding = lambda: (ranks, rank)
     result.setup("fit")
     return result
 
@@ -132,8 +132,8 @@ def test_a_crop_is_that_of_the_whole_image(options):
 
 def test_a_large_crop_is_decoded_at_a_fraction_of_its_size_and_looks_the_same(packed, monkeypatch):
     loaded = module(augment=False)
-    scales, decode_whole = [], loaded.train_source._decode
-    loaded.train_source._decode = lambda jpeg, scale: scales.append(scale) or decode_whole(jpeg, scale)
+    scales, decode_whole = [], loaded.train_source.decode_jpeg
+    loaded.train_source.decode_jpeg = lambda jpeg, scale: scales.append(scale) or decode_whole(jpeg, scale)
     few, _ = loaded.train_source.fetch(list(range(12)))
     assert set(scales) == {2}, "crops of 61 for images of 24"
     monkeypatch.setattr("cnnstrategies.data.shards.source.SCALES", ())
@@ -176,7 +176,7 @@ def test_with_a_block_shuffle_storage_is_asked_for_each_block_once_and_as_a_whol
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: asked.append(args))
     for _ in loaded.train_dataloader():
         pass
-    shards = {file: shard for shard, file in source._files.items()}
+    shards = {file: shard for shard, file in source.open_files.items()}
     covered = [
         {
             number

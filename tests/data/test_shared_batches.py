@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 
 from cnnstrategies.data import shared_batches
@@ -26,6 +27,16 @@ def a_batch(number=0, size=4):
 def received(lent):
     """What comes out of the loader's queue."""
     return pickle.loads(pickle.dumps(lent))
+
+
+def descriptors():
+    """Those by which this process has memory of batches."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # The directory's own.
+            if "memfd:batches" in os.readlink(entry):
+                found.add(entry.name)
+    return found
 
 
 def until(holds):
@@ -113,14 +124,16 @@ def test_where_none_is_free_batches_go_torchs_way():
 
 @pytest.mark.light
 def test_a_batch_lives_on_after_its_loader_and_one_under_way_is_given_up():
+    before = descriptors()
     shared = SharedBatches(1, 2)
     kept, under_way = received(shared.lend(a_batch(1), 0)), shared.lend(a_batch(2), 0)
-    file = shared._file
+    assert len(descriptors() - before) == 3, "of all memory, and of each batch"
     del shared
-    with contextlib.suppress(FileNotFoundError):
-        assert "memfd:batches" not in os.readlink(f"/proc/self/fd/{file}")
+    assert len(descriptors() - before) == 1, "of the batch that is kept"
     assert_same(kept, a_batch(1))
     assert received(under_way) is None
+    del kept
+    assert descriptors() <= before
 
 
 @pytest.mark.light
@@ -151,9 +164,9 @@ def test_only_workers_that_are_forked_have_it(monkeypatch):
 @pytest.mark.light
 def test_two_iterators_have_memory_of_their_own_and_persistent_workers_the_same_in_each_epoch():
     once, persistent = loader(2), loader(2, persistent=True)
-    assert once._memory_of_workers() is not once._memory_of_workers()
-    assert persistent._memory_of_workers() is persistent._memory_of_workers()
-    assert loader(0)._memory_of_workers() is None
+    assert once.memory_of_workers() is not once.memory_of_workers()
+    assert persistent.memory_of_workers() is persistent.memory_of_workers()
+    assert loader(0).memory_of_workers() is None
 
 
 def loader(workers, persistent=False, give_indices=False):
@@ -176,7 +189,7 @@ def by_torch(batch):
 
 
 def test_workers_give_the_same_batches_kept_or_not():
-    before = set(shared_batches._living)
+    before = descriptors()
     kept = list(loader(2))
     assert list(map(by_torch, kept)) == [[False] * 2] * 8 + [[True] * 2] * 3, "4 of each worker, then torch's way"
     for batch, expected in zip(loader(2, give_indices=True), loader(0, give_indices=True), strict=True):
@@ -185,23 +198,23 @@ def test_workers_give_the_same_batches_kept_or_not():
     for batch, expected in zip(kept, loader(0), strict=True):
         assert_same(batch, expected)
     del kept, batch
-    assert set(shared_batches._living) <= before, "it goes with its workers"
+    assert descriptors() <= before, "it goes with its workers"
 
 
 def test_epochs_that_are_not_finished_leave_nothing_taken():
     each = loader(2, persistent=True)
+    memory = each.memory_of_workers()
     for end_workers in (False, True):
         batches = iter(each)
         first = next(batches)
         for _ in range(2):
             next(batches)
         # The first, that which the iterator gave last, and four for which the workers were asked in advance.
-        until(lambda: each._shared.states.count(FREE) == 2)
-        assert UNDER_WAY in each._shared.states
+        until(lambda: memory.states.count(FREE) == 2)
+        assert UNDER_WAY in memory.states
         batches.close()
         if end_workers:  # As Lightning does it after an error.
-            each._iterator._shutdown_workers()
-            each._iterator = None
+            CombinedLoader(each).reset()
         assert [indices for _, targets in each for indices in targets[:, 0, 0].tolist()] == list(range(0, 43 * 16, 16))
         assert first[1][0, 0].tolist() == [0, 1, 2, 3]
-        assert sorted(each._shared.states) == [FREE] * 7 + [LENT]
+        assert sorted(memory.states) == [FREE] * 7 + [LENT]

@@ -41,6 +41,10 @@ class ShardSource:
         size: Height and width of the results.
         decoder: Of JPEG files.
         block: Images that are asked for from storage together, where that is slow; None leaves it to the storage.
+
+    Attributes:
+        decode_jpeg: The decoder.
+        open_files: Descriptors of this process, by the numbers of their shards.
     """
 
     def __init__(
@@ -61,12 +65,12 @@ class ShardSource:
         self.size = size
         self.decoder = decoder
         self.block = block
-        self._decode = find_decoder(decoder)
+        self.decode_jpeg = find_decoder(decoder)
         self._open_anew()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave open files behind: a spawned process has its own."""
-        return {name: value for name, value in vars(self).items() if name not in ("_files", "_asked", "_close")}
+        return {name: value for name, value in vars(self).items() if name not in ("open_files", "_asked", "_close")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -175,7 +179,7 @@ class ShardSource:
         else:
             shown = jpeg.cut(data, header, left, top, left + width, top + height, self.decoder not in TALKATIVE)
             scale = next((one for one in SCALES if min(width, height) >= one * self.size), 1)
-            pixels = self._decode(shown, scale)
+            pixels = self.decode_jpeg(shown, scale)
             first_column, first_row = shown.left, shown.top
             left, top = left - first_column, top - first_row
             if pixels.shape[:2] == (shown.height, shown.width):
@@ -199,21 +203,21 @@ class ShardSource:
         return self.paths[int(self.columns["shard"][number])]
 
     def _open_anew(self) -> None:
-        self._files: dict[int, int] = {}
+        self.open_files: dict[int, int] = {}
         self._asked: dict[int, bool] = {}
-        self._close = weakref.finalize(self, _close_all, self._files)
+        self._close = weakref.finalize(self, _close_all, self.open_files)
 
     def _file(self, shard: int) -> int:
-        if shard not in self._files:
-            if len(self._files) >= MOST_OPEN:
-                os.close(self._files.pop(next(iter(self._files))))
+        if shard not in self.open_files:
+            if len(self.open_files) >= MOST_OPEN:
+                os.close(self.open_files.pop(next(iter(self.open_files))))
             try:
-                self._files[shard] = os.open(self.paths[shard], os.O_RDONLY)
+                self.open_files[shard] = os.open(self.paths[shard], os.O_RDONLY)
             except OSError as error:
                 raise ConfigurationError(
                     f"cannot read {self.paths[shard]} ({error.strerror}): give the right to it, or copy it again"
                 ) from None
-        return self._files[shard]
+        return self.open_files[shard]
 
 
 def _close_all(files: dict[int, int]) -> None:
