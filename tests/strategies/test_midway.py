@@ -16,6 +16,7 @@ from test_parameter_server import served
 from test_parameter_server_faults import PATIENT
 
 SECONDS = 60.0  # for it to come back
+BATCH_SECONDS = 0.05  # By processor time alone one rank may be so much faster that the other gets a single batch.
 DIVIDED = ["--trainer.strategy.init_args.mode=sync", "--trainer.strategy.init_args.data_dispatch=static"]
 FIRST, EPOCHS = 1, 4  # epochs: with which the run goes on, and how many there are
 
@@ -33,6 +34,8 @@ class Diary(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         life, epoch = os.environ["CNNSTRATEGIES_INCARNATION"], trainer.current_epoch
         write(f"diary-{trainer.global_rank}-{life}", epoch, batch)
+        if epoch <= self.fatal:
+            time.sleep(BATCH_SECONDS)
         if epoch != self.fatal:
             return
         if trainer.global_rank == 1 and life == "0" and batch_idx == 1:
