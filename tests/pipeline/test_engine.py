@@ -18,7 +18,7 @@ from cnnstrategies.pipeline.layout import check_layout
 from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.pipeline.timetable import in_flight
 
-LAYOUTS = [(1, 1), (2, 2), (3, 1), (1, 2, 1)]
+LAYOUTS = [(2, 2), (3, 1), (1, 2, 1)]
 CUTS = {1: [], 2: ["2"], 3: ["2", "join"]}
 
 
@@ -84,7 +84,7 @@ def freeze_norm(module: nn.Module) -> None:
 
 
 def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, Tensor]]:
-    """Five steps of a pipeline and of one process: (what, got, expected)."""
+    """Some steps of a pipeline and of one process: (what, got, expected)."""
     optimizer_name = options.pop("optimizer")
     sizes = options.pop("sizes", (12,))
     accumulate = options.pop("accumulate", 1)
@@ -99,7 +99,7 @@ def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, 
     freeze_norm(pipeline.module)
     freeze_norm(alone)
     compared = []
-    for step, (images, targets) in enumerate(global_batches(5 * accumulate, sizes)):
+    for step, (images, targets) in enumerate(global_batches(max(3 * accumulate, len(sizes) + 1), sizes)):
         more = reduce_once and (step + 1) % accumulate > 0
         got = pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy, more)
         loss = F.cross_entropy(alone(images), targets)
@@ -116,8 +116,7 @@ def train(replicas: tuple[int, ...], **options: Any) -> list[tuple[str, Tensor, 
 def scenarios(replicas: tuple[int, ...]) -> dict[str, Any]:
     options: dict[str, dict[str, Any]] = {
         f"{schedule}, {optimizer}": {"schedule": schedule, "optimizer": optimizer}
-        for schedule in ("gpipe", "1f1b")
-        for optimizer in ("sgd", "adamw")
+        for schedule, optimizer in (("gpipe", "adamw"), ("1f1b", "sgd"))
     }
     options["accumulation"] = {"optimizer": "sgd", "accumulate": 2}
     options["accumulation, reduced once"] = {"optimizer": "sgd", "accumulate": 3, "reduce_once": True, "sizes": (12, 7)}
@@ -130,7 +129,7 @@ def scenarios(replicas: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("replicas", LAYOUTS)
-def test_five_steps_equal_one_process(replicas: tuple[int, ...]) -> None:
+def test_steps_equal_one_process(replicas: tuple[int, ...]) -> None:
     names: dict[str, set[str]] = {}
     for rank, results in enumerate(run_ranks(sum(replicas), scenarios, replicas)):
         for scenario, compared in results.items():
