@@ -67,6 +67,23 @@ def test_each_epoch_is_another_permutation_and_each_batch_another_seed():
     assert {r.seed for r in other_rank}.isdisjoint(r.seed for r in first)
 
 
+@pytest.mark.parametrize("block", [None, 2])
+def test_an_epoch_depends_on_the_seed_and_not_on_other_random_numbers(block):
+    def epoch(seed, skip=0):
+        sampler = ShuffledBatches(100, 10, seed, 1, 0, drop_last=False, block=block)
+        sampler.skip = skip
+        return list(sampler)
+
+    first = epoch(seed=1)
+    torch.rand(3)
+    assert epoch(seed=1) == first
+    assert epoch(seed=1, skip=4) == first[4:]
+    other = epoch(seed=2)
+    assert [r.indices for r in other] != [r.indices for r in first]
+    assert {r.seed for r in other}.isdisjoint(r.seed for r in first)
+    assert sorted(i for r in other for i in r.indices) == list(range(100))
+
+
 def test_drop_last_leaves_the_partial_batch_out():
     assert len(ShuffledBatches(65, 16, 0, 2, 0, drop_last=True)) == 2
     assert len(ShuffledBatches(65, 16, 0, 2, 0, drop_last=False)) == 3

@@ -70,6 +70,19 @@ def test_random_workers_stay_within_the_staleness_and_never_all_wait(staleness: 
         assert clocks[worker] - 1 - clock.slowest <= staleness
 
 
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_a_worker_may_be_as_far_ahead_as_the_staleness_says_and_no_farther(staleness: int) -> None:
+    clock = StaleClock(staleness)
+    clock.join(0)
+    clock.join(1)
+    clock.finished(0, staleness)
+    assert clock.may_start(staleness)
+    clock.finished(0, staleness + 1)
+    assert not clock.may_start(staleness + 1)
+    clock.finished(1, 1)
+    assert clock.may_start(staleness + 1)
+
+
 def test_async_never_waits() -> None:
     clock = StaleClock(None)
     clock.join(0)

@@ -39,6 +39,19 @@ def test_slices_cover_every_element_once_and_are_balanced() -> None:
     assert cut(Specification.from_json(specification.to_json())) == slices
 
 
+def test_the_largest_slice_is_placed_first() -> None:
+    named = [(str(index), nn.Parameter(torch.zeros(size))) for index, size in enumerate((10, 10, 20))]
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+    slices = cut(Specification.of(named, optimizer, 1, servers=2))
+    assert [load(slices, server) for server in range(2)] == [80, 80]
+
+
+@pytest.mark.parametrize("compression", ["topk", "onebit", "auto"])
+def test_small_parameters_share_a_slice_unless_something_is_left_out_of_gradients(compression: str) -> None:
+    assert max(len(slice_.parts) for slice_ in cut(specify())) > 1
+    assert {len(slice_.parts) for slice_ in cut(specify(compression=compression))} == {1}
+
+
 def test_tensors_stay_whole_for_other_optimizers() -> None:
     slices = cut(specify(Norm, slice_bytes=64))
     assert [slice_.shape for slice_ in slices] == [(100, 50), (7,), (), (3, 1000), (64, 3, 3, 3)]

@@ -28,6 +28,19 @@ def test_rings_through_two_machines_of_four(kind: str, seconds: float) -> None:
     assert all_reduce(cluster, 3, 1)(800) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("kind", "seconds"),
+    [
+        ("flat", 2 * 3 * (0.5 + 2 * 800 / 4 / 10)),
+        ("two_level", 2 * 1 * (0.1 + 800 / 2 / 100) + 2 * 1 * (0.5 + 2 * 800 / 2 / 10)),
+    ],
+)
+def test_rings_that_cross_the_same_network_at_once_share_it(kind: str, seconds: float) -> None:
+    cluster = Cluster((Host(2, Link(10, 0.5), Link(100, 0.1)),) * 2, all_reduce=kind, rings=2)  # type: ignore[arg-type]
+    assert all_reduce(cluster, 0, 4)(800) == pytest.approx(seconds)
+    assert all_reduce(cluster, 0, 2)(800) == pytest.approx(2 * 1 * (0.1 + 4)), "inside one machine"
+
+
 def test_gradients_are_gathered_as_the_backward_makes_them() -> None:
     gathered = buckets([(1.0, 10), (2.0, 0), (3.0, 30), (4.0, 30), (5.0, 5)], size=50, first=10)
     assert gathered == [Bucket(1.0, 10), Bucket(4.0, 60), Bucket(5.0, 5)]

@@ -34,6 +34,13 @@ def test_goodput_falls_with_the_devices_and_the_interval_is_the_best() -> None:
     assert goodput(failures, 16384, survives=True) > 0.999
 
 
+def test_a_restart_costs_all_devices_or_those_alone_that_fail() -> None:
+    survivors = Failures(1000.0, 250.0, 1.0)
+    assert goodput(survivors, 8, survives=True) == pytest.approx(1000 / (1000 + 250))
+    shares = [goodput(Failures(1000.0, restart, 1.0), 8) for restart in (0.0, 5.0, 50.0)]
+    assert shares == sorted(set(shares), reverse=True)
+
+
 def test_only_the_machines_in_use_are_paid() -> None:
     cluster = Cluster((Host(2, LINK, LINK, price=1.0), Host(2, LINK, LINK, price=3.0)))
     assert [price_per_hour(cluster, devices) for devices in (1, 2, 3, 4)] == [3.0, 3.0, 4.0, 4.0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cnnstrategies.pipeline.timetable import Kind, Task, timetable
+from cnnstrategies.pipeline.timetable import Kind, Task, in_flight, timetable
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import peak_in_flight, simulate
 from cnnstrategies.planning.stage_costs import Message, StageCost
@@ -128,6 +128,23 @@ def test_1f1b_and_gpipe_take_the_same_time_when_stages_are_equal_and_transfers_f
         for schedule in ("gpipe", "1f1b")
     ]
     assert times == pytest.approx([3.0 * (4 + 7)] * 2)
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_1f1b_holds_no_more_microbatches_than_a_stage_needs(run_ahead: bool) -> None:
+    replicas = [1, 2, 1]
+    tasks = timetable(replicas, 12, "1f1b", run_ahead)
+    stages = [0, 1, 1, 2]
+    held = [peak_in_flight(own)[stage] for own, stage in zip(tasks, stages, strict=True)]
+    assert held == [in_flight(replicas, stage, run_ahead) for stage in stages]
+    assert held == ([5, 2, 2, 1] if run_ahead else [4, 2, 2, 1])
+
+
+def test_one_rank_of_1f1b_in_full() -> None:
+    first = timetable([1, 1], 3)[0]
+    assert [(task.kind[0], task.microbatch) for task in first] == [
+        *(("f", 0), ("f", 1), ("b", 0), ("f", 2), ("b", 1), ("b", 2))
+    ]
 
 
 def test_peak_in_flight_counts_forwards_without_their_backward() -> None:
