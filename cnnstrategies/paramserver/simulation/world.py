@@ -106,6 +106,7 @@ class World:
         tcp: Whether what a process has sent is partly lost with it when it is killed.
         on_node: Says which processes run on a node, but for its supervision.
         on_fault: Called with each fault of a process that happens when a message is sent.
+        on_return: Called with each process whose role returns a call: the call's number, and the result.
     """
 
     def __init__(self, seed: int, faults: Network) -> None:
@@ -121,6 +122,7 @@ class World:
         self.on_node: Callable[[int], list[Process]] = lambda node: []
         self.on_step: Callable[[Process], None] = lambda process: None
         self.on_fault: Callable[[Fault], None] = lambda fault: None
+        self.on_return: Callable[[Process, int, Message | str | None], None] = lambda process, call, value: None
         self.tcp = False
         self._seed = seed
         self._died_at: dict[Peer, float] = {}
@@ -130,7 +132,7 @@ class World:
         self._blocked: dict[tuple[str, int, bool], float] = {}
         self._asleep_until = 0.0
         for fault in faults.timed:
-            self.at(fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            self.at(fault.at, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
 
     # Processes
 
@@ -197,7 +199,8 @@ class World:
 
     # Faults
 
-    def _strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault) -> None:
+        """Have a fault happen now."""
         if fault.kind == "sleep":
             self._sleep(fault)
             return
@@ -277,7 +280,7 @@ class World:
             fault = Fault(moment.kind, role, identity, self.now, moment.seconds)
             self.faults.timed.append(fault)
             self.on_fault(fault)
-            self._strike(fault)
+            self.strike(fault)
             if not sender.alive:
                 return
         ends = (sender.peer.role, sender.peer.id, send.to.role, send.to.id)
@@ -328,6 +331,7 @@ class World:
     # Programs
 
     def _return(self, process: Process, number: int, value: Message | str | None) -> None:
+        self.on_return(process, number, value)
         if number and number == process.waits:
             process.waits = 0
             self.at(self.now, partial(self._run, process, partial(self._resume, process, number, value)))
