@@ -12,6 +12,7 @@ for name in (
     "data",
     "data_parallel",
     "hybrid_pipeline",
+    "licences",
     "modules",
     "parameter_server",
     "pipeline",

@@ -1,18 +1,15 @@
 """Mode local whose workers make outer steps each on its own, against the same in one process."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from roles import Roles
+from roles import Roles, join
 from torch import Tensor
 from training import SGD, batches, make_network, make_optimizer
 
-from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
@@ -81,26 +78,15 @@ def alone(outer_lr: float, outer_momentum: float, overlap: int) -> list[list[Ten
     return own
 
 
-class Apart(Roles):
-    """Servers for a specification, and workers that train networks of their own."""
-
-    def __init__(self, directory: Path, specification: Specification) -> None:
-        self.directory = directory
-        self._open(specification)
-
-    def stepper(self, number: int, strategy: ParameterServerStrategy) -> tuple[torch.nn.Module, Stepper]:
-        module = LightningModule()
-        module.network = make_network()
-        optimizer = make_optimizer(module.network, SGD)
-        self.show(f"worker-{number}", self.view)
-        values = [parameter.data for parameter in module.parameters()]
-        worker = Worker(self.specification, values, self.views(f"worker-{number}"), number)
-        self.workers.append(worker)
-        if number == 0:
-            worker.initialise()
-        worker.join()
-        outer = strategy.options.outer_steps(self.specification, [])
-        return module.network, Stepper(module, worker, self.specification, optimizer, False, outer, workers=lambda: 2)
+def joined(run: Roles, number: int, strategy: ParameterServerStrategy) -> tuple[torch.nn.Module, Stepper]:
+    """A worker that trains a network of its own from now on."""
+    module = LightningModule()
+    module.network = make_network()
+    optimizer = make_optimizer(module.network, SGD)
+    worker = run.connect(number, [parameter.data for parameter in module.parameters()])
+    join([worker])
+    outer = strategy.options.outer_steps(run.specification, [])
+    return module.network, Stepper(module, worker, run.specification, optimizer, False, outer, workers=lambda: 2)
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["", "a server dies"])
@@ -117,15 +103,11 @@ def test_outer_steps_of_each_worker_equal_one_process(
     specification = strategy.options.specification(
         module, make_optimizer(module.network, SGD), 1, 2, servers=2, replication=2, timeout=60.0
     )
-    run = Apart(tmp_path, specification)
-    try:
-        workers = [run.stepper(number, strategy) for number in range(2)]
+    with Roles(tmp_path, specification) as run:
+        workers = [joined(run, number, strategy) for number in range(2)]
         for number, id in enumerate(ORDER):
             if loses and number == 10:  # Within a round of the momentum.
-                run.kill(1)
-                after = replace(run.view, number=2, servers=run.view.servers[:1])
-                for who in ("server-0", "worker-0", "worker-1"):
-                    run.show(who, after)
+                run.lose(1)
             network, stepper = workers[id]
             own_step(network, stepper.optimizer, number)
             stepper.samples = 6
@@ -140,5 +122,3 @@ def test_outer_steps_of_each_worker_equal_one_process(
         for (_, stepper), values in zip(workers, expected, strict=True):
             for got, value in zip(stepper.parameters, values, strict=True):
                 torch.testing.assert_close(got.data, value, rtol=1e-10, atol=1e-13)
-    finally:
-        run.close()

@@ -40,7 +40,7 @@ class Recorder:
         return not self.is_cut
 
 
-def stepper_of(own_steps, **options):
+def stepper_of(own_steps, there=lambda: 2, **options):
     module = LightningModule()
     module.network = nn.Linear(16, 2)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -49,8 +49,8 @@ def stepper_of(own_steps, **options):
     specification = strategy.options.specification(module, optimizer, 1, 2, slice_bytes=64)
     worker = Recorder()
     outer = strategy.options.outer_steps(specification, own_steps)
-    workers = (lambda: 2) if strategy.options.outer_steps_alone else None
-    return Stepper(module, worker, specification, optimizer, False, outer, workers=workers), worker
+    workers = there if strategy.options.outer_steps_alone else None
+    return Stepper(module, worker, specification, optimizer, outer=outer, workers=workers), worker
 
 
 def test_a_newcomer_makes_outer_steps_with_the_others():
@@ -156,10 +156,11 @@ def test_those_that_have_made_fewer_outer_steps_make_up_for_it():
     assert worker.log == [0, 1, "ends", "waits"]
 
 
-def test_a_worker_that_makes_outer_steps_alone_says_how_many_there_are(monkeypatch):
-    stepper, worker = stepper_of([], outer_mode="async", outer_lr=0.7, outer_momentum=0.9)
+def test_a_worker_that_makes_outer_steps_alone_says_how_many_there_are():
+    there = []
+    stepper, worker = stepper_of([], lambda: there[-1], outer_mode="async", outer_lr=0.7, outer_momentum=0.9)
     for workers in (3, 2):
-        monkeypatch.setattr(stepper, "_workers", lambda workers=workers: workers)
+        there.append(workers)
         for _ in range(3):
             stepper.after_step()
     rounds = [(options[0]["workers"], options[0]["lr"], options[0]["momentum"]) for options, _ in worker.begun]

@@ -1,5 +1,7 @@
 """A parameter server in words: its servers, and what it does in another way than one device."""
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from cnnstrategies.paramserver.correction_checks import FIRST_SHARE
@@ -47,7 +49,12 @@ def describe_servers(options: Options, specification: Specification, nodes: int)
 
 
 def differences_of_servers(
-    options: Options, module: nn.Module, workers: int, batch_size: int | None, accumulated: int
+    options: Options,
+    module: nn.Module,
+    workers: int,
+    batch_size: int | None,
+    accumulated: int,
+    sees_gradients: Sequence[str] = (),
 ) -> list[str]:
     """What is different from one device, one line each.
 
@@ -57,6 +64,7 @@ def differences_of_servers(
         workers: Workers of the run.
         batch_size: Samples of a worker's batch; None where they are not known.
         accumulated: Batches that a worker makes an update from.
+        sees_gradients: The user's hooks that look at gradients.
     """
     lines = []
     together = options.mode == "sync" or (options.mode == "ssp" and not options.staleness)
@@ -111,4 +119,8 @@ def differences_of_servers(
         lines.append("forward and backward use weights that a step changes by one bit a value, the rest later")
     elif options.pull_compression != "none":
         lines.append(f"forward and backward use weights rounded to {options.pull_compression}")
+    if sees_gradients and options.mode != "local":
+        lines.append(f"gradients leave after {', '.join(sees_gradients)}")
+        if workers > 1:
+            lines[-1] += ", which finds those of each worker's own images, not their mean"
     return lines + differences_of_replicas(module, workers, batch_size, "the workers' mean")

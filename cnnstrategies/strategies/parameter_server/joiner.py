@@ -20,6 +20,7 @@ from cnnstrategies.paramserver.services import SPECIFICATION, load_keys
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.start import places
 from cnnstrategies.strategies.parameter_server.state import restore_trainer, seed
 
 BEATS = 4  # signs of life in the coordinator's time-out, at least
@@ -103,8 +104,7 @@ def enter(
     check_parameters(specification, options.specification(module, optimizer, 1, group.world_size))
     started = run.start()
     address = membership.address
-    named = dict(module.named_parameters())
-    parameters = [named[info.name].data for info in specification.parameters]
+    parameters = places(module, specification)
     worker = Worker(
         specification, parameters, membership.source(), address.id, address.incarnation, membership.keys, group.insecure
     )

@@ -19,7 +19,6 @@ from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
 from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, enter
 from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -189,15 +188,7 @@ class JoiningStrategy(ParameterServerStrategy):
             return
         self._dispatch.first = chunk
         self.group.membership.tell(entry.worker.counters.figures)
-        self._stepper = Stepper(
-            self.lightning_module,
-            entry.worker,
-            entry.specification,
-            optimizer,
-            eager=False,
-            outer=self.options.outer_steps(entry.specification, []),
-            workers=self._count_workers if self.options.outer_steps_alone else None,
-        )
+        self._stepper = self._stepper_of(entry.worker, entry.specification, [])
         self.epochs += 1
 
     def _find_place(self) -> Place:

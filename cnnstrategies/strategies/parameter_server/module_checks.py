@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
 from cnnstrategies._lightning_private import ends_after_search
@@ -11,12 +12,22 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.parameter_server.options import Options
 
 
-def check_module(module: LightningModule) -> None:
+def check_module(module: LightningModule, options: Options) -> None:
     """Refuse a module that the parameter server cannot train.
 
+    Args:
+        module: It.
+        options: The strategy's.
+
     Raises:
-        ConfigurationError: It optimises by hand.
+        ConfigurationError: It optimises by hand, or clips gradients that it does not have.
     """
+    if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.configure_gradient_clipping would clip each worker's own gradient, and not their "
+            "mean: with strategy parameter_server the servers clip; set trainer.gradient_clip_val and "
+            "trainer.gradient_clip_algorithm, or use strategy ddp"
+        )
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{type(module).__name__} sets automatic_optimization=False: with strategy parameter_server the servers "
@@ -25,7 +36,7 @@ def check_module(module: LightningModule) -> None:
 
 
 def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bool) -> None:
-    """Refuse callbacks that search and could not do it right.
+    """Refuse callbacks that search or average, and could not do it right.
 
     Args:
         callbacks: The trainer's.
@@ -33,9 +44,14 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
         returns: Whether what a callback finds is where the script goes on.
 
     Raises:
-        ConfigurationError: One of them cannot search here.
+        ConfigurationError: One of them cannot do so here.
     """
     for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigurationError(
+                "StochasticWeightAveraging puts averaged weights into the network at the end, and the servers' would "
+                "take their place: use Lightning's WeightAveraging or EMAWeightAveraging, or strategy ddp"
+            )
         if isinstance(callback, BatchSizeFinder):
             raise ConfigurationError(
                 "BatchSizeFinder: Lightning searches on one device only: do so with strategy: auto, train without it"

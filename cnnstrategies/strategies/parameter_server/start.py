@@ -65,8 +65,7 @@ def meet_servers(
         run.put(SPECIFICATION, [whole.to_json().encode()])
     (text,) = run.get(SPECIFICATION)
     specification = Specification.from_json(bytes(text).decode())
-    named = dict(module.named_parameters())
-    parameters = [named[info.name].data for info in specification.parameters]
+    parameters = places(module, specification)
     # From here on the servers know this worker, and admit its keys.
     started = run.start(midway=options.comes_midway)
     address = membership.address
@@ -110,6 +109,16 @@ def meet_servers(
     if options.mode != "local":
         optimizer.state.clear()  # It is the servers' now.
     return Start(worker, specification, started.joined, own_steps)
+
+
+def places(module: LightningModule, specification: Specification) -> list[Tensor]:
+    """Where a worker takes the servers' values: in the parameters, but for those that are frozen.
+
+    These are the module's own: a teacher's weights follow others, though the optimizer was given them.
+    """
+    named = dict(module.named_parameters())
+    trained = [named[info.name] for info in specification.parameters]
+    return [one.data if one.requires_grad else one.data.clone() for one in trained]
 
 
 def _clipping(trainer: Trainer, mode: Mode) -> dict[str, float]:

@@ -2,34 +2,42 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.parameter_server.differences import Differences
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
+from cnnstrategies.strategies.parameter_server.readers import Readers, is_compiled
 
 LOOK_SHARE = 0.1  # of a step's time
+NOTED_STEPS = 2  # in which it is found out who reads parameters
 
 
 class Stepper:
     """Connects a module's training to a worker.
 
-    Each gradient is pushed by a hook as soon as backward has accumulated it, and each module waits for its own
-    parameters right before its forward.
+    Where nobody else looks, each gradient is pushed by a hook as soon as backward has accumulated it, and each module
+    waits for its own parameters right before its forward. Else gradients leave in the optimizer's step, as they are
+    there, and all values are there when a step ends. Parameters that others than their own modules read are waited for
+    when a step begins; the first steps wait for all, and find out which these are.
 
     Args:
         module: The module that is trained.
         worker: Its connection to the servers.
         specification: Names the parameters.
         optimizer: The user's; its parameter groups hold the hyper-parameters of each step.
-        eager: Wait for all parameters at the end of each step, since something else reads them.
+        early: Whether gradients may leave before the hooks between backward and the optimizer's step.
+        sees_weights: Who may look at weights between two steps, for whom all are waited for when one ends.
         outer: In mode ``local``, when outer steps are made.
         catches_up: Leave out steps that the others have made without this worker.
         workers: How many there are now, where each makes outer steps on its own; None where all make them together.
@@ -41,14 +49,15 @@ class Stepper:
         worker: Worker | CombinedWorker,
         specification: Specification,
         optimizer: Optimizer,
-        eager: bool,
+        early: bool = True,
+        sees_weights: Sequence[str] = (),
         outer: OuterSteps | None = None,
         catches_up: bool = False,
         workers: Callable[[], int] | None = None,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
-        self.eager = eager
+        self.eager = bool(sees_weights)
         self.outer = outer
         self.accumulating = False
         self.samples = 0
@@ -57,23 +66,37 @@ class Stepper:
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._frozen = [not parameter.requires_grad for parameter in self.parameters]
+        self._names = [info.name for info in specification.parameters]
+        self._early = early
+        self._sees_weights = sees_weights
+        self._readers = Readers(module, self._index)
+        self._noted = 0  # steps in which readers are noted
+        if is_compiled(module):
+            self._noted, self._readers.found = NOTED_STEPS, set(range(len(self.parameters)))
+        self._waited: set[int] = set()  # parameters whose modules have computed in this step
+        self._written = [parameter._version for parameter in self.parameters]
+        self._had: list[Tensor] | None = None  # the values that came, where somebody may write others
         self._in_step = False
         self._codecs = worker.codecs
-        self._pushed: set[int] = set()
+        self._pushed: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions when they left
         self._options = [group.options for group in specification.groups]  # in mode local the outer optimizer's
         self._on_its_way: int | None = None  # own steps since an exchange has begun that is not over
         self._looked: float | None = None  # when for its values, after they had not come in time
         self._workers = workers
         self._differences = None if workers is None else Differences(self.parameters)
         self._handles: list[Any] = []
-        if outer is None:
+        if outer is None and early:
             for index, parameter in enumerate(self.parameters):
+                if self._frozen[index]:
+                    continue
                 handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
         for child in () if outer is not None else module.modules():
             own = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
             if own:
-                self._handles.append(child.register_forward_pre_hook(self._waiter(own)))
+                # Before those that compute a weight from others, as torch's weight_norm does.
+                self._handles.append(child.register_forward_pre_hook(self._waiter(own), prepend=True))
         if outer is None:
             self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
 
@@ -94,9 +117,21 @@ class Stepper:
                 self._left_out = self.worker.catch_up()
         return self._left_out > 0
 
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A batch's forward: what others than its own modules read is there when it begins."""
+        if self.outer is not None or self._noted >= NOTED_STEPS:
+            for index in self._readers.found if self.outer is None else ():
+                self.worker.wait(index)
+            yield
+            return
+        self.worker.wait_all()
+        with self._readers.noting():
+            yield
+
     def before_backward(self) -> None:
         """The next backward is the last one of a step, unless gradients are being accumulated."""
-        if not (self.accumulating or self.outer is not None or self._left_out):
+        if self._early and not (self.accumulating or self.outer is not None or self._left_out):
             self._begin()
 
     @property
@@ -116,8 +151,12 @@ class Stepper:
         if self._differences is not None:
             self._differences.begin()
 
-    def after_step(self) -> None:
-        """The optimizer's step was made: in mode ``local`` by the optimizer itself."""
+    def after_step(self, last: bool = False) -> None:
+        """The optimizer's step was made: in mode ``local`` by the optimizer itself.
+
+        Args:
+            last: Whether it is the epoch's: what runs at its end may look at weights.
+        """
         if self.outer is not None:
             samples, self.samples = self.samples, 0
             due = self.outer.stepped(samples)
@@ -129,8 +168,16 @@ class Stepper:
                 self._exchange([due], goes_on=self.outer.goes_on and not self.eager)
                 if not self.outer.overlap:
                     self._take(self.outer.patience)  # Else some own steps later.
-        elif self.eager:
-            self.worker.wait_all()
+        else:
+            if self.eager or last:
+                self.worker.wait_all()
+            self.note_values()
+
+    def note_values(self) -> None:
+        """The weights are those that came: whoever writes others from now on is found."""
+        self._written = [parameter._version for parameter in self.parameters]
+        if self._sees_weights and self.outer is None:
+            self._had = [parameter.detach().clone() for parameter in self.parameters]
 
     def outer_step(self, agree: Callable[[tuple[int, bool]], Iterable[tuple[int, bool]]] | None = None) -> None:
         """In mode ``local``, have the servers make an outer step with all that is left, and go on from there.
@@ -215,6 +262,8 @@ class Stepper:
 
     def _end(self) -> None:
         self.worker.end_step()
+        self._noted += 1
+        self._waited.clear()
         self._in_step = False
         self.samples = 0
 
@@ -222,7 +271,7 @@ class Stepper:
         def push(parameter: Tensor) -> None:
             if self._in_step and parameter.grad is not None:
                 self.worker.push(index, parameter.grad)
-                self._pushed.add(index)
+                self._pushed[index] = parameter.grad, parameter.grad._version
 
         return push
 
@@ -230,6 +279,7 @@ class Stepper:
         def wait(module: nn.Module, args: Any) -> None:
             for index in indices:
                 self.worker.wait(index)
+            self._waited.update(indices)
 
         return wait
 
@@ -242,6 +292,7 @@ class Stepper:
             if self._left_out:
                 self._left_out -= 1
                 return output
+            self._check()
             self._begin()
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None and index not in self._pushed:
@@ -251,3 +302,41 @@ class Stepper:
             return output
 
         return args, {**kwargs, "closure": closure_then_push}
+
+    def _check(self) -> None:
+        """See that nobody has looked at, or changed, what was sent sooner or came later than on one device.
+
+        Raises:
+            ConfigurationError: Somebody has.
+        """
+        for index, (gradient, version) in self._pushed.items():
+            now = self.parameters[index].grad
+            if now is not gradient or now._version != version:
+                raise ConfigurationError(
+                    f"the gradient of {self._names[index]} was changed after backward, when it was on its way to the "
+                    "servers: change gradients in on_after_backward or on_before_optimizer_step of the module or of a "
+                    "callback, which strategy parameter_server waits for, or use strategy ddp"
+                )
+        late = self._readers.found if self._noted >= NOTED_STEPS else range(len(self.parameters))
+        for index, parameter in enumerate(self.parameters):
+            if self._frozen[index]:
+                if parameter.grad is not None:
+                    raise ConfigurationError(
+                        f"{self._names[index]} was frozen when training began, and has a gradient now: the servers "
+                        "were not given it; train the parts one after the other in two fits, or use strategy ddp"
+                    )
+                continue
+            if parameter.grad is not None and index not in self._waited and index not in late:
+                raise ConfigurationError(
+                    f"{self._names[index]} was used without a forward of its own module, as in none of the first "
+                    f"{NOTED_STEPS} steps: its value may have been that of the step before; call its module, use it so "
+                    "from the first step on, or use strategy ddp"
+                )
+            if parameter._version != self._written[index] or (
+                self._had is not None and not torch.equal(parameter, self._had[index])
+            ):
+                who = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
+                raise ConfigurationError(
+                    f"{self._names[index]} was changed between two steps{who}: the servers hold the parameters, and "
+                    "would put theirs in its place; use mode: local, or strategy ddp"
+                )

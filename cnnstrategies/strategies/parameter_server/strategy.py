@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.run_address import RunAddress
-from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression
+from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression, Specification
+from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
@@ -177,7 +179,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """The launcher. It is asked for right before processes are started: the last place for checks."""
         module = self.lightning_module
         if module is not None and module is not self._checked:
-            check_module(module)
+            check_module(module, self.options)
             self.options.check_nodes(self.num_nodes)
             self.options.check_workers(self.num_nodes * self.num_processes)
             if self._layer_sync is not None:
@@ -244,13 +246,23 @@ class ParameterServerStrategy(CoordinatedStrategy):
         )  # fmt: skip
         self._admitted = start.joined
         self.group.membership.tell(lambda: start.worker.counters.figures())
-        self._stepper = Stepper(
+        self._stepper = self._stepper_of(start.worker, start.specification, start.own_steps)
+
+    def _stepper_of(
+        self, worker: Worker | CombinedWorker, specification: Specification, own_steps: list[int]
+    ) -> Stepper:
+        """What connects the module's training to a worker; see `OuterSteps.made` for ``own_steps``."""
+        assert self._trainer is not None
+        assert isinstance(self.lightning_module, LightningModule)
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        return Stepper(
             self.lightning_module,
-            start.worker,
-            start.specification,
-            optimizer,
-            eager=self._averages_weights,
-            outer=self.options.outer_steps(start.specification, start.own_steps),
+            worker,
+            specification,
+            self.optimizers[0],
+            early=not who_sees_gradients(self.lightning_module, callbacks),
+            sees_weights=who_sees_weights(self.lightning_module, callbacks),
+            outer=self.options.outer_steps(specification, own_steps),
             catches_up=self.leaves_out_steps,
             workers=self._count_workers if self.options.outer_steps_alone else None,
         )
@@ -292,7 +304,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
-        return super().training_step(*args, **kwargs)
+        with self._stepper.forward():
+            return super().training_step(*args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -322,7 +335,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         assert self._stepper is not None
         assert self._trainer is not None
-        self._stepper.after_step()
+        self._stepper.after_step(self._trainer.is_last_batch)
         self._count_processed()
         if self.options.mode == "ssp" and self._trainer.is_last_batch:
             # Nobody shall wait for a worker that has no more batches in this epoch.
@@ -364,6 +377,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if refresh and (others_go_on or self.options.pull_compression != "none"):
             self.barrier("refresh")
             self._stepper.refresh()
+        self._stepper.note_values()
 
     def _agree(self, made: tuple[int, bool]) -> list[tuple[int, bool]]:
         """What each worker says of its outer steps."""
@@ -372,6 +386,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @override
     def on_validation_start(self) -> None:
         self._settle()
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._stepper is not None:
+            self._stepper.note_values()  # A callback may have had others in their place meanwhile.
 
     @property
     def _averages_weights(self) -> bool:
@@ -503,7 +522,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         assert self._trainer is not None
         assert isinstance(self.lightning_module, LightningModule)
         accumulated = self._trainer.accumulate_grad_batches
-        return differences_of_servers(self.options, self.lightning_module, self.world_size, batch_size, accumulated)
+        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        return differences_of_servers(
+            self.options, self.lightning_module, self.world_size, batch_size, accumulated,
+            who_sees_gradients(self.lightning_module, callbacks),
+        )  # fmt: skip
 
     @override
     def leave_session(self) -> None:

@@ -1,0 +1,201 @@
+"""Modules whose own code reads and changes gradients and weights: as on one device, or refused by name."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import in_fork
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from cnnstrategies.callbacks.throughput import SamplesPerSecond
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
+from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module
+
+SAMPLES, STEPS = 32, 4
+
+
+class Network(nn.Module):
+    """Reads weights in every way: by calls, by none, by hooks that make them, and by a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.utils.weight_norm(nn.Conv2d(3, 8, 3, padding=1))
+        self.frozen = nn.Conv2d(8, 8, 1).requires_grad_(False)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)  # Its last layer is never called.
+        self.norm = nn.utils.spectral_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(self.stem(x).tanh()).flatten(2).mT
+        x = self.norm(self.attention(x, x, x)[0].mean(1))
+        return F.linear(F.normalize(x), F.normalize(self.head.weight))  # As for ArcFace.
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Network().double()
+        self.teacher = copy.deepcopy(self.net.head).requires_grad_(False)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(self.net.head.weight, 0.1)  # BYOL's and DINO's
+        penalty = self.net.attention.in_proj_weight.square().sum()
+        return F.cross_entropy(5 * self.net(batch[0]), batch[1]) + 1e-2 * penalty
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.5)
+
+
+class Hooks(Module):
+    """With hooks between backward and the optimizer's step, and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self.net.head).requires_grad_(False)
+
+    def on_after_backward(self) -> None:
+        for parameter in self.net.stem.parameters():
+            parameter.grad *= 0.1
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.net.head.weight.grad = None if self.global_step == 1 else self.net.head.weight.grad
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + self.global_step)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            self.average.weight.lerp_(self.net.head.weight, 0.5)
+
+
+class SecondSteps(Module):
+    """As GANs have it."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Callable[[], Any]) -> None:
+        if index % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class Scaled(Callback):
+    def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-1e6, 1e6).mul_(0.5)
+
+
+def fit(kind: type[Module], strategy: str, workers: int, *callbacks: Callback) -> dict[str, Tensor]:
+    """The weights after an epoch."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(SAMPLES, 3, 6, 6, generator=generator, dtype=torch.float64)
+    data = TensorDataset(images, torch.randint(5, (SAMPLES,), generator=generator))
+    sampler = DistributedSampler(data, 1, 0, seed=0) if workers == 1 else None
+
+    def train() -> dict[str, Tensor]:
+        module = kind()
+        trainer = Trainer(
+            accelerator="cpu", devices=workers, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=list(callbacks),
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(data, SAMPLES // STEPS // workers, sampler=sampler))
+        return dict(module.state_dict())
+
+    return in_fork(train)
+
+
+@pytest.mark.parametrize(("kind", "callbacks"), [(Module, ()), (Hooks, (Scaled(),)), (SecondSteps, ())])
+def test_what_a_module_does_is_done_on_one_device(kind: type[Module], callbacks: tuple[Callback, ...]) -> None:
+    """To weights and gradients, in hooks, in the step and in the network."""
+    one = fit(kind, "auto", 1, *callbacks)
+    two = fit(kind, "parameter_server_fork", 2, *callbacks)
+    for name, value in one.items():
+        assert torch.allclose(two[name], value, rtol=1e-9, atol=1e-12), f"{name}: {(two[name] - value).abs().max()}"
+
+
+class Clamped(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+class Rewritten(Module):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        with torch.no_grad():
+            self.net.head.weight.div_(2)
+        return super().training_step(batch, index)
+
+
+def double(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad *= 2
+
+
+class Unseen(Module):
+    """Its own hook comes after that of the strategy."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        if not index:
+            self.net.attention.out_proj.weight.register_post_accumulate_grad_hook(double)
+        return super().training_step(batch, index)
+
+
+class Sudden(Module):
+    """Uses a weight by itself, but in none of its first steps."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        stem = self.net.stem
+        if index == 2:
+            self.net.stem = nn.Conv2d(3, 8, 3, padding=1).double()
+            batch = [F.conv2d(batch[0], stem.weight_v)[:, :3], batch[1]]
+        loss = super().training_step(batch, index)
+        self.net.stem = stem
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (
+            Clamped,
+            "was changed between two steps (maybe by Clamped.on_train_batch_end): the servers hold",
+        ),
+        (Rewritten, "net.head.weight was changed between two steps"),
+        (Sudden, "net.stem.weight_v was used without a forward of its own module"),
+        (Unseen, "the gradient of net.attention.out_proj.weight was changed after backward"),
+    ],
+)
+def test_what_cannot_be_done_to_the_servers_parameters_is_refused(kind: type[Module], message: str) -> None:
+    with pytest.raises(AssertionError) as error:
+        fit(kind, "parameter_server_fork", 1)
+    assert message in str(error.value)
+
+
+def test_what_is_not_right_with_servers_is_refused_before_they_start() -> None:
+    class Clips(Module):
+        def configure_gradient_clipping(self, *_: Any) -> None: ...
+
+    with pytest.raises(ConfigurationError, match=r"Clips\.configure_gradient_clipping would clip each worker's own"):
+        check_module(Clips(), ParameterServerStrategy().options)
+    check_module(Clips(), ParameterServerStrategy(mode="local").options)
+    with pytest.raises(ConfigurationError, match="StochasticWeightAveraging puts averaged weights into the network"):
+        check_callbacks([StochasticWeightAveraging(0.1)], ParameterServerStrategy().options, returns=True)
+
+
+def test_hooks_of_lightning_and_of_this_package_are_known_and_all_others_are_named() -> None:
+    plain, known = Module(), [SamplesPerSecond()]
+    assert who_sees_gradients(plain, known) == who_sees_weights(plain, known) == []
+    assert who_sees_gradients(Hooks(), [Scaled()]) == [
+        "Hooks.on_after_backward", "Hooks.on_before_optimizer_step", "Scaled.on_after_backward",
+    ]  # fmt: skip
+    assert "Hooks.on_train_batch_end" in who_sees_weights(Hooks(), [])
+    assert who_sees_gradients(SecondSteps(), []) == ["SecondSteps.optimizer_step"]
