@@ -2,6 +2,7 @@
 
 import pytest
 
+from cnnstrategies import ConfigurationError
 from cnnstrategies.pipeline.timetable import Kind, Task, in_flight, timetable
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.simulate import peak_in_flight, simulate
@@ -138,6 +139,16 @@ def test_1f1b_holds_no_more_microbatches_than_a_stage_needs(run_ahead: bool) -> 
     held = [peak_in_flight(own)[stage] for own, stage in zip(tasks, stages, strict=True)]
     assert held == [in_flight(replicas, stage, run_ahead) for stage in stages]
     assert held == ([5, 2, 2, 1] if run_ahead else [4, 2, 2, 1])
+
+
+def test_a_timetable_without_work_or_ranks_or_of_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="microbatches=0: a step needs at least 1"):
+        timetable([1, 1], 0)
+    for replicas in ([], [1, 0]):
+        with pytest.raises(ConfigurationError, match="every stage needs at least 1 replica"):
+            timetable(replicas, 4)
+    with pytest.raises(ConfigurationError, match="schedule='2f2b': accepted are gpipe and 1f1b"):
+        timetable([1, 1], 4, "2f2b")
 
 
 def test_one_rank_of_1f1b_in_full() -> None:
