@@ -1,8 +1,11 @@
-"""Servers as threads and workers in the test's own process: a fault is played where it happens, and costs no start."""
+"""Servers and workers as threads of the test's own process: a fault is played where it happens, and costs no start."""
 
-import contextlib
 import threading
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
 
@@ -21,80 +25,219 @@ class Roles:
 
     Args:
         directory: For sockets and views.
-        parameters: Sizes of the parameters, all zeros.
-        workers: How many the views name.
-        options: Of the specification.
+        specification: What is trained.
+        encrypted: Whether all have keys.
+
+    Attributes:
+        servers: Those that live.
+        view: The last that all were told.
+        keys: By role and number.
     """
 
-    def __init__(self, directory: Path, parameters: tuple[int, ...] = (40,), workers: int = 1, **options: Any) -> None:
+    def __init__(self, directory: Path, specification: Specification, encrypted: bool = False) -> None:
         self.directory = directory
-        self.parameters = [nn.Parameter(torch.zeros(size)) for size in parameters]
-        self.optimizer = torch.optim.SGD(self.parameters, lr=0.5, momentum=0.5)
-        named = [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
-        options = {"timeout": 60.0} | options
-        self._open(Specification.of(named, self.optimizer, workers, **options))
-
-    def _open(self, specification: Specification) -> None:
         self.specification = specification
         self.servers: dict[int, ServerService] = {}
-        self.threads: dict[int, threading.Thread] = {}
-        self.workers: list[Worker] = []
-        infos = tuple(ServerInfo(one, f"ipc://{self.directory}/{one}") for one in range(specification.servers))
-        self.view = View(1, infos, tuple(WorkerInfo(number) for number in range(specification.workers)))
-        for number in range(self.specification.servers):
-            self.show(f"server-{number}", self.view)
+        self.keys: dict[str, KeyPair] = {}
+        self._encrypted = encrypted
+        self._threads: dict[str, threading.Thread] = {}
+        self._workers: list[Worker] = []
+        self._results: dict[str, Any] = {}
+        numbers = range(specification.servers)
+        servers = tuple(ServerInfo(one, f"ipc://{directory}/{one}", self._public(f"server-{one}")) for one in numbers)
+        workers = tuple(WorkerInfo(one, 0, self._public(f"worker-{one}")) for one in range(specification.workers))
+        self.view = View(1, servers, workers)
+        for number in numbers:
             self.serve(number)
+
+    def _public(self, who: str) -> str:
+        if not self._encrypted:
+            return ""
+        return self.keys.setdefault(who, KeyPair.create()).public
+
+    # Membership
 
     def views(self, who: str) -> FileViews:
         """What one role is told."""
-        return FileViews(self.directory / who)
+        return FileViews(self.directory / f"view-{who}")
 
     def show(self, who: str, view: View) -> None:
         """Tell one role of a view."""
         self.views(who).publish(view)
 
+    def publish(self, **changes: Any) -> None:
+        """Tell all of another view; servers that others have copies of may be lost."""
+        view = replace(self.view, number=self.view.number + 1, **changes)
+        gone = set(range(self.specification.servers)) - {info.id for info in view.servers}
+        lost = tuple(sorted(gone)) if len(gone) < self.specification.replication else ()
+        self.view = replace(view, lost=lost)
+        for path in self.directory.glob("view-*"):
+            FileViews(path).publish(self.view)
+
+    def lose(self, number: int) -> None:
+        """A server dies, and all hear of it."""
+        self.kill(number)
+        self.publish(servers=tuple(info for info in self.view.servers if info.id != number))
+
+    def without_worker(self, number: int) -> None:
+        """Tell all that a worker counts as dead."""
+        self.publish(workers=tuple(info for info in self.view.workers if info.id != number))
+
+    def with_worker(self, number: int, life: int = 0) -> None:
+        """Tell all that a worker has come, or has taken the place of a former one."""
+        others = tuple(info for info in self.view.workers if info.id != number)
+        self.publish(workers=(*others, WorkerInfo(number, life, self._public(f"worker-{number}"))))
+
+    # Servers
+
     def serve(self, number: int) -> None:
-        """Start a server."""
-        server = ServerService(
-            self.specification, self.views(f"server-{number}"), number, f"ipc://{self.directory}/{number}"
-        )
+        """Start a server that the view names."""
+        who = f"server-{number}"
+        self.show(who, self.view)
+        (endpoint,) = (info.endpoint for info in self.view.servers if info.id == number)
+        server = ServerService(self.specification, self.views(who), number, endpoint, self.keys.get(who))
         self.servers[number] = server
-        self.threads[number] = threading.Thread(target=server.run, daemon=True)
-        self.threads[number].start()
+        self._start(who, server.run)
 
     def kill(self, number: int) -> None:
         """Have a server answer no more."""
-        self.servers[number].stop()
-        self.threads[number].join()
+        self.servers.pop(number).stop()
+        self._threads.pop(f"server-{number}").join()
 
-    def worker(self, number: int = 0, view: View | None = None) -> tuple[Worker, list[Tensor]]:
-        """A worker, and its parameters."""
-        self.show(f"worker-{number}", self.view if view is None else view)
-        values = [parameter.detach().clone() for parameter in self.parameters]
-        self.workers.append(Worker(self.specification, values, self.views(f"worker-{number}"), number))
-        return self.workers[-1], values
+    def serve_again(self, number: int) -> None:
+        """Another server takes the place of one that has died, and all hear of it."""
+        since = self.view.number + 1
+        others = tuple(info for info in self.view.servers if info.id != number)
+        endpoint, public = f"ipc://{self.directory}/{number}-{since}", self._public(f"server-{number}")
+        self.publish(servers=(*others, ServerInfo(number, endpoint, public, since)))
+        self.serve(number)
 
-    def step(self, worker: Worker, gradient: float = 1.0) -> None:
+    def is_filled(self, number: int) -> bool:
+        """Whether a server has a value of each of its slices."""
+        return min(self.servers[number].role.store.versions.values()) >= 0
+
+    # Workers
+
+    def connect(self, number: int, values: Sequence[Tensor], life: int = 0, **more: Any) -> Worker:
+        """A worker with parameters of its own."""
+        who = f"worker-{number}"
+        self.show(who, self.view)
+        worker = Worker(self.specification, values, self.views(who), number, life, self.keys.get(who), **more)
+        self._workers.append(worker)
+        return worker
+
+    def worker(self, number: int = 0) -> tuple[Worker, list[Tensor]]:
+        """A worker, and its parameters: zeros."""
+        infos = self.specification.parameters
+        values = [torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in infos]
+        return self.connect(number, values), values
+
+    def joined(self) -> tuple[Worker, list[Tensor]]:
+        """A worker that trains from now on, alone, and its parameters."""
+        worker, values = self.worker()
+        join([worker])
+        return worker, values
+
+    def all_joined(self) -> list[tuple[Worker, list[Tensor]]]:
+        """All workers, which train from now on, with their parameters."""
+        found = [self.worker(number) for number in range(self.specification.workers)]
+        join([worker for worker, _ in found])
+        return found
+
+    def step(self, worker: Worker, gradient: float | Sequence[Tensor | None] = 1.0) -> None:
         """One step, to its end."""
-        worker.begin_step(hyperparameters(self.optimizer), 1)
-        for index, parameter in enumerate(self.parameters):
-            worker.push(index, torch.full_like(parameter.data, gradient))
-        worker.end_step()
+        self.begin(worker, gradient)
         worker.wait_all()
 
-    def close(self) -> None:
-        """End all of them."""
-        for number in self.servers:
+    def begin(self, worker: Worker, gradient: float | Sequence[Tensor | None] = 1.0) -> None:
+        """One step without the answers: with the same gradient of all elements, or with one of some parameters."""
+        worker.begin_step(self.options, 1)
+        for index, info in enumerate(self.specification.parameters):
+            if isinstance(gradient, float):
+                worker.push(index, torch.full(info.shape, gradient, dtype=getattr(torch, info.dtype)))
+            elif (own := gradient[index]) is not None:
+                worker.push(index, own)
+        worker.end_step()
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of a step."""
+        return [dict(group.options) for group in self.specification.groups]
+
+    def start(self, number: int, work: Callable[..., Any], *args: Any) -> None:
+        """Have a worker work in a thread: it is given what connects its parameters, its number and more."""
+        self._start(f"worker-{number}", partial(work, partial(self.connect, number), number, *args))
+
+    def result(self, number: int, timeout: float = 150) -> Any:
+        """What a worker's work has returned."""
+        who = f"worker-{number}"
+        self._threads[who].join(timeout)
+        assert who in self._results, f"{who} gave no result within {timeout} s"
+        return self._results[who]
+
+    def train(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+        """What all workers return that work at once."""
+        numbers = range(self.specification.workers)
+        for number in numbers:
+            self.start(number, work, *args)
+        return [self.result(number) for number in numbers]
+
+    def _start(self, who: str, run: Callable[[], Any]) -> None:
+        def keep() -> None:
+            try:
+                self._results[who] = run()
+            except BaseException:
+                traceback.print_exc()
+
+        self._threads[who] = threading.Thread(target=keep, name=who, daemon=True)
+        self._threads[who].start()
+
+    def __enter__(self) -> "Roles":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number in list(self.servers):
             self.kill(number)
-        for worker in self.workers:
+        for worker in self._workers:
             worker.close()
 
 
-@contextlib.contextmanager
-def roles(directory: Path, *args: Any, **options: Any) -> Iterator[Roles]:
-    """Roles that end with the test."""
-    made = Roles(directory, *args, **options)
-    try:
-        yield made
-    finally:
-        made.close()
+class PlainRoles(Roles):
+    """Roles that train zeros.
+
+    Attributes:
+        parameters: The zeros.
+        optimizer: Of the servers.
+    """
+
+    def __init__(self, directory: Path, sizes: tuple[int, ...] = (40,), workers: int = 1, **options: Any) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.5, momentum=0.5)
+        named = [(str(number), parameter) for number, parameter in enumerate(self.parameters)]
+        super().__init__(directory, Specification.of(named, self.optimizer, workers, **{"timeout": 60.0} | options))
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """The hyper-parameters of a step."""
+        return hyperparameters(self.optimizer)
+
+
+def join(workers: Sequence[Worker]) -> None:
+    """Have workers train from now on, one after the other: all say first that they are there."""
+    for worker in workers:
+        worker.initialise()
+    for worker in workers:
+        worker.join()
+
+
+def until(condition: Callable[[], object], timeout: float = 60) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.002)
+
+
+def wait_for(path: Path) -> None:
+    """Wait until a file is there."""
+    until(path.exists)

@@ -1,6 +1,6 @@
 """Modes in which workers run on their own learn as sync does: the digits, with four workers."""
 
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import PlainCNN
-from local_cluster import Cluster
+from roles import Roles
 from torch import Tensor
 
 from cnnstrategies.data.digits import FILE
@@ -19,6 +19,7 @@ from cnnstrategies.paramserver.specification import Specification, hyperparamete
 WORKERS, BATCH = 4, 8
 MOST_EPOCHS = 40  # About 6 are needed.
 ENOUGH = 0.95
+lock = threading.Lock()
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -30,19 +31,13 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def network_and_optimizer(rate: float) -> tuple[PlainCNN, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    network = PlainCNN()
+    with lock:  # Threads have one generator.
+        torch.manual_seed(0)
+        network = PlainCNN()
     return network, torch.optim.SGD(network.parameters(), lr=rate)
 
 
-def meet(directory: Path, name: str, id: int) -> None:
-    """A barrier: epochs begin together, as they do under a trainer."""
-    (directory / f"{name}-{id}").touch()
-    while not all((directory / f"{name}-{other}").exists() for other in range(WORKERS)):
-        time.sleep(0.002)
-
-
-def train(connect: Callable[..., Any], id: int, rate: float, directory: Path) -> list[float]:
+def train(connect: Callable[..., Any], id: int, rate: float, all_there: threading.Barrier) -> list[float]:
     """The accuracy after each epoch, until it is enough, with the servers' parameters."""
     images, targets, test_images, test_targets = digits()
     network, optimizer = network_and_optimizer(rate)
@@ -53,7 +48,7 @@ def train(connect: Callable[..., Any], id: int, rate: float, directory: Path) ->
     accuracies: list[float] = []
     while len(accuracies) < MOST_EPOCHS and max(accuracies, default=0) < ENOUGH:
         epoch = len(accuracies)
-        meet(directory, f"epoch-{epoch}", id)
+        all_there.wait()
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))[id::WORKERS]
         for start in range(0, len(order), BATCH):
             batch = order[start : start + BATCH]
@@ -65,7 +60,7 @@ def train(connect: Callable[..., Any], id: int, rate: float, directory: Path) ->
                 worker.push(index, parameter.grad)
             worker.end_step()
         worker.wait_all()
-        meet(directory, f"trained-{epoch}", id)
+        all_there.wait()
         worker.refresh()
         accuracies.append((network(test_images).argmax(1) == test_targets).float().mean().item())
     worker.leave()
@@ -77,9 +72,8 @@ def best_accuracy(mode: str, rate: float, directory: Path, **options: Any) -> fl
     named = network.named_parameters()
     specification = Specification.of(named, optimizer, WORKERS, mode=mode, servers=2, **options)
     directory.mkdir()
-    with Cluster(specification, directory) as cluster:
-        cluster.start_workers(train, rate, directory)
-        results = cluster.results()
+    with Roles(directory, specification) as run:
+        results = run.train(train, rate, threading.Barrier(WORKERS, timeout=60))
     assert all(result == results[0] for result in results), "all workers hold the servers' parameters"
     return max(results[0])
 

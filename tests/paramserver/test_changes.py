@@ -1,16 +1,14 @@
 """Pulled changes: workers have the servers' values but for what is left out, and that comes with the next ones."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from local_cluster import Cluster
 from ranks import run_apart
-from roles import Roles, roles
+from roles import PlainRoles, Roles, join
 from test_sync import shares_of, train
 from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, make_scheduler, specify
@@ -20,7 +18,6 @@ from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
-from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.paramserver.worker.pulls import Had
 
 STEPS, RATIO = 5, 0.2
@@ -141,9 +138,8 @@ def test_training_equals_one_process_that_leaves_out_the_same(
 ) -> None:
     expected = run_apart(in_one_process, SGD, 12)
     specification = specify(SGD, workers, pull_compression="topk", compression_ratio=RATIO, **options)
-    with Cluster(specification, tmp_path) as cluster:
-        cluster.start_workers(train, SGD, shares_of(workers, 12), 12)
-        for network, _ in cluster.results():
+    with Roles(tmp_path, specification) as run:
+        for network, _ in run.train(train, SGD, shares_of(workers, 12), 12):
             for name, value in expected.items():
                 torch.testing.assert_close(network[name], value, rtol=1e-9, atol=1e-11)
 
@@ -153,21 +149,12 @@ def test_a_servers_death_changes_no_bit(compression: str, tmp_path: Path) -> Non
     """Its copy knows what workers have, and goes on with the same changes."""
 
     def follow(run: Roles, dies: bool) -> list[Tensor]:
-        worker, values = run.worker()
-        worker.initialise()
-        worker.join()
+        worker, values = run.joined()
         torch.manual_seed(0)
         for step in range(8):
             if dies and step == 4:
-                run.kill(0)
-                after = replace(run.view, number=2, servers=run.view.servers[1:], lost=(0,))
-                run.show("server-1", after)
-                run.show("worker-0", after)
-            worker.begin_step([{**group.options} for group in run.specification.groups], 1)
-            for index, value in enumerate(values):
-                worker.push(index, torch.randn_like(value))
-            worker.end_step()
-            worker.wait_all()
+                run.lose(0)
+            run.step(worker, [torch.randn_like(value) for value in values])
         before = [value.clone() for value in values]
         worker.refresh()
         assert not any(torch.equal(had, value) for had, value in zip(before, values, strict=True)), "nothing left out"
@@ -177,18 +164,16 @@ def test_a_servers_death_changes_no_bit(compression: str, tmp_path: Path) -> Non
     results = []
     for dies in (False, True):
         (tmp_path / str(dies)).mkdir()
-        with roles(tmp_path / str(dies), (40, 30), **options) as run:
+        with PlainRoles(tmp_path / str(dies), (40, 30), **options) as run:
             assert {slice_.servers[0] for slice_ in cut(run.specification)} == {0, 1}
             results.append(follow(run, dies))
-            if dies:
-                run.servers.pop(0)
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
     """Have a worker use the rungs of its ladder in this order: nothing, a half, and one bit a value."""
-    assert worker._chooser is not None
-    worker._chooser.next = worker._chooser.follow = lambda step, _: rungs[step]  # type: ignore[method-assign]
+    assert worker.chooser is not None
+    worker.chooser.next = worker.chooser.follow = lambda step, _: rungs[step]  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("dies", [None, 4, 6, 9, 10])
@@ -211,48 +196,33 @@ def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_
             known = value.detach().half().float() if rung == 1 else value.detach().clone()
         expected.append(known)
         rung_before = rung
-    with roles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
+    with PlainRoles(tmp_path, (40,), servers=2, replication=2, pull_compression="auto") as run:
         (slice_,) = cut(run.specification)
-        worker, (had,) = run.worker()
-        worker.initialise()
-        worker.join()
+        worker, (had,) = run.joined()
         encodings_by_step(worker, rungs)
         for step, gradient in enumerate(gradients):
             if step == dies:
-                run.kill(slice_.servers[0])
-                left_ones = tuple(server for server in run.view.servers if server.id != slice_.servers[0])
-                after = replace(run.view, number=2, servers=left_ones, lost=(slice_.servers[0],))
-                run.show(f"server-{slice_.servers[1]}", after)
-                run.show("worker-0", after)
+                run.lose(slice_.servers[0])
             before = worker.counters.bytes_received
-            worker.begin_step(hyperparameters(run.optimizer), 1)
-            worker.push(0, gradient)
-            worker.end_step()
-            worker.wait_all()
+            run.step(worker, [gradient])
             sizes.append(worker.counters.bytes_received - before)
             torch.testing.assert_close(had, expected[step], rtol=1e-5, atol=1e-6)
-        if dies is not None:
-            run.servers.pop(slice_.servers[0])
     whole, half, bits = 160, 80, 8 + 5
     assert sizes == [whole, half, bits, bits, bits, half, bits, whole, whole, whole, bits, bits]
 
 
 def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -> None:
     """Who wants values gets the change that another wants, if it has what that is made from."""
-    with roles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
+    with PlainRoles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
         workers, values = zip(*(run.worker(number) for number in range(2)), strict=True)
         sizes = []
         for worker, rungs in zip(workers, ([1, 2, 2, 0, 2, 2, 2], [1, 1, 2, 0, 0, 2, 2]), strict=True):
-            worker.initialise()
             encodings_by_step(worker, rungs)
-        for worker in workers:
-            worker.join()
+        join(workers)
         for step in range(7):
             before = [worker.counters.bytes_received for worker in workers]
             for number, worker in enumerate(workers):
-                worker.begin_step(hyperparameters(run.optimizer), 1)
-                worker.push(0, torch.randn(40, generator=torch.Generator().manual_seed(2 * step + number)))
-                worker.end_step()
+                run.begin(worker, [torch.randn(40, generator=torch.Generator().manual_seed(2 * step + number))])
             for worker in workers:
                 worker.wait_all()
             sizes.append([worker.counters.bytes_received - had for worker, had in zip(workers, before, strict=True)])
@@ -261,10 +231,8 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
 
 
 def test_validation_has_the_values_of_the_servers_and_training_goes_on_from_those_of_changes(tmp_path: Path) -> None:
-    with roles(tmp_path, (40,), workers=1, pull_compression="topk", compression_ratio=0.1) as run:
-        worker, (value,) = run.worker()
-        worker.initialise()
-        worker.join()
+    with PlainRoles(tmp_path, (40,), workers=1, pull_compression="topk", compression_ratio=0.1) as run:
+        worker, (value,) = run.joined()
         run.step(worker)
         had = value.clone()
         worker.refresh()

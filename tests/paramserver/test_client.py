@@ -1,16 +1,14 @@
 """A worker's side: pushes overlap with backward, pulls come in the order of use, each layer waits for its own."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from local_cluster import Cluster
+from roles import Roles, join
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.specification import Specification
 
 WIDTH, DEPTH = 512, 6
 
@@ -30,36 +28,24 @@ class Reversed(nn.Module):
 
 def test_a_forward_waits_for_its_own_layer_and_pulls_come_in_the_order_of_use(tmp_path: Path) -> None:
     network = Reversed()
-    specification = Specification.of(
-        network.named_parameters(), torch.optim.SGD(network.parameters(), lr=0.01), 1, slice_bytes=1 << 18, servers=2
-    )
-
-    def train(connect: Callable[..., Any], id: int) -> Any:
-        network = Reversed()
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-        worker = connect([p.data for p in network.parameters()])
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
+    specification = Specification.of(network.named_parameters(), optimizer, 1, slice_bytes=1 << 18, servers=2)
+    with Roles(tmp_path, specification) as run:
+        worker = run.connect(0, [p.data for p in network.parameters()])
         for index, layer in enumerate(network.layers):
             layer.register_forward_pre_hook(lambda _module, _input, index=index: worker.wait(index))
             layer.weight.register_post_accumulate_grad_hook(lambda p, index=index: worker.push(index, p.grad))
-        worker.initialise()
-        worker.join()
-        for step in range(4):
-            worker.trace = [] if step == 3 else None
+        join([worker])
+        for _ in range(4):
+            worker.trace = events = []
             optimizer.zero_grad()
-            if step == 3:
-                worker.trace = trace
             loss = network(torch.randn(256, WIDTH)).square().mean()
-            worker.begin_step(hyperparameters(optimizer), 256)
+            worker.begin_step(run.options, 256)
             loss.backward()
             worker.end_step()
-        ended = len(trace)
+        events = list(events)
         worker.wait_all()
-        return trace[:ended], worker.counters
-
-    trace: list[tuple[str, int, float]] = []
-    with Cluster(specification, tmp_path) as cluster:
-        cluster.start_workers(train)
-        (events, counters) = cluster.results()[0]
+    counters = worker.counters
     use = list(reversed(range(DEPTH)))
     assert [index for what, index, _ in events if what == "wait"] == use
     assert [index for what, index, _ in events if what == "push"] == use[::-1], "pushed as backward gets to them"
@@ -78,17 +64,11 @@ def test_parameters_and_gradients_of_another_type_are_refused(tmp_path: Path) ->
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     specification = Specification.of([("scale", parameter)], torch.optim.SGD([parameter], lr=0.1), 1)
 
-    def push(connect: Callable[..., Any], id: int) -> None:
+    with Roles(tmp_path, specification) as run:
         with pytest.raises(ConfigurationError, match=r"float32.*float64.*give the parameters that it was made from"):
-            connect([torch.zeros(3)])
-        worker = connect([parameter.data])
-        worker.initialise()
-        worker.join()
-        worker.begin_step([specification.groups[0].options], 1)
+            run.connect(0, [torch.zeros(3)])
+        worker, _ = run.joined()
+        worker.begin_step(run.options, 1)
         for gradient in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
             with pytest.raises(ConfigurationError, match=r"scale is torch\.float64 of shape \(3,\), its gradient"):
                 worker.push(0, gradient)
-
-    with Cluster(specification, tmp_path) as cluster:
-        cluster.start_workers(push)
-        cluster.results()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_cluster import Cluster
+from roles import Roles
 from torch import nn
 from training import Replica, batches, make_network, specify
 
@@ -207,12 +207,12 @@ def test_what_was_sent_and_what_is_kept_are_all_gradients_whatever_the_encodings
         payload = memoryview(encoder.encode(gradient)).cast("B")
         pushed += gradient
         came += decode(payload, encoder.encoding, 64, torch.float32)
-        kept = encoder._left_out if encoder._left_out is not None else torch.zeros(64)
+        kept = encoder.left_out if encoder.left_out is not None else torch.zeros(64)
         torch.testing.assert_close(came + kept, pushed, rtol=0, atol=0.5)
     encoder.encoding = Encoding.DENSE
     came += decode(memoryview(encoder.encode(torch.zeros(64))).cast("B"), Encoding.DENSE, 64, torch.float32)
     torch.testing.assert_close(came, pushed, rtol=0, atol=0.5)
-    assert encoder._left_out is None
+    assert encoder.left_out is None
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -223,8 +223,8 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
         replica = Replica(connect, PLAIN)
         replica.scheduler.step_size = 10**6
         worker: Worker = replica.worker
-        assert worker._chooser is not None
-        choose, follow, given, firsts, codecs = worker._chooser.next, worker._chooser.follow, [], [], []
+        assert worker.chooser is not None
+        choose, follow, given, firsts, codecs = worker.chooser.next, worker.chooser.follow, [], [], []
 
         def next(step: int, seconds: float | None) -> int:
             given.append(seconds)
@@ -237,7 +237,7 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
             codecs.append(follow(step, first))
             return codecs[-1]
 
-        worker._chooser.next, worker._chooser.follow = next, note  # type: ignore[method-assign]
+        worker.chooser.next, worker.chooser.follow = next, note  # type: ignore[method-assign]
         worker.initialise()
         worker.join()
         losses, sizes = [], []
@@ -255,9 +255,8 @@ def test_auto_trains_with_what_it_has_chosen(mode: str, tmp_path: Path) -> None:
     options = specify(PLAIN, 2, mode=mode, compression="auto", pull_compression="auto", slice_bytes=1 << 16)
     counts = [p.numel() for p in make_network().parameters()]
     bits = sum(8 + (count + 7) // 8 for count in counts)
-    with Cluster(options, tmp_path) as cluster:
-        cluster.start_workers(train)
-        results = cluster.results()
+    with Roles(tmp_path, options) as run:
+        results = run.train(train)
     for begin, end, sizes, rungs, codecs, given, firsts in results:
         assert codecs == ("onebit", "onebit" if mode == "sync" else "fp16")
         assert rungs[-3:] == [2, 2, 2]

@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from node_simulation import STEPS, simulate
-from roles import Roles, roles
+from roles import PlainRoles
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
@@ -22,7 +21,6 @@ from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.server import roll_call
-from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.nodes import Alive
 
@@ -57,7 +55,7 @@ class Node:
         first: Rank of the first.
     """
 
-    def __init__(self, cluster: Roles, first: int) -> None:
+    def __init__(self, cluster: PlainRoles, first: int) -> None:
         self.cluster = cluster
         self.dies_at: int | None = None  # step, of the first
         ranks = (first, first + 1)
@@ -79,10 +77,7 @@ class Node:
 
     def _worker(self, rank: int, boards: dict[int, Board]) -> CombinedWorker:
         def connect(came: Callable[[int, torch.Tensor], None]) -> Worker:
-            views = self.cluster.views(f"worker-{rank}")
-            worker = Worker(self.cluster.specification, self.values[rank], views, rank, came=came)
-            self.cluster.workers.append(worker)
-            return worker
+            return self.cluster.connect(rank, self.values[rank], came=came)
 
         self.cluster.show(f"worker-{rank}", self.cluster.view)
         alive = Alive(self.cluster.views(f"worker-{rank}").current, boards.keys())
@@ -98,7 +93,7 @@ class Node:
         while worker.step < STEPS:
             worker.wait(0)
             assert not worker.late
-            worker.begin_step(hyperparameters(self.cluster.optimizer), 1)
+            worker.begin_step(self.cluster.options, 1)
             for index, value in enumerate(self.values[rank]):
                 worker.push(index, torch.ones_like(value))
                 if rank == min(self.workers) and worker.step == self.dies_at:
@@ -112,12 +107,10 @@ def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
     tmp_path: Path, pipelined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", 1e3)  # For who is in the view, and does not say where it is.
-    with roles(tmp_path, parameters=(40, 7), workers=2, servers=2, pipelined=pipelined) as cluster:
+    with PlainRoles(tmp_path, sizes=(40, 7), workers=2, servers=2, pipelined=pipelined) as cluster:
         everyone = tuple(WorkerInfo(rank) for rank in range(4))
-        cluster.view = replace(cluster.view, number=2, workers=everyone, begun=1)
+        cluster.publish(workers=everyone, begun=1)
         nodes = [Node(cluster, first) for first in (0, 2)]
-        for number in cluster.servers:
-            cluster.show(f"server-{number}", cluster.view)
         nodes[1].dies_at = 3
         threads = nodes[0].threads | nodes[1].threads
         for thread in threads.values():
@@ -125,9 +118,7 @@ def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
         threads[2].join(30)
         assert nodes[1].workers[2].leads
         assert nodes[1].workers[2].step == 3
-        left = replace(cluster.view, number=3, workers=tuple(one for one in everyone if one.id != 2))
-        for who in ("server-0", "server-1", "worker-0", "worker-1", "worker-3"):
-            cluster.show(who, left)
+        cluster.without_worker(2)
         for rank in (0, 1, 3):
             threads[rank].join(30)
             assert not threads[rank].is_alive(), rank

@@ -9,19 +9,16 @@ import os
 import random
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import zmq
-from local_cluster import Cluster
-from torch import Tensor
+from roles import Roles, join
 from training import SGD, specify
 
-from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Encoding, Header, Kind, pack_json
 from cnnstrategies.paramserver.specification import Specification
 
@@ -136,15 +133,15 @@ class Attacker:
         return self.message(text, kind=kind, sender=SERVER + self.random.choice([1, 7]), meta=len(text))
 
 
-def peak_memory(pid: int) -> int:
-    """The most bytes that a process has held so far."""
-    status = Path(f"/proc/{pid}/status").read_text()
+def peak_memory() -> int:
+    """The most bytes that this process has held so far."""
+    status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
-def send_all(cluster: Cluster, cases: Iterator[list[bytes]]) -> int:
+def send_all(run: Roles, cases: Iterator[list[bytes]]) -> int:
     """Sends messages with several connections; returns when the server has read them."""
-    server: ServerInfo = cluster.view.servers[0]
+    server = run.view.servers[0]
     count = 0
     with zmq.Context() as context:
         sockets = [context.socket(zmq.DEALER) for _ in range(4)]
@@ -179,52 +176,32 @@ def garble_the_transport(endpoint: str, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_bad_input_changes_nothing(mode: str, tmp_path: Path) -> None:
-    started, attacked = tmp_path / "started", tmp_path / "attacked"
-
-    def work(connect: Callable[..., Any], id: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        values = [torch.full(p.shape, float(i), dtype=torch.float64) for i, p in enumerate(specification.parameters)]
-        worker = connect(values)
-        worker.initialise()
-        worker.join()
-        before = [value.clone() for value in values]
-        started.touch()
-        while not attacked.exists():
-            time.sleep(0.01)
-        worker.refresh()
-        between = [value.clone() for value in values]
-        worker.begin_step([specification.groups[0].options], 1)
-        for index, value in enumerate(values):
-            worker.push(index, torch.ones_like(value))
-        worker.end_step()
-        worker.wait_all()
-        return before, between, values
-
     plain = SGD | {"momentum": 0.0, "weight_decay": 0.0}
     specification = dataclasses.replace(specify(plain, 1, servers=1, slice_bytes=1 << 14), mode=mode)
     attacker = Attacker(specification, seed=0)
-    with Cluster(specification, tmp_path, workers=2) as cluster:
-        cluster.start_worker(0, work)
-        while not started.exists():
-            time.sleep(0.01)
-        pid = cluster.servers[0].pid
-        assert pid is not None
-        memory = peak_memory(pid)
+    with Roles(tmp_path, specification) as run:
+        run.with_worker(INSIDER)
+        values = [torch.full(p.shape, float(i), dtype=torch.float64) for i, p in enumerate(specification.parameters)]
+        before = [value.clone() for value in values]
+        worker = run.connect(0, values)
+        join([worker])
+        memory = peak_memory()
         cases = attacker.cases(CASES // 2)
         if mode == "async":  # here a member's well-formed push counts at once
             cases = (case for case in cases if case[0][5:6] != bytes([Kind.PUSH]))
-        sent = send_all(cluster, cases)
+        sent = send_all(run, cases)
         chance = random.Random(1)
         for _ in range(30):
-            garble_the_transport(cluster.view.servers[0].endpoint, chance)
-        attacked.touch()
-        before, between, after = cluster.result(0, timeout=120)
-        growth = peak_memory(pid) - memory
-        report = cluster.server_report(0)
-    assert all(torch.equal(a, b) for a, b in zip(before, between, strict=True)), "the attack changed parameters"
-    for old, new in zip(before, after, strict=True):
+            garble_the_transport(run.view.servers[0].endpoint, chance)
+        worker.refresh()
+        assert all(torch.equal(a, b) for a, b in zip(before, values, strict=True)), "the attack changed parameters"
+        run.step(worker)
+        growth = peak_memory() - memory
+        dropped = run.servers[0].dropped
+    for old, new in zip(before, values, strict=True):
         torch.testing.assert_close(new, old - 0.1)
     # libzmq keeps up to 64 unread messages of each of the connections, each of up to the largest payload.
     bound = 4 * 64 * (8 * 4096 + (1 << 18))
-    assert growth < bound, f"{growth} bytes more"
-    assert sum(report["dropped"].values()) > 0.7 * sent, report["dropped"]
-    assert len(report["dropped"]) < 30, "few reasons, so few lines in the log"
+    assert growth < bound, f"{growth} bytes more, with what the attacker holds"
+    assert sum(dropped.values()) > 0.7 * sent, dropped
+    assert len(dropped) < 30, "few reasons, so few lines in the log"

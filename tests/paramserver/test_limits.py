@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from roles import roles
+from roles import PlainRoles
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
@@ -35,7 +35,7 @@ def test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number(tmp_p
     with pytest.raises(ConfigurationError, match=f"the coordinator needs {needed} open files.*may have 1000"):
         CoordinatorService(CoordinatorSettings(f"ipc://{tmp_path}/c", 500, 10))
     with pytest.raises(ConfigurationError, match=f"server 0 needs {files_of_server(500, 1)} open files"):
-        roles(tmp_path, workers=500).__enter__()
+        PlainRoles(tmp_path, workers=500)
 
 
 MIB = 1 << 20
@@ -76,7 +76,7 @@ def test_an_endless_message_takes_no_more_memory_than_was_declared(tmp_path):
 
 
 def test_what_a_server_declares_is_more_than_it_takes(tmp_path):
-    with roles(tmp_path, (1_000_000,), workers=1) as run:
+    with PlainRoles(tmp_path, (1_000_000,), workers=1) as run:
         server = run.servers[0]
         declared = server.declared_memory
         worker, _ = run.worker()
@@ -86,7 +86,7 @@ def test_what_a_server_declares_is_more_than_it_takes(tmp_path):
         for _ in range(5):
             run.step(worker)
         taken = memory() - before
-    assert memory_of_server(4_000_000, 5, 1, server._bounds.payload) == declared
+    assert memory_of_server(4_000_000, 5, 1, server.bounds.payload) == declared
     assert declared > GIB + 4 * taken, f"{taken} bytes were taken, by the worker and the server"
 
 

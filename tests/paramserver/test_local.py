@@ -1,21 +1,18 @@
 """Mode local: workers make their own steps, and the servers an outer one on the mean of what these have changed."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from local_cluster import Cluster
 from ranks import run_apart
-from roles import roles
+from roles import PlainRoles, Roles, join
 from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, specify
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.worker.pulls import Target
 
@@ -67,9 +64,13 @@ def joined(connect: Callable[..., Any]) -> tuple[nn.Module, torch.optim.Optimize
     return network, make_optimizer(network, SGD), parameters, worker
 
 
-def train(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> tuple[list[Tensor], dict[str, Any]]:
+def train(
+    connect: Callable[..., Any], id: int, outer: list[dict[str, Any]], dies: Callable[[], None] | None
+) -> tuple[list[Tensor], dict[str, Any]]:
     network, inner, parameters, worker = joined(connect)
     for number in range(ROUNDS):
+        if dies is not None and (id, number) == (0, ROUNDS // 2):
+            dies()
         own_steps(network, inner, id, number)
         worker.begin_step(outer, SAMPLES[id] * OWN_STEPS)
         for index, parameter in enumerate(parameters):
@@ -82,13 +83,13 @@ def train(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> 
     return [p.detach() for p in parameters], state
 
 
-@pytest.mark.parametrize("outer", [DILOCO, AVERAGING], ids=["diloco", "averaging"])
-def test_local_mode_equals_diloco_in_one_process(outer: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("outer", "dies"), [(DILOCO, False), (DILOCO, True), (AVERAGING, False)])
+def test_local_mode_equals_diloco_in_one_process(outer: dict[str, Any], dies: bool, tmp_path: Path) -> None:
+    """Also when a server dies in the middle."""
     expected, momentum = run_apart(diloco, outer)
-    specification = specify(outer, 2, servers=2, mode="local", slice_bytes=512)
-    with Cluster(specification, tmp_path) as cluster:
-        cluster.start_workers(train, [group.options for group in specification.groups])
-        (first, state), (second, _) = cluster.results()
+    specification = specify(outer, 2, servers=2, replication=2, mode="local", slice_bytes=512)
+    with Roles(tmp_path, specification) as run:
+        (first, state), (second, _) = run.train(train, run.options, (lambda: run.lose(1)) if dies else None)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     for got, value in zip(first, expected, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
@@ -165,9 +166,8 @@ def test_fragments_whose_values_come_late_equal_one_process(outer: dict[str, Any
     """Own steps go on meanwhile, and none of them is lost or counts twice."""
     expected = run_apart(streaming, outer)
     specification = specify(outer, 2, servers=2, mode="local", slice_bytes=512)
-    with Cluster(specification, tmp_path) as cluster:
-        cluster.start_workers(stream, [group.options for group in specification.groups])
-        found = cluster.results()
+    with Roles(tmp_path, specification) as run:
+        found = run.train(stream, run.options)
     for got, value in zip(found, expected, strict=True):
         torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
 
@@ -176,58 +176,35 @@ def test_fragments_whose_values_come_late_equal_one_process(outer: dict[str, Any
 def test_what_a_worker_sends_is_the_difference_to_what_it_was_given(options: dict[str, Any], tmp_path: Path) -> None:
     """What is left out of a push comes with a later one, and what a pull rounds is not taken for a worker's doing."""
 
-    def follow(connect: Callable[..., Any], id: int) -> list[Tensor]:
-        parameters = [torch.full((64,), 1 / 3, dtype=torch.float64)]
-        worker = connect(parameters)
-        worker.initialise()
-        worker.join()
-        for number in range(8):
-            if number < 4:
-                parameters[0].sub_(torch.arange(64) / 64)
-            worker.begin_step(outer, 1)
-            worker.push(0, parameters[0])
-            worker.end_step()
-            worker.wait_all()
-        worker.refresh()
-        worker.close()
-        return parameters
-
     named = [("w", nn.Parameter(torch.zeros(64, dtype=torch.float64)))]
     optimizer = torch.optim.SGD([named[0][1]], lr=1.0)
-    outer = hyperparameters(optimizer)
-    specification = Specification.of(named, optimizer, 1, mode="local", **options)
-    with Cluster(specification, tmp_path) as cluster:
-        cluster.start_workers(follow)
-        ((got,),) = cluster.results()
+    with Roles(tmp_path, Specification.of(named, optimizer, 1, mode="local", **options)) as run:
+        got = torch.full((64,), 1 / 3, dtype=torch.float64)
+        worker = run.connect(0, [got])
+        join([worker])
+        for number in range(8):
+            if number < 4:
+                got.sub_(torch.arange(64) / 64)
+            run.step(worker, [got])
+        worker.refresh()
     torch.testing.assert_close(got, 1 / 3 - 4 * torch.arange(64).double() / 64, rtol=1e-6, atol=1e-6)
 
 
 def test_a_server_that_comes_again_in_the_first_round_is_given_the_values_that_it_began_with(tmp_path: Path) -> None:
     """What a worker's own steps have made of them comes with its push: it would count twice."""
-    with roles(tmp_path, (40,), mode="local") as run:
-        worker, (value,) = run.worker()
-        worker.initialise()
-        worker.join()
+    with PlainRoles(tmp_path, mode="local") as run:
+        worker, (value,) = run.joined()
         value.sub_(1.0)
         run.kill(0)
-        after = replace(run.view, number=2, servers=(ServerInfo(0, run.view.servers[0].endpoint, since=2),))
-        run.show("server-0", after)
-        run.show("worker-0", after)
-        run.serve(0)
-        worker.begin_step(hyperparameters(run.optimizer), 1)
-        worker.push(0, value)
-        worker.end_step()
-        worker.wait_all()
+        run.serve_again(0)
+        run.step(worker, [value])
     torch.testing.assert_close(value, torch.full_like(value, -0.5))
 
 
 def test_both_sides_of_a_cut_go_on_and_the_outer_step_brings_them_together(tmp_path: Path) -> None:
     """The other's push does not come; then it does, and what was done meanwhile is kept, and counts in the next."""
-    with roles(tmp_path, (6, 100), workers=2, mode="local") as run:
-        (one, mine), (other, theirs) = run.worker(0), run.worker(1)
-        one.initialise()
-        for worker in (one, other):
-            worker.join()
+    with PlainRoles(tmp_path, (6, 100), workers=2, mode="local") as run:
+        (one, mine), (other, theirs) = run.all_joined()
         options = hyperparameters(torch.optim.SGD(run.parameters, lr=1.0))
 
         def push(worker: Worker, values: list[Tensor]) -> None:

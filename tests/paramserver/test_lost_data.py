@@ -1,20 +1,17 @@
 """Any message between workers and servers may be lost, and nobody waits for ever: they ask what the other holds."""
 
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from roles import Roles, roles
+from roles import PlainRoles, Roles
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind
 from cnnstrategies.paramserver.worker import worker as worker_role
 from cnnstrategies.paramserver.worker.worker import Wait
@@ -34,7 +31,7 @@ class Wire:
             server.role.handlers.handle = self._lossy(server.role.handlers.handle)  # type: ignore[method-assign]
 
     def to(self, worker: Worker) -> None:
-        worker._role.on_message = self._lossy(worker._role.on_message, at_worker=True)  # type: ignore[method-assign]
+        worker.role.on_message = self._lossy(worker.role.on_message, at_worker=True)  # type: ignore[method-assign]
 
     def _lossy(self, handle: Callable[..., None], at_worker: bool = False) -> Callable[..., None]:
         def act(peer: int, header: Header, payload: memoryview) -> None:
@@ -50,7 +47,7 @@ MODES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def train(run: Roles, worker: Worker, steps: int) -> None:
+def train(run: PlainRoles, worker: Worker, steps: int) -> None:
     worker.join()
     for _ in range(steps):
         run.step(worker)
@@ -69,7 +66,7 @@ def test_training_is_the_same_when_messages_are_lost(
             left[kind] -= 1
             return left[kind] >= 0 or chance.random() < 0.2
 
-    with roles(tmp_path, (40, 30, 20), servers=2, slice_bytes=64, **MODES[mode]) as run:
+    with PlainRoles(tmp_path, (40, 30, 20), servers=2, slice_bytes=64, **MODES[mode]) as run:
         wire = Wire(run, loses)
         worker, values = run.worker()
         wire.to(worker)
@@ -90,52 +87,11 @@ def test_training_is_the_same_when_messages_are_lost(
     assert clock is False, "every server knows that it has left"
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_server_that_learns_of_a_failover_after_the_worker(mode: str, tmp_path: Path) -> None:
-    with roles(tmp_path, (40, 30), servers=2, replication=2, mode=mode) as run:
-        worker, values = run.worker()
-        worker.initialise()
-        train(run, worker, 2)
-        run.kill(0)
-        after = replace(run.view, number=2, servers=run.view.servers[1:], lost=(0,))
-        run.show("worker-0", after)
-        told = threading.Event()
-
-        def tell() -> None:
-            told.set()
-            run.show("server-1", after)
-
-        late = threading.Timer(0.5, tell)
-        late.start()
-        run.step(worker)
-        assert told.is_set(), "it cannot go on before"
-        late.join()
-    for value in values:
-        torch.testing.assert_close(value, torch.full_like(value, -0.5 * (1 + 1.5 + 1.75)))
-
-
-def test_servers_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
-    hole = socket.socket(socket.AF_UNIX)
-    hole.bind(str(tmp_path / "hole"))
-    hole.listen()
-    with roles(tmp_path, servers=2, replication=2, mode="async", timeout=1.5) as run:
-        there, elsewhere = run.view.servers
-        deaf = replace(run.view, number=2, servers=(there, replace(elsewhere, endpoint=f"ipc://{tmp_path}/hole")))
-        run.show("server-0", deaf)
-        run.show("server-1", replace(run.view, number=2))
-        worker, _ = run.worker(view=replace(run.view, number=2))
-        worker.initialise()
-        with pytest.raises(ServersUnreachableError, match=r"server 1 has heard nothing from server 0 for 3 s"):
-            train(run, worker, 3)
-
-
 def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Path) -> None:
     """As on a slow link that is full of gradients: what a server answers last of all it has not read yet."""
-    with roles(tmp_path, timeout=4.0) as run:
-        worker, _ = run.worker()
-        worker.initialise()
-        worker.join()
-        connections = worker._role._connections
+    with PlainRoles(tmp_path, timeout=4.0) as run:
+        worker, _ = run.joined()
+        connections = worker.role.connections
         handle = connections.send
         connections.send = lambda server, kind, *a, **k: 0 if kind == Kind.HELLO else handle(server, kind, *a, **k)  # type: ignore
         ends = time.monotonic() + 5.0
@@ -143,4 +99,4 @@ def test_who_sends_for_long_is_not_taken_for_one_that_hears_nothing(tmp_path: Pa
         def waiting() -> bool:
             return time.monotonic() < ends
 
-        worker._wait(Wait(waiting, lambda: handle(0, Kind.VALUE)))  # Which no server answers.
+        worker.wait_for(Wait(waiting, lambda: handle(0, Kind.VALUE)))  # Which no server answers.

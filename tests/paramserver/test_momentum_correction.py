@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from local_cluster import Cluster
 from ranks import run_apart
-from roles import Roles, roles
+from roles import PlainRoles, Roles
 from test_sync import shares_of, train
 from torch import Tensor, nn
 from training import SGD, batches, make_network, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.compression import Encoder, decode
-from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.worker.momentum import MomentumCorrection, share
@@ -96,8 +93,8 @@ def test_the_share_that_is_sent_halves_step_by_step() -> None:
 def test_a_worker_sends_fewer_bytes_in_each_step_of_the_warm_up(tmp_path: Path) -> None:
     """8 bytes for each of 16, 8, 4, 2, 1 and 1 elements."""
     options = {"compression": "topk", "compression_ratio": 1 / 64, "compression_warmup": 4}
-    with roles(tmp_path, (64,), **options) as run:
-        worker, _ = begin(run)
+    with PlainRoles(tmp_path, (64,), **options) as run:
+        worker, _ = run.joined()
         sent = [0]
         for _ in range(6):
             run.step(worker)
@@ -115,9 +112,8 @@ def test_where_everything_is_sent_it_is_the_momentum_of_one_process(
     expected, state = run_apart(train_alone, options, batches(5, 12))
     corrected = {"compression": "topk", "compression_ratio": 1.0, "momentum_correction": True}
     corrected["pull_compression"] = pulled
-    with Cluster(specify(options, workers, servers=2, **corrected), tmp_path) as cluster:
-        cluster.start_workers(train, options, shares_of(workers, 12), 12, 1, state)
-        results = cluster.results()
+    with Roles(tmp_path, specify(options, workers, servers=2, **corrected)) as run:
+        results = run.train(train, options, shares_of(workers, 12), 12, 1, state)
     for network, _ in results:
         assert distance(network, expected) < 1e-6
     got = results[0][1]
@@ -135,28 +131,23 @@ def test_async_clips_a_gradient_before_it_becomes_velocity(limit: dict[str, floa
 
     expected, _ = run_apart(train_alone, SGD, batches(5, 12), clip)
     corrected = {"compression": "topk", "compression_ratio": 1.0, "momentum_correction": True}
-    with Cluster(specify(SGD, 1, mode="async", **limit, **corrected), tmp_path) as cluster:
-        cluster.start_workers(train, SGD, [slice(0, 12)], 12)
-        ((network, _),) = cluster.results()
+    with Roles(tmp_path, specify(SGD, 1, mode="async", **limit, **corrected)) as run:
+        ((network, _),) = run.train(train, SGD, [slice(0, 12)], 12)
     assert distance(network, expected) < 1e-6
 
 
 def test_a_push_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
     """The third push goes to a server that has died; the copy gets it. The numbers are those of the test above."""
-    with roles(tmp_path, (4,), servers=2, replication=2, **CORRECTED) as run:
-        worker, values = begin(run)
+    with PlainRoles(tmp_path, (4,), servers=2, replication=2, **CORRECTED) as run:
+        worker, (values,) = run.joined()
         for number in range(4):
-            worker.begin_step(hyperparameters(run.optimizer), 1)
+            worker.begin_step(run.options, 1)
             if number == 2:
-                dead = cut(run.specification)[0].servers[0]
-                run.kill(dead)
+                run.kill(dead := cut(run.specification)[0].servers[0])
             worker.push(0, GRADIENT)
             worker.end_step()
             if number == 2:
-                left = tuple(info for info in run.view.servers if info.id != dead)
-                after = replace(run.view, number=2, servers=left, lost=(dead,))
-                run.show(f"server-{1 - dead}", after)
-                run.show("worker-0", after)
+                run.publish(servers=tuple(info for info in run.view.servers if info.id != dead))
             worker.wait_all()
         assert values.tolist() == [-0.5 * sent for sent in (4 + 10, 5, 6.125, 0)]
 
@@ -165,35 +156,17 @@ def test_who_takes_a_workers_place_begins_without_velocity_and_goes_on_with_the_
     """Of 64 elements the steps send 16, 8 and 4; the third is another worker's, and sends its gradient alone."""
     gradient = torch.arange(64.0)
     options = CORRECTED | {"mode": "async", "compression_ratio": 1 / 64, "compression_warmup": 4}
-    with roles(tmp_path, (64,), **options) as run:
-        worker, _ = begin(run)
+    with PlainRoles(tmp_path, (64,), **options) as run:
+        worker, _ = run.joined()
         for _ in range(2):
-            push(run, worker, gradient)
-        after = replace(run.view, number=2, workers=(WorkerInfo(0, 1),))
-        run.show("server-0", after)
-        run.show("worker-0", after)
+            run.step(worker, [gradient])
+        run.with_worker(0, 1)
         values = torch.zeros(64)
-        run.workers.append(Worker(run.specification, [values], run.views("worker-0"), 0, 1))
-        assert run.workers[-1].join() == 2
+        second = run.connect(0, [values], 1)
+        assert second.join() == 2
         before = values.clone()
-        push(run, run.workers[-1], gradient)
+        run.step(second, [gradient])
     assert torch.equal(before - values, 0.5 * torch.cat([torch.zeros(60), gradient[60:]]))
-
-
-def begin(run: Roles) -> tuple[Worker, Tensor]:
-    """A worker of the run's first step, and its only parameter."""
-    worker, (values,) = run.worker()
-    worker.initialise()
-    worker.join()
-    return worker, values
-
-
-def push(run: Roles, worker: Worker, gradient: Tensor) -> None:
-    """One step, to its end."""
-    worker.begin_step(hyperparameters(run.optimizer), 1)
-    worker.push(0, gradient)
-    worker.end_step()
-    worker.wait_all()
 
 
 def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

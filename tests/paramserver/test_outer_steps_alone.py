@@ -86,7 +86,7 @@ def joined(run: Roles, number: int, strategy: ParameterServerStrategy) -> tuple[
     worker = run.connect(number, [parameter.data for parameter in module.parameters()])
     join([worker])
     outer = strategy.options.outer_steps(run.specification, [])
-    return module.network, Stepper(module, worker, run.specification, optimizer, False, outer, workers=lambda: 2)
+    return module.network, Stepper(module, worker, run.specification, optimizer, outer=outer, workers=lambda: 2)
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["", "a server dies"])

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zmq
-from local_cluster import Cluster
 from ranks import run_apart
-from test_sync import assert_same, shares_of, train
-from torch import Tensor
-from training import SGD, batches, specify, train_alone
+from roles import Roles, join
+from test_sync import shares_of, train
+from training import SGD, assert_same, batches, specify, train_alone
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import supervision
@@ -32,7 +30,6 @@ from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.drivers.sockets import KNOCK_MS, Context, Listener, client_socket, server_socket
 from cnnstrategies.paramserver.errors import ServersUnreachableError
-from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.private_directory import (
     PREFIX,
@@ -80,9 +77,8 @@ def test_a_network_needs_encryption_or_an_explicit_word_the_loopback_too(endpoin
 
 def test_encrypted_servers_with_copies_train_the_same_model(tmp_path: Path) -> None:
     expected, _ = run_apart(train_alone, SGD, batches(5, 12))
-    with Cluster(specify(SGD, 2, servers=2, replication=2), tmp_path, encrypted=True) as cluster:
-        cluster.start_workers(train, SGD, shares_of(2, 12), 12)
-        for network, _ in cluster.results():
+    with Roles(tmp_path, specify(SGD, 2, servers=2, replication=2), encrypted=True) as run:
+        for network, _ in run.train(train, SGD, shares_of(2, 12), 12):
             assert_same(network, expected)
 
 
@@ -109,33 +105,16 @@ def test_only_who_is_admitted_gets_a_message_through() -> None:
 
 def test_a_key_that_is_not_the_members_own_gets_nowhere(tmp_path: Path) -> None:
     """Neither a stranger's key, nor that of worker 1 in worker 0's name."""
-    specification = specify(SGD, 2)
-    impatient = replace(specification, timeout=1.0)
-
-    def intrude(keys: KeyPair) -> Callable[..., Any]:
-        def work(connect: Callable[..., Any], id: int) -> None:
-            parameters = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
-            worker = Worker(impatient, parameters, FileViews(tmp_path / "view.json"), 0, keys=keys)
+    with Roles(tmp_path, specify(SGD, 2), encrypted=True) as run:
+        impatient = replace(run.specification, timeout=1.0)
+        worker, values = run.worker()
+        for keys in (KeyPair.create(), run.keys["worker-1"]):
+            intruder = Worker(impatient, values, run.views("worker-0"), 0, keys=keys)
             with pytest.raises(ServersUnreachableError, match="no answer from server 0"):
-                worker.initialise()
-
-        return work
-
-    def pull(connect: Callable[..., Any], id: int) -> list[Tensor]:
-        parameters = [torch.ones(info.shape, dtype=torch.float64) for info in specification.parameters]
-        worker = connect(parameters)
-        worker.initialise()
-        worker.join()
-        return parameters
-
-    with Cluster(specification, tmp_path, encrypted=True) as cluster:
-        for number, keys in enumerate((KeyPair.create(), cluster.keys["worker-1"])):
-            cluster.start_worker(10 + number, intrude(keys))
-            cluster.result(10 + number)
-        cluster.start_worker(0, pull)
-        assert all(torch.equal(value, torch.ones_like(value)) for value in cluster.result(0))
-        dropped = cluster.server_report(0)["dropped"]
-    assert set(dropped) == {"a key that is not its sender's"}
+                intruder.initialise()
+            intruder.close()
+        join([worker])
+        assert set(run.servers[0].dropped) == {"a key that is not its sender's"}
 
 
 # The stranger
@@ -240,7 +219,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
     watch = Supervision(Address("", "supervision", 0), keys)
     settings = CoordinatorSettings("tcp://127.0.0.1:*", 1, 1, 60.0, supervisor=watch.process)
     with CoordinatorService(settings, keys) as service:
-        role = service._loop._role
+        role = service.loop.role
         assert isinstance(role, Coordinator)
         thread = threading.Thread(target=service.run, daemon=True)
         thread.start()
@@ -270,18 +249,18 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
             wait_until(lambda: service.dropped - dropped >= len(lies) - 1)
             assert [parse(stranger.recv_multipart())[1].kind for _ in range(stranger.poll(0))] in ([], ["registered"])
         assert thread.is_alive()
-        assert role._roster.at("worker", 0) is victim
-        assert role._ended is None
-        assert not role._values._values
-        assert not role._restart.notices
+        assert role.roster.at("worker", 0) is victim
+        assert role.ended is None
+        assert not role.values.names
+        assert not role.restart.notices
         stranger.close(0)
         context.term()
         if key == "a member's own":
             liar.close(leave=False)
         membership.close()
-        assert role._ended is not None, "the worker itself may leave"
+        assert role.ended is not None, "the worker itself may leave"
         watch.coordinator = replace(watch.coordinator, coordinator=service.endpoint)
-        watch._send("stop", {"members": [["worker", 0], ["server", 0]]})
+        watch.send("stop", {"members": [["worker", 0], ["server", 0]]})
         thread.join(60)
         assert not thread.is_alive(), "the supervision itself may stop it"
 
@@ -317,7 +296,7 @@ def test_a_key_belongs_to_one_life_of_one_member() -> None:
     for _ in range(9):
         stranger = KeyPair.create().public
         register(Peer("worker", 0, 0, fingerprint(stranger)), stranger)
-    assert len(bindings._bound) == 3
+    assert len(bindings.bound) == 3
     assert bindings.admits(own.public), "a member's key is not forgotten, however many come"
 
 
@@ -327,7 +306,7 @@ def test_a_member_registers_anew_with_a_coordinator_that_follows_another(tmp_pat
 
     def hears(service: CoordinatorService) -> bool:
         heard: list[Peer] = []
-        service._loop.message = lambda sender, message: heard.append(sender)  # type: ignore[method-assign]
+        service.loop.message = lambda sender, message: heard.append(sender)  # type: ignore[method-assign]
         deadline = time.monotonic() + 30
         service.run(lambda: bool(heard) or time.monotonic() > deadline)
         return bool(heard)

@@ -1,21 +1,19 @@
 """Small parameters that share a slice train as if each had its own, also in steps in which some have no gradient."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from roles import Roles, roles
+from roles import PlainRoles
 from torch import Tensor, nn
 from training import specify
 
-from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
 from cnnstrategies.paramserver.server.pushes import Pushes
 from cnnstrategies.paramserver.slicing import SHARED_BYTES, cut
-from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.specification import Specification
 
 SIZES = (40, 3, 5, 2, 400)
 STEPS = 8
@@ -30,44 +28,33 @@ def gradient(index: int, step: int) -> Tensor:
     return torch.linspace(-1, 1, SIZES[index]) * (1 + index) + 0.1 * step
 
 
-def alone(run: Roles) -> tuple[list[Tensor], dict[str, Any]]:
+def gradients(step: int) -> list[Tensor | None]:
+    return [gradient(index, step) if has_gradient(index, step) else None for index in range(len(SIZES))]
+
+
+def alone(run: PlainRoles) -> tuple[list[Tensor], dict[str, Any]]:
     """The values and the optimizer's state of one process."""
     optimizer = torch.optim.SGD(run.parameters, lr=0.5, momentum=0.5)
     for step in range(STEPS):
-        for index, parameter in enumerate(run.parameters):
-            parameter.grad = gradient(index, step) if has_gradient(index, step) else None
+        for parameter, own in zip(run.parameters, gradients(step), strict=True):
+            parameter.grad = own
         optimizer.step()
     return [parameter.detach() for parameter in run.parameters], optimizer.state_dict()
-
-
-def step(run: Roles, worker: Worker) -> None:
-    number = worker.step
-    worker.begin_step(hyperparameters(run.optimizer), 1)
-    for index in reversed(range(len(SIZES))):
-        if has_gradient(index, number):
-            worker.push(index, gradient(index, number))
-    worker.end_step()
-    worker.wait_all()
 
 
 @pytest.mark.parametrize("options", [{}, {"mode": "async"}, {"clip_norm": 1e6}, {"compression": "fp16"}])
 @pytest.mark.parametrize("dies", [False, True])
 def test_training_equals_one_process(tmp_path: Path, options: dict[str, Any], dies: bool) -> None:
     """A copy takes over in the middle, after steps in which some had none."""
-    with roles(tmp_path, SIZES, servers=2, replication=2, slice_bytes=512, **options) as run:
+    with PlainRoles(tmp_path, SIZES, servers=2, replication=2, slice_bytes=512, **options) as run:
         assert [len(slice_.parts) for slice_ in cut(run.specification)] == [4, 1, 1, 1, 1]
-        worker, values = run.worker()
-        worker.initialise()
-        worker.join()
+        worker, values = run.joined()
         for number in range(STEPS):
             if dies and number == 6:
-                dead = cut(run.specification)[0].servers[0]
-                run.kill(dead)
-                left = tuple(server for server in run.view.servers if server.id != dead)
-                view = replace(run.view, number=2, servers=left, lost=(dead,))
-                for who in ("worker-0", f"server-{1 - dead}"):
-                    run.show(who, view)
-            step(run, worker)
+                run.lose(cut(run.specification)[0].servers[0])
+            run.step(
+                worker, [gradient(one, number) if has_gradient(one, number) else None for one in range(len(SIZES))]
+            )
         state = worker.optimizer_state()
         expected, expected_state = alone(run)
     tolerance: dict[str, Any] = {"rtol": 1e-3, "atol": 2e-3} if "compression" in options else {}

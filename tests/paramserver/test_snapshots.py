@@ -2,203 +2,73 @@
 
 import contextlib
 import os
-import random
 import resource
-import signal
 import stat
-import time
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_cluster import Cluster, wait_for
-from ranks import run_apart
-from training import SGD, Replica, batches, specify, train_alone
+from roles import PlainRoles, until
+from training import SGD, specify
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.drivers import snapshot_files
-from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.drivers.snapshot_files import _Summed, read
+from cnnstrategies.paramserver.drivers.snapshot_files import SummedFile, read
 from cnnstrategies.paramserver.drivers.snapshots import SnapshotWriter
-from cnnstrategies.paramserver.effects import Effects, Parcel, Say
-from cnnstrategies.paramserver.messages import Header, Kind
-from cnnstrategies.paramserver.server import roll_call
+from cnnstrategies.paramserver.effects import Say
+from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.snapshots import Snapshots
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.worker.worker import WorkerRole
-
-STEPS = 60
-SHARES = [slice(0, 6), slice(6, 12)]
 
 
-def train(connect: Callable[..., Any], id: int, pause_before: int | None = None, killed: bool = False) -> Any:
-    """Trains `STEPS` steps; may wait before one of them until the test goes on, or at the end until it has killed."""
-    replica = Replica(connect, SGD)
-    replica.worker.initialise()
-    data = batches(STEPS, 12)
-    for step in range(replica.worker.join(), STEPS):
-        if step == pause_before:
-            replica.worker.wait_all()
-            Path("paused").touch()
-            wait_for(Path("goes-on"))
-        if killed and step == STEPS - 5:
-            wait_for(Path("killed"))
-        images, targets = data[step]
-        share = slice(0, 12) if pause_before is not None else SHARES[id]
-        replica.step(images[share], targets[share])
-        Path(f"trained-{id}").touch()
-        time.sleep(0.005)
-    replica.worker.wait_all()
-    replica.worker.leave()
-    return replica.network.state_dict()
+def is_saved(directory: Path, version: int) -> bool:
+    """Whether the newest snapshot of the only server is of a version."""
+    for path in directory.glob("run-*/server-0/newest"):
+        with contextlib.suppress(FileNotFoundError):
+            return set(read(path)["versions"].values()) == {version}
+    return False
 
 
-def replace(cluster: Cluster, server: int) -> None:
-    cluster.without_server(server)
-    cluster.start_server(server)
-
-
-def assert_went_on(cluster: Cluster, results: list[Any], lost: range) -> None:
-    for name, value in results[0].items():
-        assert torch.equal(value, results[1][name])
-    *others, last = [cluster.server_report(server) for server in cluster.servers]
-    assert last["lost"] in lost
-    made = [members for _, members in last["log"] if members]
-    assert set(made) == {frozenset(range(2))}, "no worker's gradient is missing in a step that was not lost"
-    for other in others:
-        assert other["lost"] == 0
-        assert [step for step, _ in other["log"]] == list(range(STEPS))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_server_killed_at_any_moment_says_what_is_lost(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", 60.0)
-    chance = random.Random(seed)
-    options = {"snapshot_every": 25, "snapshot_directory": str(tmp_path / "snapshots")}
-    with Cluster(specify(SGD, 2, servers=2, **options), tmp_path) as cluster:
-        cluster.start_workers(train, None, True)
-        for worker in range(2):
-            wait_for(tmp_path / f"trained-{worker}")
-        time.sleep(chance.uniform(0, 0.2))
-        cluster.kill(cluster.servers[1])
-        replace(cluster, 1)
-        Path("killed").touch()
-        # The snapshot is begun when the 25th step is applied; others are made while it is being written.
-        assert_went_on(cluster, cluster.results(), range(50))
-
-
-def die_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch, server: int, version: int, slices: int) -> None:
-    """Have a server killed when some of its slices are answered with a version, and the others not yet."""
-    act, on_message = ServerService._act, WorkerRole.on_message
-    done: set[int] = set()
-    answers: set[tuple[int | bytes, int]] = set()
-
-    def last_act(self: ServerService, effects: Effects) -> None:
-        for effect in effects:
-            act(self, [effect])
-            if self.role.id != server or not isinstance(effect, Parcel) or effect.header.kind != Kind.PULLED:
-                continue
-            if effect.header.base >= version:
-                done.add(effect.header.key)
-                answers.add((effect.to, effect.header.key))
-            if len(done) == slices and not Path("dead").exists():
-                for bundle in self._bundles.values():
-                    bundle.flush()
-                while len(list(Path().glob("answered-*"))) < len(answers):
-                    time.sleep(0.002)
-                while not list(Path("snapshots").glob(f"run-*/server-{server}/newest")):
-                    time.sleep(0.002)  # A thread writes the first one, and may take longer than some steps.
-                Path("dead").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    def note(self: WorkerRole, sender: int, header: Header, payload: memoryview) -> None:
-        on_message(self, sender, header, payload)
-        if sender == server and header.kind == Kind.PULLED and header.base >= version:
-            Path(f"answered-{os.getpid()}-{header.key}").touch()
-
-    monkeypatch.setattr(ServerService, "_act", last_act)
-    monkeypatch.setattr(WorkerRole, "on_message", note)
-
-
-MODES: dict[str, dict[str, Any]] = {
-    "sync": {"mode": "sync"},
-    "clipped": {"mode": "sync", "clip_norm": 0.3},
-    "async": {"mode": "async"},
-    "ssp": {"mode": "ssp", "staleness": 1},
-}
-
-
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES.keys())
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("slices", [1, 4])
-def test_what_was_answered_of_a_step_is_not_waited_for_again(
-    slices: int, servers: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", 60.0)
-    die_in_the_middle_of_a_step(monkeypatch, servers - 1, 10, slices)
-    options = {"snapshot_every": 100, "snapshot_directory": str(tmp_path / "snapshots"), **options}
-    with Cluster(specify(SGD, 2, servers=servers, **options), tmp_path) as cluster:
-        cluster.start_workers(train)
-        wait_for(tmp_path / "dead")
-        replace(cluster, servers - 1)
-        results = cluster.results()
-        if options["mode"] == "sync":
-            assert_went_on(cluster, results, range(10, 11))
-
-
-def wait_for_snapshot(directory: Path, version: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for path in directory.glob("run-*/server-0/newest"):
-            with contextlib.suppress(FileNotFoundError):
-                if set(read(path)["versions"].values()) == {version}:
-                    return
-        time.sleep(0.01)
-    raise AssertionError(f"no snapshot of version {version}")
-
-
-def test_a_worker_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
-    def work(connect: Callable[..., Any], id: int) -> Any:
-        if id == 0:
-            return train(connect, id, 2)
-        replica = Replica(connect, SGD)
-        replica.worker.join()
-        replica.worker.leave()
-        wait_for(tmp_path / "result-0")
-        return None
-
+@pytest.mark.parametrize("mode", [{}, {"mode": "async"}], ids=["sync", "async"])
+def test_a_snapshot_of_the_present_step_loses_nothing(mode: dict[str, Any], tmp_path: Path) -> None:
+    """Nor does a server that comes back wait for a worker that has left."""
     options = {"snapshot_every": 1, "snapshot_directory": str(tmp_path)}
-    with Cluster(specify(SGD, 2, **options), tmp_path) as cluster:
-        cluster.start_workers(work)
-        wait_for(tmp_path / "paused")
-        wait_for_snapshot(tmp_path, 2)
-        cluster.kill(cluster.servers[0])
-        replace(cluster, 0)
-        Path("goes-on").touch()
-        cluster.results()
+    with PlainRoles(tmp_path, (40, 30), workers=2, **mode, **options) as run:
+        (worker, values), (other, _) = run.all_joined()
+        other.leave()
+        for step in range(4):
+            if step == 2:
+                until(lambda: is_saved(tmp_path, 2))
+                run.kill(0)
+                run.serve_again(0)
+            run.step(worker)
+        assert run.servers[0].lost_updates == 0
+    for value in values:
+        torch.testing.assert_close(value, torch.full_like(value, -0.5 * (1 + 1.5 + 1.75 + 1.875)))
 
 
-def test_a_snapshot_of_the_present_step_loses_nothing(tmp_path: Path) -> None:
-    expected, _ = run_apart(train_alone, SGD, batches(STEPS, 12))
-    options = {"snapshot_every": 1, "snapshot_directory": str(tmp_path)}
-    with Cluster(specify(SGD, 1, **options), tmp_path) as cluster:
-        cluster.start_workers(train, 2)
-        wait_for(tmp_path / "paused")
-        wait_for_snapshot(tmp_path, 2)
-        cluster.kill(cluster.servers[0])
-        replace(cluster, 0)
-        Path("goes-on").touch()
-        got = cluster.result(0)
-        assert cluster.server_report(0)["lost"] == 0
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_a_worker_that_has_left_hears_what_a_server_that_was_started_again_has(snapshot: bool, tmp_path: Path) -> None:
+    options = {"snapshot_every": 1, "snapshot_directory": str(tmp_path)} if snapshot else {}
+    with PlainRoles(tmp_path, mode="ssp", staleness=2, **options) as run:
+        worker, (value,) = run.joined()
+        run.step(worker)
+        worker.leave()
+        if snapshot:
+            until(lambda: is_saved(tmp_path, 1))
+        run.kill(0)
+        threading.Timer(0.1, run.serve_again, args=(0,)).start()
+        if snapshot:
+            worker.refresh()
+            assert value.unique().tolist() == [-0.5]
+        else:
+            with pytest.raises(ServersUnreachableError, match="server 0 was started again, but its slices"):
+                worker.refresh()
 
 
 def specification_with(directory: Path, session: int = 5) -> Specification:
@@ -330,7 +200,7 @@ def crash_at(call: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if calls == call:
             os._exit(1)
 
-    for owner, name in ((Path, "replace"), (Path, "unlink"), (os, "fsync"), (os, "open"), (_Summed, "write")):
+    for owner, name in ((Path, "replace"), (Path, "unlink"), (os, "fsync"), (os, "open"), (SummedFile, "write")):
         original = getattr(owner, name)
         instead = lambda *a, original=original, name=name, **k: (count(name), original(*a, **k))[1]  # noqa: E731
         monkeypatch.setattr(owner, name, instead)

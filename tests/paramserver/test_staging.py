@@ -5,13 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from late_copies import LateCopies
-from roles import roles
+from roles import PlainRoles, join
 
 from cnnstrategies.paramserver import api
-from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.drivers import staging
 from cnnstrategies.paramserver.drivers.staging import CudaCopies, Staging, staging_for
-from cnnstrategies.paramserver.specification import hyperparameters
 
 STEPS = 5
 
@@ -20,7 +18,7 @@ def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path, monkey
     """The gradient is made of the values that are there; one parameter is cut into slices, two share one."""
     copies = LateCopies()
     monkeypatch.setattr(api, "staging_for", lambda parameters: Staging(parameters, copies))
-    with roles(tmp_path, parameters=(3000, 7, 5), workers=1, servers=2, slice_bytes=4096) as cluster:
+    with PlainRoles(tmp_path, sizes=(3000, 7, 5), workers=1, servers=2, slice_bytes=4096) as cluster:
         worker, values = cluster.worker()
         start = [torch.arange(value.numel()).to(value) + 1 for value in values]
         for value, first in zip(values, start, strict=True):
@@ -37,7 +35,7 @@ def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path, monkey
                     copies.compute()
                     assert torch.allclose(value, expected[index]), (step, index)
                 gradients.append(value / 8)
-            worker.begin_step(hyperparameters(cluster.optimizer), 1)
+            worker.begin_step(cluster.options, 1)
             copies.compute()
             gradients[0] = values[0] / 8
             for index in (2, 1, 0):
@@ -115,17 +113,14 @@ def test_parameters_of_the_host_are_not_staged() -> None:
 
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="no GPU here")
 def test_training_on_a_gpu_equals_training_on_the_host(tmp_path: Path) -> None:
-    with roles(tmp_path, parameters=(300_000, 7), workers=1, servers=2) as cluster:
+    with PlainRoles(tmp_path, sizes=(300_000, 7), workers=1, servers=2) as cluster:
         values = [torch.ones(parameter.shape, device="cuda") for parameter in cluster.parameters]
-        cluster.show("worker-0", cluster.view)
-        worker = Worker(cluster.specification, values, cluster.views("worker-0"), 0)
-        cluster.workers.append(worker)
-        worker.initialise()
-        worker.join()
+        worker = cluster.connect(0, values)
+        join([worker])
         expected = [value.cpu().requires_grad_() for value in values]
         optimizer = torch.optim.SGD(expected, lr=0.5, momentum=0.5)
         for _ in range(STEPS):
-            worker.begin_step(hyperparameters(cluster.optimizer), 1)
+            worker.begin_step(cluster.options, 1)
             for index in (1, 0):
                 worker.push(index, values[index] / 8)
             worker.end_step()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from roles import roles
+from roles import PlainRoles
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
@@ -20,10 +20,8 @@ def test_the_timeout_reaches_the_servers() -> None:
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), 1e300])
 def test_a_learning_rate_that_servers_refuse_is_an_error_at_its_worker_at_once(rate: float, tmp_path: Path) -> None:
-    with roles(tmp_path) as run:
-        worker, _ = run.worker()
-        worker.initialise()
-        worker.join()
+    with PlainRoles(tmp_path) as run:
+        worker, _ = run.joined()
         run.step(worker)
         run.optimizer.param_groups[0]["lr"] = rate
         with pytest.raises(ConfigurationError, match=r"step 1: lr=.* of parameter group 0"):

@@ -1,6 +1,7 @@
 """One small CNN in float64, its batches, and a training loop with and without servers."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,14 @@ SGD = {"name": "SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}
 ADAMW = {"name": "AdamW", "lr": 1e-2, "betas": (0.8, 0.99)}
 
 
+_random = threading.Lock()
+
+
 def make_network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 8, 3, 2, 1), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5)
-    ).double()
+    with _random:  # Threads have one generator.
+        torch.manual_seed(0)
+        layers = nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 8, 3, 2, 1), nn.Tanh(), nn.Flatten()
+        return nn.Sequential(*layers, nn.Linear(128, 5)).double()
 
 
 def make_optimizer(network: nn.Module, options: dict[str, Any]) -> Optimizer:
@@ -78,6 +82,13 @@ def train_from(
         optimizer.step()
         scheduler.step()
     return copy.deepcopy(network.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Up to rounding in float64."""
+    for name, value in expected.items():
+        error = (got[name] - value).norm() / value.norm().clamp(min=1e-3)
+        assert error < 1e-10, f"{name}: relative error {error:.1e}"
 
 
 class Replica:
