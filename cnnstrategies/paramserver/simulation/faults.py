@@ -83,7 +83,7 @@ class Moment(NamedTuple):
     @property
     def hits(self) -> bool:
         """Whether a process is hit before the message is sent."""
-        return self.kind in KINDS and not self.loses
+        return self.kind in (*KINDS, *DEADLY) and not self.loses
 
 
 class Network:
