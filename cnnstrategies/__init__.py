@@ -7,7 +7,7 @@ begun shows Python's traceback, so nothing is imported here that takes milliseco
 
 import importlib
 
-from cnnstrategies._after_import import after_import
+from cnnstrategies.import_hooks import after_import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -59,6 +59,11 @@ def measure_rarely(model: DistributedDataParallel) -> None:
     model._set_ddp_runtime_logging_sample_rate(100)  # type: ignore[no-untyped-call]
 
 
+def writes(tensor: Tensor) -> int:
+    """How often a tensor was written to in place, as autograd counts it to find what was changed too early."""
+    return tensor._version
+
+
 def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]:
     """How long the last step's gradient all-reduce took, and how much of it backward hid.
 
@@ -71,6 +76,11 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def put_module(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Put another module in the place of a submodule, whatever the parent's own ``__setattr__`` does."""
+    parent._modules[name] = module
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -115,7 +115,7 @@ def export(
     shutil.rmtree(scratch, ignore_errors=True)  # Of an export that was killed.
     scratch.mkdir(parents=True)
     try:
-        exported = {"safetensors": _safetensors, "torch_export": _torch_export, "onnx": _onnx}[kind](
+        exported = {"safetensors": to_safetensors, "torch_export": to_torch_export, "onnx": to_onnx}[kind](
             source, batches[0], scratch / FILES[kind]
         )
         compared = _compare(network, exported, batches, output / FILES[kind])
@@ -179,7 +179,8 @@ def _compare(network: Network, exported: Network, batches: list[Tensor], file: P
     return Comparison(file, total, difference, largest, same / total, of)
 
 
-def _safetensors(network: nn.Module, example: Tensor, file: Path) -> Network:
+def to_safetensors(network: nn.Module, example: Tensor, file: Path) -> Network:
+    """Write the weights; the network with those of the file."""
     from safetensors.torch import load_model, save_model
 
     save_model(network, str(file))  # Tensors that are shared are written once.
@@ -191,7 +192,8 @@ def _safetensors(network: nn.Module, example: Tensor, file: Path) -> Network:
     return loaded
 
 
-def _torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
+def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
+    """Write the network's graph with its weights; what the file computes."""
     # With one image, export would fix the batch size to one.
     example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)
     if isinstance(network, GraphModule):
@@ -208,7 +210,8 @@ def _torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
     return loaded
 
 
-def _onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
+def to_onnx(network: nn.Module, example: Tensor, file: Path) -> Network:
+    """The same for other runtimes."""
     import onnxruntime
 
     example = example if len(example) > 1 else example.repeat(2, 1, 1, 1)

@@ -74,10 +74,10 @@ def _of_torchvision(name: str, num_classes: int, weights: str) -> tuple[nn.Modul
                 f"torchvision has no weights {weights!r} of {name}: DEFAULT names the best"
             ) from error
         before = 1000
-    return network, [] if before == num_classes else _new_heads(network, before, num_classes)
+    return network, [] if before == num_classes else new_heads(network, before, num_classes)
 
 
-def _new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Module]:
+def new_heads(network: nn.Module, before: int, num_classes: int) -> list[nn.Module]:
     """Put new layers in the place of those with an output for each class, auxiliary ones included."""
     heads: list[nn.Module] = []
     for parent in list(network.modules()):

@@ -93,7 +93,7 @@ def quantize(
         measure, metric = partial(mean_iou, like=of_module), "val_miou"
     before = Figures(measure(network, datamodule.val_dataloader()), _megabytes(exported), times[0])
     after = Figures(measure(quantized, datamodule.val_dataloader()), _megabytes(torch.export.load(output)), times[1])
-    return Report(before, after, len(example), _has_int8_kernels(), metric)
+    return Report(before, after, len(example), has_int8_kernels(), metric)
 
 
 def int8_graph(
@@ -169,7 +169,7 @@ class QuantizedNetwork(nn.Module):
     def __init__(self, graph: "GraphModule", image_shape: torch.Size, batch_size: int) -> None:
         super().__init__()
         self.batch_size = batch_size
-        self.lowered = _has_int8_kernels()
+        self.lowered = has_int8_kernels()
         if self.lowered:
             from torchao.quantization.pt2e.lowering import lower_pt2e_quantized_to_x86
 
@@ -277,7 +277,8 @@ def _remove_unused_tensors(graph: "GraphModule") -> None:
         delattr(graph.get_submodule(owner), attribute)
 
 
-def _has_int8_kernels() -> bool:
+def has_int8_kernels() -> bool:
+    """Whether torch computes in int8 on this processor."""
     return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 
 

@@ -125,14 +125,16 @@ def test_reduce_on_plateau_watches_its_metric():
 
 
 def test_the_network_can_be_compiled_and_keeps_its_names(monkeypatch):
-    pools = []
+    pools, compiled, compiling = [], [], torch.nn.Module.compile
     monkeypatch.setattr(torch, "set_num_threads", pools.append)
+    noted = lambda module, **options: (compiled.append((module, options)), compiling(module, **options))  # noqa: E731
+    monkeypatch.setattr(torch.nn.Module, "compile", noted)
     model = ImageClassifier(PlainCNN(), 10, SGD, compile_backend="eager")
     names = list(model.state_dict())
     run = trainer(max_epochs=1, limit_train_batches=1, limit_val_batches=1)
     run.fit(model, datamodule=DigitsDataModule())
     assert list(model.state_dict()) == names
-    assert model.network._compiled_call_impl is not None
+    assert compiled == [(model.network, {"backend": "eager"})]
     assert pools == [1], "a forked rank takes its thread pool before backward's threads would do so all at once"
 
 

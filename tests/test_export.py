@@ -98,7 +98,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(monkeypatch):
         patched.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigurationError, match="not here: pip install onnx onnxscript onnxruntime"):
             export.export(model, data, Path("out"), "onnx")
-    monkeypatch.setattr(export, "_safetensors", lambda *_: lambda images: model.network(images) + 1)
+    monkeypatch.setattr(export, "to_safetensors", lambda *_: lambda images: model.network(images) + 1)
     with pytest.raises(ConfigurationError, match="as safetensors gives other logits than the checkpoint, by up to 1:"):
         export.export(model, data, Path("out"), "safetensors")
     assert list(Path.cwd().iterdir()) == []

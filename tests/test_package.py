@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import cnnstrategies
-from cnnstrategies._after_import import after_import
+from cnnstrategies.import_hooks import after_import
 
 
 def test_an_action_follows_the_import_of_a_module(monkeypatch):
@@ -21,11 +21,11 @@ def test_an_action_follows_the_import_of_a_module(monkeypatch):
     assert seen == [True]
     after_import("later.inner", lambda: seen.append("at once"))
     assert seen == [True, "at once"]
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "cnnstrategies._after_import"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "cnnstrategies.import_hooks"]
 
 
 def test_the_package_waits_for_lightning():
-    program = "import sys, cnnstrategies; assert 'lightning' not in sys.modules; print(sys.meta_path[0]._name)"
+    program = "import sys, cnnstrategies; assert 'lightning' not in sys.modules; print(sys.meta_path[0].name)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert run.stdout == "lightning.pytorch\n", run.stderr
     assert all(getattr(cnnstrategies, name).__name__.endswith(name) for name in cnnstrategies.__all__)

@@ -9,7 +9,7 @@ import torch
 from torchvision.models import get_model, get_model_weights
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.pretrained import _new_heads, pretrained
+from cnnstrategies.pretrained import new_heads, pretrained
 
 pytestmark = pytest.mark.light
 TIMM_NAME = "mobilenetv3_small_050"
@@ -101,6 +101,6 @@ def test_heads_are_all_that_is_new(name, heads):
     with torch.device("meta"):
         network = get_model(name, weights=None)
         before = {name: tuple(p.shape) for name, p in network.named_parameters()}
-        assert len(_new_heads(network, 1000, 7)) == heads
+        assert len(new_heads(network, 1000, 7)) == heads
     changed = {name for name, p in network.named_parameters() if tuple(p.shape) != before[name]}
     assert len(changed) == 2 * heads

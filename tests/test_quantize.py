@@ -117,7 +117,7 @@ def test_shared_modules_shortcuts_and_flattened_maps(tmp_path, monkeypatch):
     assert operators == {"aten"}, "none but torch's own"
     assert {value.dtype for value in program.state_dict.values() if value.ndim > 1} == {torch.int8}
     torch.testing.assert_close(program.module()(images), made[1](images), atol=0.01, rtol=0)
-    monkeypatch.setattr(export, "_torch_export", lambda source, *_: lambda images: source(images) + 1)
+    monkeypatch.setattr(export, "to_torch_export", lambda source, *_: lambda images: source(images) + 1)
     with pytest.raises(ConfigurationError, match="gives other logits than the int8 network, by up to"):
         export.export(model, data, tmp_path / "wrong", "torch_export", int8=True)
     with pytest.raises(ConfigurationError, match=r"export of int8 to safetensors: .* --format torch_export or onnx"):

@@ -133,7 +133,7 @@ def test_a_network_is_exported_and_quantised_and_the_figures_are_those_of_its_ma
     images = torch.randn(5, 3, 16, 16)
     with torch.no_grad():
         torch.testing.assert_close(torch.export.load("out/model.pt2").module()(images), model.network(images)["out"])
-    monkeypatch.setattr(quantize, "_has_int8_kernels", lambda: False)  # Compiling for them takes long.
+    monkeypatch.setattr(quantize, "has_int8_kernels", lambda: False)  # Compiling for them takes long.
     report = quantize.quantize(model, data, Path("small.pt2"), calibration_batches=1)
     metric = model.val_metrics["miou"]
     data.setup("validate")

@@ -14,6 +14,8 @@ from cnnstrategies._torch_private import (
     is_compiled,
     measure_every_step,
     put_buffer,
+    put_module,
+    writes,
 )
 
 
@@ -55,6 +57,20 @@ def test_a_buffer_is_put_where_the_layer_and_its_state_read_it():
     put_buffer(layer, "running_mean", mean)
     assert layer.running_mean is mean
     assert layer.state_dict()["running_mean"].data_ptr() == mean.data_ptr()
+
+
+def test_a_module_is_put_where_the_parent_calls_it():
+    network, layer = nn.Sequential(nn.Linear(2, 2)), nn.Identity()
+    put_module(network, "0", layer)
+    assert network[0] is layer
+    assert not network.state_dict()
+
+
+def test_writes_in_place_are_counted_through_views():
+    tensor = torch.zeros(2)
+    before = writes(tensor)
+    tensor[0].add_(1)
+    assert writes(tensor) == before + 1
 
 
 def test_a_convolution_has_its_gradients_one_by_one():

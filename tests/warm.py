@@ -40,7 +40,7 @@ MOST_FILES = 250  # of one message
 PIECE = 60000  # bytes; a message of the socket can be twice as long
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
-_popen = subprocess.Popen
+popen = subprocess.Popen
 _spawn = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 
 
@@ -80,7 +80,7 @@ class Helper:
         return pid
 
 
-_helper: Helper | None = None
+helper: Helper | None = None
 _inherited = True
 
 
@@ -90,8 +90,8 @@ def install(inherited: bool = True) -> None:
     Args:
         inherited: Whether programs that these start are warm, too.
     """
-    global _helper, _inherited
-    _helper = Helper()
+    global helper, _inherited
+    helper = Helper()
     _inherited = inherited
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = _spawn_warm  # type: ignore[attr-defined]
@@ -99,10 +99,10 @@ def install(inherited: bool = True) -> None:
 
 def is_installed() -> bool:
     """Whether programs start warm here."""
-    return _helper is not None
+    return helper is not None
 
 
-class WarmPopen(_popen):  # type: ignore[type-arg]
+class WarmPopen(popen):  # type: ignore[type-arg]
     """``subprocess.Popen``, with a warm start for programs of this Python."""
 
     def _execute_child(
@@ -110,21 +110,21 @@ class WarmPopen(_popen):  # type: ignore[type-arg]
     ) -> None:
         cwd, env, _, _, shell, *pipes = rest[:11]
         words = [] if shell or isinstance(args, (str, bytes)) else [os.fspath(word) for word in args]
-        if _helper is None or not words or words[0] != sys.executable or executable or preexec_fn or pass_fds:
+        if helper is None or not words or words[0] != sys.executable or executable or preexec_fn or pass_fds:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)  # type: ignore[misc]
             return
         stdin, _, _, stdout, _, stderr = pipes
         files = {number: number if own == -1 else own for number, own in enumerate((stdin, stdout, stderr))}
-        self.pid = _helper.start(_program(words[1:], cwd, env, session=bool(rest[16])), files)
+        self.pid = helper.start(_program(words[1:], cwd, env, session=bool(rest[16])), files)
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
 def _spawn_warm(path: Any, args: list[Any], passfds: Any) -> int:
     words = [os.fsdecode(word) for word in args]
-    if _helper is None or len(passfds) + 3 > MOST_FILES or not any("spawn_main" in word for word in words):
+    if helper is None or len(passfds) + 3 > MOST_FILES or not any("spawn_main" in word for word in words):
         return int(_spawn(path, args, passfds))
-    return _helper.start(_program(words[1:], None, None, session=False), {fd: fd for fd in (0, 1, 2, *passfds)})
+    return helper.start(_program(words[1:], None, None, session=False), {fd: fd for fd in (0, 1, 2, *passfds)})
 
 
 def _program(words: list[str], cwd: Any, env: Any, session: bool) -> dict[str, Any]:

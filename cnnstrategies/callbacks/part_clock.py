@@ -23,6 +23,7 @@ class PartClock:
     Attributes:
         seconds: Time of each part so far.
         running: Whether time is being counted.
+        open_parts: Those that have begun and not ended, the innermost last.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class PartClock:
         self._rest = rest
         self._inner = inner
         self._inner_before: Mapping[str, float] = {}
-        self._open: list[str] = []
+        self.open_parts: list[str] = []
         self._mark = 0.0
 
     def start(self) -> None:
         """Count from now on. Call it outside all parts."""
         self.running = True
-        self._open.clear()
+        self.open_parts.clear()
         self._mark = self._now()
         self._inner_before = dict(self._inner())
 
@@ -60,18 +61,18 @@ class PartClock:
                 self._count(name, since)
                 passed -= since
             self._inner_before = inner
-            self._count(self._open[-1] if self._open else self._rest, passed)
+            self._count(self.open_parts[-1] if self.open_parts else self._rest, passed)
 
     def begin(self, part: str) -> None:
         """Open a part."""
         self.read()
-        self._open.append(part)
+        self.open_parts.append(part)
 
     def end(self) -> None:
         """Close the part that was opened last."""
         self.read()
-        if self._open:
-            self._open.pop()
+        if self.open_parts:
+            self.open_parts.pop()
 
     def _count(self, part: str, seconds: float) -> None:
         self.seconds[part] = self.seconds.get(part, 0.0) + seconds

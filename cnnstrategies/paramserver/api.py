@@ -54,6 +54,8 @@ class Worker:
         trace: Set it to a list to have it filled with (``"push"``, ``"arrived"`` or ``"wait"``, index of the parameter,
             time by ``time.perf_counter()``): when a gradient was handed over, when the last part of a parameter came,
             and when a wait for one ended.
+        role: The role.
+        chooser: Chooses the encodings of each step, where there are several to choose from.
 
     Raises:
         ConfigurationError: The parameters are not those of the specification.
@@ -89,18 +91,18 @@ class Worker:
         # In mode local own steps move the parameters, on the device, while values are on their way.
         self._staging = None if specification.mode == "local" else staging_for(parameters)
         self._values = parameters if self._staging is None else self._staging.values
-        self._role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
+        self.role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
         self._links = Links(
             specification.session,
             slices,
             views,
-            self._role.heard,
+            self.role.heard,
             keys,
             insecure,
         )
         self._ladder = ladder(specification)
         followed = specification.aggregates and specification.workers > 1
-        self._chooser = CodecChooser(len(self._ladder), followed) if len(self._ladder) > 1 else None
+        self.chooser = CodecChooser(len(self._ladder), followed) if len(self._ladder) > 1 else None
         self._began: float | None = None  # when the last step did
         self._waits = False  # Some time has been waited for what is on its way.
         self._follow()
@@ -111,17 +113,17 @@ class Worker:
 
         Single steps may try others.
         """
-        return self._ladder[self._chooser.chosen if self._chooser else 0]
+        return self._ladder[self.chooser.chosen if self.chooser else 0]
 
     @property
     def step(self) -> int:
         """Number of the step that is or will be worked on next."""
-        return self._role.step
+        return self.role.step
 
     @property
     def counters(self) -> Counters:
         """What was sent, received and waited."""
-        return self._role.counters
+        return self.role.counters
 
     def initialise(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Give the servers the values of the parameters, and the optimizer's state if there is some.
@@ -137,7 +139,7 @@ class Worker:
         """
         if self._staging is not None:
             self._staging.take_values()
-        self._run(self._role.initialise(time.monotonic(), optimizer_state))
+        self._run(self.role.initialise(time.monotonic(), optimizer_state))
 
     def stand_in(self, optimizer_state: Mapping[str, Any] | None = None) -> None:
         """Give the servers the values that :meth:`initialise` would, if all workers with lower numbers die before.
@@ -147,7 +149,7 @@ class Worker:
         """
         if self._staging is not None:
             self._staging.take_values()
-        self._role.stand_in(optimizer_state)
+        self.role.stand_in(optimizer_state)
 
     def meet(self) -> None:
         """Let the servers know that this worker is there and takes no part in their steps: they would wait to hear it.
@@ -155,7 +157,7 @@ class Worker:
         Raises:
             ServersUnreachableError: A server does not answer.
         """
-        self._run(self._role._meet(time.monotonic()))
+        self._run(self.role.meet(time.monotonic()))
 
     def join(self) -> int:
         """Become a member at a step boundary: from the returned step on the others wait for this worker (in sync).
@@ -168,7 +170,7 @@ class Worker:
         Raises:
             ServersUnreachableError: A server does not answer.
         """
-        return self._run(self._role.join(time.monotonic()))
+        return self._run(self.role.join(time.monotonic()))
 
     @property
     def late(self) -> bool:
@@ -176,7 +178,7 @@ class Worker:
 
         As far as the parameters tell that have come. :meth:`catch_up` leaves such steps out.
         """
-        return self._role.late
+        return self.role.late
 
     def catch_up(self) -> int:
         """Between two steps, go on with the one that the others are at, and take its values.
@@ -187,11 +189,11 @@ class Worker:
         Raises:
             ServersUnreachableError: A server does not answer.
         """
-        return self._run(self._role.catch_up())
+        return self._run(self.role.catch_up())
 
     def leave(self) -> None:
         """Wait for the pulls that are under way, and no longer be waited for; :meth:`join` comes back."""
-        self._run(self._role.leave())
+        self._run(self.role.leave())
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start the step's pushes.
@@ -206,8 +208,8 @@ class Worker:
         """
         self.wait_all()
         self._choose()
-        self._role.begin_step(groups, samples)
-        self._links.send(self._role.take())
+        self.role.begin_step(groups, samples)
+        self._links.send(self.role.take())
 
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, without waiting, and if it is large without a copy of what lies in CPU memory.
@@ -247,9 +249,9 @@ class Worker:
                 new values.
         """
         self._push_fetched(wait=True)
-        self._role.end_step(goes_on)
+        self.role.end_step(goes_on)
         self._waits = False
-        self._links.send(self._role.take())
+        self._links.send(self.role.take())
 
     def wait(self, index: int) -> None:
         """Wait until one parameter is up to date.
@@ -258,14 +260,14 @@ class Worker:
             ServersUnreachableError: Nothing came within the specification's time-out; names the servers.
             RemovedError: A newer view no longer contains this worker.
         """
-        self._wait(self._role.here(index))
+        self.wait_for(self.role.here(index))
         if self._staging is not None:
             self._staging.before_use(index)
         self._note("wait", index)
 
     def wait_all(self) -> None:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
-        self._wait(self._role.all_here())
+        self.wait_for(self.role.all_here())
         self._use_all()
 
     def wait_all_for(self, seconds: float) -> bool:
@@ -273,16 +275,16 @@ class Worker:
 
         May be called again and again, as where a link may be cut for long. Raises what :meth:`wait` raises.
         """
-        wait, now = self._role.all_here(), time.monotonic()
+        wait, now = self.role.all_here(), time.monotonic()
         until = now + seconds
         if not self._waits:
             self._waits = True
-            self._role.begin_waiting(now, wait)
+            self.role.begin_waiting(now, wait)
         while wait.waiting():
             self._look(wait, min(POLL_SECONDS, max(0.0, until - time.monotonic())))
             if time.monotonic() >= until:
                 break
-        self._links.send(self._role.take())
+        self._links.send(self.role.take())
         return not wait.waiting()
 
     def refresh(self) -> None:
@@ -290,7 +292,7 @@ class Worker:
 
         Raises what :meth:`wait` raises.
         """
-        self._run(self._role.refresh())
+        self._run(self.role.refresh())
 
     def optimizer_state(self) -> dict[str, Any]:
         """The servers' optimizer state as a plain ``Optimizer.state_dict()`` over whole parameters.
@@ -300,7 +302,7 @@ class Worker:
         Raises:
             ServersUnreachableError: A server does not answer.
         """
-        return self._run(self._role.optimizer_state())
+        return self._run(self.role.optimizer_state())
 
     def interrupt(self) -> None:
         """Between two steps there is more than training, such as a validation.
@@ -319,16 +321,16 @@ class Worker:
         self._follow()
         try:
             while True:
-                self._wait(next(procedure))
+                self.wait_for(next(procedure))
         except StopIteration as end:
             result: Result = end.value
-        self._links.send(self._role.take())
+        self._links.send(self.role.take())
         self._use_all()
         return result
 
     def _push(self, index: int, gradient: Tensor) -> None:
-        self._role.push(index, gradient)
-        self._links.send(self._role.take())
+        self.role.push(index, gradient)
+        self._links.send(self.role.take())
 
     def _push_fetched(self, wait: bool = False) -> None:
         """Send the gradients that have come from the device."""
@@ -343,29 +345,29 @@ class Worker:
 
     def _choose(self) -> None:
         """Choose the encodings of the step that begins by the time of those before."""
-        if self._chooser is not None:
+        if self.chooser is not None:
             now = time.monotonic()
-            if self._role.is_first:
-                rung = self._chooser.next(self.step, None if self._began is None else now - self._began)
+            if self.role.is_first:
+                rung = self.chooser.next(self.step, None if self._began is None else now - self._began)
             else:
-                rung = self._chooser.follow(self.step, self._role.first_rung)
-            self._role.encode_as(*self._ladder[rung], rung)
+                rung = self.chooser.follow(self.step, self.role.first_rung)
+            self.role.encode_as(*self._ladder[rung], rung)
             self._began = now
 
-    def _wait(self, wait: Wait) -> None:
+    def wait_for(self, wait: Wait) -> None:
         """Handle messages and changes of the view while something is waited for."""
         if not wait.waiting():
             return
         begun = time.monotonic()
         for server, header, payload in self._links.arrived():  # Mostly enough, without a look at views and silence.
-            self._role.on_message(server, header, payload)
+            self.role.on_message(server, header, payload)
             if not wait.waiting():
                 break
         if wait.waiting():
-            self._role.begin_waiting(begun, wait)
+            self.role.begin_waiting(begun, wait)
         while wait.waiting():
             self._look(wait, POLL_SECONDS)
-        self._links.send(self._role.take())
+        self._links.send(self.role.take())
         self.counters.seconds_waited += time.monotonic() - begun
 
     def _look(self, wait: Wait, seconds: float) -> None:
@@ -376,17 +378,17 @@ class Worker:
             seconds: To wait for the first message.
         """
         self._follow()
-        self._role.on_time(time.monotonic())
-        self._links.send(self._role.take())
+        self.role.on_time(time.monotonic())
+        self._links.send(self.role.take())
         for server, header, payload in self._links.receive(seconds):
-            self._role.on_message(server, header, payload)
+            self.role.on_message(server, header, payload)
             if not wait.waiting():
                 break
 
     def _follow(self) -> None:
         view = self._links.news()
-        if view is not None and view.number > self._role.view.number:
-            self._role.follow(time.monotonic(), view)
+        if view is not None and view.number > self.role.view.number:
+            self.role.follow(time.monotonic(), view)
             self._links.connect(view)
 
     def _arrived(self, index: int) -> None:

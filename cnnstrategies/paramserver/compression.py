@@ -54,25 +54,26 @@ class Encoder:
     Attributes:
         encoding: Of the next gradient. It may change: what was left out before is in the next one all the same.
         ratio: Of the next gradient.
+        left_out: What was left out so far; None for nothing.
     """
 
     def __init__(self, compression: Compression, ratio: float) -> None:
         self.encoding = ENCODINGS[compression]
         self.ratio = ratio
-        self._left_out: Tensor | None = None
+        self.left_out: Tensor | None = None
 
     def encode(self, gradient: Tensor) -> Any:
         """A payload for a flat, contiguous gradient; without compression the gradient's own memory."""
-        if self._left_out is not None and self.encoding in _WHOLE:
-            gradient, self._left_out = gradient + self._left_out.to(gradient.dtype), None
+        if self.left_out is not None and self.encoding in _WHOLE:
+            gradient, self.left_out = gradient + self.left_out.to(gradient.dtype), None
         if self.encoding == Encoding.DENSE:
             return as_bytes(gradient)
         if self.encoding in _HALF:
             return as_bytes(gradient.to(_HALF[self.encoding]))
-        wanted = gradient.float() if self._left_out is None else self._left_out.add_(gradient)
+        wanted = gradient.float() if self.left_out is None else self.left_out.add_(gradient)
         payload = compress(wanted, self.encoding, self.ratio)
         sent = decode(payload, self.encoding, wanted.numel(), torch.float32)
-        self._left_out = wanted - sent if self._left_out is None else wanted.sub_(sent)
+        self.left_out = wanted - sent if self.left_out is None else wanted.sub_(sent)
         return payload
 
 

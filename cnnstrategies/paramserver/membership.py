@@ -105,6 +105,7 @@ class Membership:
     Attributes:
         keys: This process's own CURVE keys: with them it speaks, and the views tell the others of them. None without
             encryption.
+        participant: The role that runs in the thread.
     """
 
     def __init__(self, address: Address, endpoint: str = "", keys: KeyPair | None = None) -> None:
@@ -117,7 +118,7 @@ class Membership:
             "endpoint": endpoint,
             "public_key": "" if self.keys is None else self.keys.public,
         }
-        self._participant = Participant(address, process_number(self.keys), hello)
+        self.participant = Participant(address, process_number(self.keys), hello)
         self._changed = threading.Condition()
         self._ended: RunEnded | None = None
         self._results: dict[int, Message | str] = {}
@@ -129,7 +130,7 @@ class Membership:
             os.set_blocking(descriptor, False)
         self._views = Views(self._newest, self._tell_seen)
         self._sources: list[Views] = []
-        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="heartbeats", daemon=True)
         self._thread.start()
 
     # Views
@@ -160,7 +161,7 @@ class Membership:
         return self._views.fileno()
 
     def _newest(self) -> tuple[View, RunEnded | None]:
-        view = self._participant.view
+        view = self.participant.view
         return view if view is not None else View(-1, (), ()), self._ended
 
     def _tell_seen(self) -> None:
@@ -190,7 +191,7 @@ class Membership:
         with self._changed:
             while not self._changed.wait_for(lambda: number in self._results or self._ended, WARN_SECONDS):
                 waited = time.monotonic() - began
-                others = self._participant.blames(number)
+                others = self.participant.blames(number)
                 text = f"{self._name} has waited in `{fields.get('operation', kind)}` for {others} for {waited:.0f} s"
                 print(text, file=sys.stderr, flush=True)
             result = self._results.pop(number, None)
@@ -213,7 +214,7 @@ class Membership:
 
     def announced(self, name: str) -> int | None:
         """The number that some process has told under a name, if any has."""
-        return self._participant.notices.get(name)
+        return self.participant.notices.get(name)
 
     def tell(self, figures: Callable[[], Mapping[str, float]]) -> None:
         """Say with each heartbeat how this process does.
@@ -221,7 +222,7 @@ class Membership:
         Args:
             figures: Gives them, by the names of :mod:`.coordinator.figures`; called in another thread.
         """
-        self._participant.figures = figures
+        self.participant.figures = figures
 
     @property
     def members(self) -> tuple[int, int]:
@@ -232,7 +233,7 @@ class Membership:
     @property
     def losses(self) -> int:
         """How many processes the run has lost, as far as is known here."""
-        return self._participant.losses
+        return self.participant.losses
 
     def close(self, leave: bool = True, done: Mapping[str, object] | None = None) -> None:
         """Stop the thread.
@@ -260,8 +261,9 @@ class Membership:
 
     # The thread
 
-    def _run(self) -> None:
-        line = Line(self.address, self._participant.peer, self.keys, self._run_keys)
+    def run(self) -> None:
+        """Serve until this process leaves: what the thread does."""
+        line = Line(self.address, self.participant.peer, self.keys, self._run_keys)
         try:
             self._serve(line)
         except Exception as error:  # The main thread must hear of it, whatever it is.
@@ -270,7 +272,7 @@ class Membership:
             line.close()
 
     def _serve(self, line: Line) -> None:
-        loop = Loop(self._participant, lambda to, message: line.send(message), self._take_result, self._set_ended)
+        loop = Loop(self.participant, lambda to, message: line.send(message), self._take_result, self._set_ended)
         loop.start()
         closing_until = None
         while True:
@@ -281,7 +283,7 @@ class Membership:
             if closing:
                 now = time.monotonic()
                 closing_until = closing_until or now + self.address.timeout
-                if self._participant.idle or now > closing_until:
+                if self.participant.idle or now > closing_until:
                     return
             for sender, message in line.receive(loop.until_next(0.05 if closing else 1.0), self._wake_in):
                 with contextlib.suppress(ControlError):

@@ -68,6 +68,9 @@ class SharedOptimizer:
         values: The slices' values by key; updated in place.
         sizes: Elements of each of a slice's parts.
         options: The group's hyper-parameters.
+
+    Attributes:
+        optimizer: torch's.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class SharedOptimizer:
         )
         if self._is_fused:
             arguments["fused"] = True
-        self._optimizer = kind(parameters, **arguments)
+        self.optimizer = kind(parameters, **arguments)
 
     def step(
         self, gradients: Mapping[int, Tensor], options: Mapping[str, Any], absent: Mapping[int, int] = ALL_THERE
@@ -118,12 +121,12 @@ class SharedOptimizer:
             for place, one in enumerate(gradient.view(-1).split_with_sizes(self._sizes[key])):
                 if not lacking >> place & 1:
                     parts.append((own[place], one))
-        group = self._optimizer.param_groups[0]
+        group = self.optimizer.param_groups[0]
         group.update((name, tupled(option)) for name, option in options.items())
         if self._is_fused:
             group["fused"] = True
             # A fused step of SGD takes either first gradients or later ones.
-            state = self._optimizer.state
+            state = self.optimizer.state
             first = [one for one in parts if all(value is None for value in state.get(one[0], {}).values())]
             if 0 < len(first) < len(parts):
                 self._step(first)
@@ -134,7 +137,7 @@ class SharedOptimizer:
     def _step(self, parts: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         for parameter, gradient in parts:
             parameter.grad = gradient.view(parameter.shape)
-        self._optimizer.step()
+        self.optimizer.step()
         for parameter, _ in parts:
             parameter.grad = None
 
@@ -142,13 +145,13 @@ class SharedOptimizer:
         """Give each part of a slice a state of its own, as it is now."""
         sizes, (whole,) = self._sizes[key], self._parts[key]
         parts = [_parameter(value) for value in self._values[key].split_with_sizes(sizes)]
-        for name, value in self._optimizer.state.pop(whole, {}).items():
+        for name, value in self.optimizer.state.pop(whole, {}).items():
             for part, own in zip(parts, parts_of(value, sizes), strict=True):
-                self._optimizer.state[part][name] = own
+                self.optimizer.state[part][name] = own
         self._exchange(key, parts)
 
     def _exchange(self, key: int, parts: list[nn.Parameter]) -> None:
-        group, gone = self._optimizer.param_groups[0], {id(part) for part in self._parts[key]}
+        group, gone = self.optimizer.param_groups[0], {id(part) for part in self._parts[key]}
         group["params"] = [one for one in group["params"] if id(one) not in gone] + parts
         self._parts[key] = parts
 
@@ -161,13 +164,13 @@ class SharedOptimizer:
         return {
             named(name, place) if len(parts) > 1 else name: value
             for place, part in enumerate(parts)
-            for name, value in self._optimizer.state.get(part, {}).items()
+            for name, value in self.optimizer.state.get(part, {}).items()
         }
 
     def clear_state(self, key: int) -> None:
         """Forget a slice's state."""
         for part in self._parts[key]:
-            self._optimizer.state.pop(part, None)
+            self.optimizer.state.pop(part, None)
         if len(self._parts[key]) > 1:
             self._exchange(key, [_parameter(self._values[key])])
 
@@ -184,7 +187,7 @@ class SharedOptimizer:
             raise ValueError(f"a state of part {place} of {len(self._sizes[key])}")
         elif place is not None and len(self._parts[key]) == 1:
             self._divide(key)
-        self._optimizer.state[self._parts[key][place or 0]][plain] = value
+        self.optimizer.state[self._parts[key][place or 0]][plain] = value
 
 
 def _parameter(value: Tensor) -> nn.Parameter:

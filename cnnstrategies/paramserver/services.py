@@ -153,19 +153,23 @@ def start(service: Service, method: StartMethod) -> Handle:
 
 
 class Spares:
-    """A program that has imported what a server needs, and waits to be told which: the imports take it seconds."""
+    """A program that has imported what a server needs, and waits to be told which: the imports take it seconds.
+
+    Attributes:
+        waiting: It; None while there is none.
+    """
 
     def __init__(self) -> None:
-        self._waiting: subprocess.Popen[bytes] | None = None
+        self.waiting: subprocess.Popen[bytes] | None = None
 
     def prepare(self) -> None:
         """Start one, unless one was started and not used: one that has died would die again."""
-        if self._waiting is None:
-            self._waiting = _program("wait_as_spare")
+        if self.waiting is None:
+            self.waiting = _program("wait_as_spare")
 
     def start(self, service: Service) -> Handle:
         """Have the one that waits run a service; without one, a new program."""
-        program, self._waiting = self._waiting, None
+        program, self.waiting = self.waiting, None
         if program is None or program.poll() is not None:
             return start(service, "program")
         try:
@@ -176,7 +180,7 @@ class Spares:
 
     def close(self) -> None:
         """End the one that waits."""
-        program, self._waiting = self._waiting, None
+        program, self.waiting = self.waiting, None
         if program is not None:
             program.kill()
             program.communicate()

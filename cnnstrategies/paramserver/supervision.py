@@ -127,11 +127,11 @@ class Supervision:
                 if code is not None:
                     self._on_end(one, code)
         now = time.monotonic()
-        self._end_the_stopped(now)
+        self.end_the_stopped(now)
         if self._spares is not None and now - self._started_at > SPARE_AFTER and self._ended_at is None:
             self._spares.prepare()
         if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
-            self._ask()
+            self.ask()
             self._asked_at = time.monotonic()
         if self._ended_at is not None and now - self._ended_at > self.coordinator.timeout + GRACE:
             for one in self.workers:
@@ -159,7 +159,7 @@ class Supervision:
             self._spares.close()
         heard = time.monotonic()
         while not (at_once or self._over or self._ended_at is not None):
-            if self._ask():
+            if self.ask():
                 heard = time.monotonic()
             # Its own coordinator lives, and may be short of a processor.
             elif not self._coordinator_lives() or time.monotonic() - heard > self.coordinator.timeout:
@@ -167,10 +167,10 @@ class Supervision:
             time.sleep(POLL)
         coordinates = any(one.role == COORDINATOR and one.code is None for one in self.watched)
         if coordinates:
-            self._send("end", {"message": "the run is over", "clean": True})
+            self.send("end", {"message": "the run is over", "clean": True})
         self._end(SERVER, GRACE)
         if coordinates:
-            self._send("stop", {"members": [[one.role, one.id] for one in self.watched]})
+            self.send("stop", {"members": [[one.role, one.id] for one in self.watched]})
         self._end(COORDINATOR, GRACE)
         self._end(WORKER, 0.0)
 
@@ -186,14 +186,14 @@ class Supervision:
         if self._stopping or code == 0:
             one.code = code
             if one.role == WORKER and not self._stopping:
-                self._send("left", {"role": one.role, "id": one.id, "incarnation": one.incarnation})
+                self.send("left", {"role": one.role, "id": one.id, "incarnation": one.incarnation})
             return
         cut_off = self._was_cut_off(one, code)
         if cut_off is None:
             return  # It is looked at again.
         killed = code < 0 or cut_off
         if code < 0 and one.role == WORKER and not self._over:
-            self._ask()
+            self.ask()
         # Once a worker has finished, the others let no new one in.
         finished = any(worker.code == 0 for worker in self.workers)
         over = (one.role == WORKER and (self._over or finished)) or (one.role == COORDINATOR and self._over)
@@ -219,9 +219,9 @@ class Supervision:
                 self._run_ends()  # It had started the services of the present session.
         elif killed:
             fields = {"role": one.role, "id": one.id, "incarnation": one.incarnation, "process": one.handle.pid}
-            self._send("died", {**fields, "how": ending(code), "replaced": replaced})
+            self.send("died", {**fields, "how": ending(code), "replaced": replaced})
         elif code < 128:  # 128 + a signal's number: the user has stopped the run.
-            self._send("end", {"message": what, "clean": False})
+            self.send("end", {"message": what, "clean": False})
         if replaced:
             one.restarts -= 1
             one.incarnation += 1
@@ -237,7 +237,7 @@ class Supervision:
         """Whether a process has ended by itself after the coordinator had missed it; None if that is to be seen."""
         if not 0 < code < 128 or one.role == COORDINATOR or self._over or self._ended_at is not None:
             return False
-        if self._ask():
+        if self.ask():
             return (one.role, one.id, one.incarnation) in self._missed
         now = time.monotonic()
         if one.ended is None:
@@ -250,7 +250,7 @@ class Supervision:
         if self._ended_at is None:
             self._ended_at = time.monotonic()
 
-    def _end_the_stopped(self, now: float) -> None:
+    def end_the_stopped(self, now: float) -> None:
         """End those that are stopped: the coordinator cannot miss who has not registered yet, or has left."""
         # At most a second: this process may have been stopped with them, as by Ctrl-Z.
         passed, self._looked_at = min(now - self._looked_at, 1.0), now
@@ -266,9 +266,9 @@ class Supervision:
                 print(f"{one} was stopped for {limit:g} s: it is ended", file=sys.stderr, flush=True)
                 one.handle.send_signal(signal.SIGKILL)
 
-    def _ask(self) -> bool:
+    def ask(self) -> bool:
         """Ask the coordinator whether its session goes on and who is silent, and end these; whether it has answered."""
-        answer = self._send("status")
+        answer = self.send("status")
         if answer is None:
             return False
         self._heard_at = time.monotonic()
@@ -305,7 +305,7 @@ class Supervision:
                 time.sleep(POLL)
             one.code = code
 
-    def _send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
+    def send(self, kind: str, fields: Mapping[str, object] | None = None) -> Message | None:
         """Ask the coordinator over a connection of its own, for a moment; None if it has not answered by then.
 
         What it has not answered before, it is asked again at every occasion: no death is untold because it was busy.

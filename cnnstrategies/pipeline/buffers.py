@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -62,4 +63,4 @@ class OtherBuffers:
 
     def _states(self) -> list[tuple[int, int]]:
         """Which tensor each is, and how often it was written to; autograd counts that."""
-        return [(id(one), one._version) for one in map(self._module.get_buffer, self._names)]
+        return [(id(one), writes(one)) for one in map(self._module.get_buffer, self._names)]

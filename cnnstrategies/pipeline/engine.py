@@ -60,6 +60,7 @@ class Pipeline:
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
         shapes: Shape of each of the network's parameters and buffers.
+        gathering: The outputs that are under way to the other ranks; None where none are.
 
     Raises:
         ConfigurationError: Cuts, replicas, microbatches and ranks do not fit together, or the network cannot be cut.
@@ -123,7 +124,7 @@ class Pipeline:
             self.transport,
             self.device,
         )
-        self._gathering: Gathering | None = None
+        self.gathering: Gathering | None = None
         self.gatherer = OutputGatherer(self.placement, self.transport, self.device)
 
     @property
@@ -226,7 +227,7 @@ class Pipeline:
 
         def send_outputs(step: Step) -> None:
             if gather and self.gatherer.knows(self._kind(batch)):
-                self._gathering = self.gatherer.start(batch.split, step.outputs, self._kind(batch))
+                self.gathering = self.gatherer.start(batch.split, step.outputs, self._kind(batch))
 
         return self._train(batch, loss, scale, more, send_outputs)
 
@@ -246,7 +247,7 @@ class Pipeline:
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
             parts.begin(batch)
-        self._gathering = None
+        self.gathering = None
         return self.executor.train(self.tasks, batch, parts, scale, more, computed)
 
     def evaluate(self, batch: Batch) -> dict[int, Any]:
@@ -273,7 +274,7 @@ class Pipeline:
             batch: The batch.
             outputs: What :meth:`train` or :meth:`evaluate` returned for it.
         """
-        gathering, self._gathering = self._gathering, None
+        gathering, self.gathering = self.gathering, None
         with self.transport.collective("gathering the outputs"):
             return (gathering or self.gatherer.start(batch.split, outputs, self._kind(batch))).finish()
 
@@ -317,7 +318,7 @@ class Pipeline:
 
         The default group's threads end with it, when it is destroyed: nothing here refers to it any more.
         """
-        self._gathering = None
+        self.gathering = None
         self.transport.settle()
         if self.placement.world_size > 1:
             dist.barrier(group=self.transport.control)  # A rank that closes one may have sent what is not yet read.

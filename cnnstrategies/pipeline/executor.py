@@ -113,7 +113,7 @@ class Executor:
         self.buffers.begin()
         try:
             for index, task in enumerate(tasks):
-                with self._timed("receive", None):
+                with self.timed("receive", None):
                     self._expect(step, tasks[index : index + 1 + AHEAD])
                 with self._described(task):
                     is_last = task.microbatch == last_backward
@@ -125,7 +125,7 @@ class Executor:
                         self._backward(step, task.microbatch, computed if is_last else _nothing)
             if not tasks:
                 computed(step)
-            with self._timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
+            with self.timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
                 gradients = self.reducer.finish(keep=more)
                 self.statistics.finish()
                 self.buffers.finish()
@@ -133,7 +133,7 @@ class Executor:
             self.reducer.abandon()
             self.statistics.abandon()
             raise
-        with self._timed("send", None):
+        with self.timed("send", None):
             step.channels.finish()
         self.loss_sum = step.loss_sum
         return gradients, step.outputs
@@ -169,7 +169,7 @@ class Executor:
     def _forward(self, step: Step, microbatch: int, is_last: bool) -> None:
         again = is_recomputed(self.checkpointing, is_last)
         size = step.size(microbatch)
-        with self._timed("receive", microbatch):
+        with self.timed("receive", microbatch):
             values, leaves = step.channels.receive_forward(microbatch, size)
         held = Held(leaves, inputs_first=is_last and not again and any(leaves.values()) and self._inputs_first())
         arguments = step.channels.inputs(values, step.images(microbatch))
@@ -183,7 +183,7 @@ class Executor:
             torch.set_grad_enabled(not again),
             torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=not again),
             self.statistics.microbatch(microbatch),
-            self._timed("forward", microbatch),
+            self.timed("forward", microbatch),
         ):
             with InputsFirst(self.module) if held.inputs_first else nullcontext():
                 result = self.module(*arguments)
@@ -200,17 +200,17 @@ class Executor:
     def _backward(self, step: Step, microbatch: int, computed: Callable[[Step], None]) -> None:
         if not self.last:
             computed(step)
-        with self._timed("receive", microbatch):
+        with self.timed("receive", microbatch):
             gradients = step.channels.receive_backward(microbatch, step.size(microbatch))
         held = step.held[microbatch]
-        with self._timed("backward", microbatch):
+        with self.timed("backward", microbatch):
             if held.arguments is not None:
                 self._run_again(step, microbatch, held)
             if self.last:
                 computed(step)
             with step.channels.sending_early(microbatch, held.leaves) if held.inputs_first else nullcontext():
                 self._backpropagate(held, gradients)
-        with self._timed("send", microbatch):
+        with self.timed("send", microbatch):
             step.channels.send_backward(microbatch, held.leaves)
         del step.held[microbatch]
 
@@ -273,7 +273,8 @@ class Executor:
             raise
 
     @contextmanager
-    def _timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
+    def timed(self, kind: str, microbatch: int | None) -> Iterator[None]:
+        """Tell the watchers of a span."""
         if not self.watchers:
             yield
             return

@@ -1,5 +1,6 @@
 """What a trace fixes: a network whose forward is not the same each time is refused, and not trained as it once was."""
 
+import inspect
 import random
 import sys
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ class Contexts:
 
 def _is_checkpointed() -> bool:
     """Whether torch.utils.checkpoint is among the callers."""
-    frame: Any = sys._getframe()
+    frame: Any = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
             return True

@@ -185,12 +185,12 @@ class Contest:
                     verdicts = [replace(verdict, outcome="undecided")]
                 elif name in alive and verdict.low >= LUCK:
                     alone = len(self.rows) == 1  # Not chosen for its luck: its rounds are as good as new.
-                    verdicts = [verdict if alone else self._fresh(name, default, alive[name])]
+                    verdicts = [verdict if alone else self.fresh_verdict(name, default, alive[name])]
                 else:
                     for one in (default, *alive.values()):
                         one.trial.close()
                     alive = {}
-                    verdicts = self._fresh_pairs(row.setting)
+                    verdicts = self.fresh_verdicts(row.setting)
             except TrialError as failure:
                 self.rows[name] = Row(row.setting, trouble=str(failure))
                 continue
@@ -199,7 +199,7 @@ class Contest:
                 return row.setting
         return None
 
-    def _fresh_pairs(self, setting: Setting) -> list[Verdict]:
+    def fresh_verdicts(self, setting: Setting) -> list[Verdict]:
         """The verdicts of pairs of new processes, up to the first that does not say faster.
 
         Who is started last has been seen to be quicker: that is the default first, as it was the candidate before.
@@ -214,12 +214,12 @@ class Contest:
                 default, runner = self._default(started[DEFAULT]), started[setting.name]
                 if isinstance(runner, TrialError):
                     raise runner
-                verdicts.append(self._fresh(setting.name, default, runner))
+                verdicts.append(self.fresh_verdict(setting.name, default, runner))
             if verdicts[-1].outcome != "faster":
                 break
         return verdicts
 
-    def _fresh(self, name: str, default: _Runner, runner: _Runner) -> Verdict:
+    def fresh_verdict(self, name: str, default: _Runner, runner: _Runner) -> Verdict:
         """The verdict of rounds that nothing was chosen by."""
         race = Race([name], looks=(FRESH,))
         for _ in range(FRESH.rounds):

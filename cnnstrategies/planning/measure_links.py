@@ -65,7 +65,7 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
     dist.init_process_group(
         backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timedelta(seconds=30)
     )
-    fastest = _round_trips(rank == 0, 1 - rank, (SMALL, LARGE), device, ROUNDS)
+    fastest = round_trips(rank == 0, 1 - rank, (SMALL, LARGE), device, ROUNDS)
     if rank == 0:
         (Path(folder) / "times").write_text(" ".join(map(str, fastest)))
     dist.destroy_process_group()
@@ -93,7 +93,7 @@ def measure_cluster(nodes: int, device: torch.device) -> Cluster:
 def _between(rank: int, peer: int, device: torch.device) -> Link:
     if rank not in (0, peer):
         return Link(1.0, 0.0)
-    small, large = _round_trips(rank == 0, peer if rank == 0 else 0, (SMALL, MEDIUM), device, FEW_ROUNDS)
+    small, large = round_trips(rank == 0, peer if rank == 0 else 0, (SMALL, MEDIUM), device, FEW_ROUNDS)
     return _link(small, large, MEDIUM)
 
 
@@ -102,7 +102,7 @@ def _link(small: float, large: float, size: int) -> Link:
     return Link(bandwidth=(size - SMALL) / (max(large - small, LEAST * large) / 2), latency=small / 2)
 
 
-def _round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:
+def round_trips(first: bool, peer: int, sizes: tuple[int, ...], device: torch.device, rounds: int) -> list[float]:
     """Seconds of the fastest round trip of each size; the others were held up by what else the machine does.
 
     The sizes take turns, so that a while in which it does much else slows all of them.

@@ -50,7 +50,7 @@ class Study:
                 storage=JournalStorage(JournalFileBackend(str(folder / JOURNAL))),
                 study_name="sweep",
                 direction=plan.direction,
-                pruner=_pruner(plan),
+                pruner=pruner_of(plan),
                 load_if_exists=True,
             )
             identity = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
@@ -154,7 +154,8 @@ def _distribution(space: Range | Choice) -> BaseDistribution:
     return FloatDistribution(**arguments, step=space.step)
 
 
-def _pruner(plan: Plan) -> BasePruner:
+def pruner_of(plan: Plan) -> BasePruner:
+    """Who ends trials that do not do well."""
     if plan.pruner == "median":
         return MedianPruner(n_warmup_steps=plan.warmup)
     if plan.pruner == "halving":

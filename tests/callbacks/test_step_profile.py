@@ -187,7 +187,7 @@ class Ranks:
         monkeypatch.setattr(executor, "time", SimpleNamespace(time=clock))
         for name in ("start", "begin", "end", "stop"):
             monkeypatch.setattr(PartClock, name, self._telling(getattr(PartClock, name)))
-        timed = Executor._timed
+        timed = Executor.timed
 
         @contextlib.contextmanager
         def telling(executor, kind, microbatch):
@@ -198,14 +198,14 @@ class Ranks:
                 with self._lock:
                     self._tell("metrics")
 
-        monkeypatch.setattr(Executor, "_timed", telling)
+        monkeypatch.setattr(Executor, "timed", telling)
 
     def _telling(self, method):
         def tell(clock, *args):
             with self._lock:
                 method(clock, *args)
                 self._profiling = clock.running
-                self._tell((clock._open or ["other"])[-1])
+                self._tell((clock.open_parts or ["other"])[-1])
 
         return tell
 

@@ -172,7 +172,7 @@ class Cluster:
             self._mount(volumes[mount["name"]], Path(mount["mountPath"]), own, secrets)
         with _server(own) as server:
             words = [shutil.which(container["command"][0]) or "", *container["command"][1:]]
-            shell = warm._popen(words, env=self._environment(pod, container, own), cwd="/")
+            shell = warm.popen(words, env=self._environment(pod, container, own), cwd="/")
             signal.signal(signal.SIGTERM, lambda number, frame: shell.send_signal(number))
             warm.install()
             while shell.poll() is None:
@@ -273,9 +273,9 @@ def _server(own: Path) -> Iterator[Callable[[], None]]:
             return
         text, files, _, _ = socket.recv_fds(client, 2**18, 3)
         words, cwd, env = json.loads(text)
-        assert warm._helper is not None
+        assert warm.helper is not None
         program = {"words": words, "cwd": cwd, "env": env, "session": False, "warm": True}
-        pid = warm._helper.start(program, dict(enumerate(files)))
+        pid = warm.helper.start(program, dict(enumerate(files)))
         for file in files:
             os.close(file)
         programs[pid] = client

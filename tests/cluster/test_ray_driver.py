@@ -147,7 +147,7 @@ class FakeRay:
 
     def kill(self, actor: Actor) -> None:
         self.killed += 1
-        program = actor.node._program
+        program = actor.node.program
         if program is not None:
             program.kill()
             program.wait()
@@ -155,7 +155,7 @@ class FakeRay:
 
 @pytest.fixture(autouse=True)
 def _address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(node, "own_address", lambda: "127.0.0.1")
     Path(CONFIG).touch()
 
 
@@ -208,7 +208,7 @@ def test_when_a_node_is_lost_the_others_programs_are_ended_at_once_and_all_start
     code, log = run(ray, f"{second}; until [ -e once0 ]; do sleep 0.02; done; echo on; exec sleep 1000")
     assert code == 0
     assert "(1 of at most 1): node 1 (" in log
-    assert [actor.node._program.returncode for actor in ray.actors] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+    assert [actor.node.program.returncode for actor in ray.actors] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
 
 
 NODE = r"node 1 \(.+, 127\.0\.0\.1\)"
@@ -252,7 +252,7 @@ def test_a_cluster_of_this_machine_that_has_died_is_not_waited_for(tmp_path, mon
     (tmp_path / "last").write_text(f"{address}\n")
     monkeypatch.setattr(connection, "LAST", tmp_path / "last")
     with pytest.raises(ConnectionRefusedError):
-        connection._knock("auto")
+        connection.knock("auto")
 
 
 def test_a_node_is_asked_for_what_all_its_processes_need():

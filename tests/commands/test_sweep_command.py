@@ -91,7 +91,7 @@ def test_a_bad_trial_ends_early_and_a_failed_one_does_not_end_the_sweep(pretend,
         def prune(self, study, trial):
             return trial.number == 3 and trial.last_step == 1
 
-    monkeypatch.setattr(study, "_pruner", lambda plan: Last())
+    monkeypatch.setattr(study, "pruner_of", lambda plan: Last())
     write()
     run()
     done = trials()

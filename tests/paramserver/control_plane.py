@@ -65,7 +65,7 @@ class Run:
     def server(self, identity, incarnation=0, see=True):
         def main():
             membership = Membership(self.address("server", identity, incarnation), endpoint=f"ipc://{identity}")
-            while not see and membership._participant.view is None:
+            while not see and membership.participant.view is None:
                 time.sleep(0.01)
             Path(f"server-{identity}-is-there").touch()
             number = -1

@@ -143,7 +143,7 @@ def _serve(specification: Specification, directory: Path, id: int, endpoint: str
 
 
 def _tell_when_filled(server: ServerService, endpoint: str) -> None:
-    while any(version < 0 for version in list(server.role._shard.store.versions.values())):
+    while any(version < 0 for version in list(server.role.shard.store.versions.values())):
         time.sleep(0.005)
     _sign_of_filled(endpoint).touch()
 

@@ -363,7 +363,7 @@ def simulate(seed: int, faults: bool = True, nodes: int | None = None) -> World:
     """
     with pytest.MonkeyPatch.context() as patch:
         world = World(seed, patch, faults, nodes)
-        patch.setattr(board_module, "_fence", world.pause)
+        patch.setattr(board_module, "fence", world.pause)
         world.run()
     alive = set(range(world.count)) - world.dead
     assert world.servers.step >= STEPS or not alive

@@ -174,7 +174,7 @@ def test_services_start_without_lightning_and_outlive_the_signals_of_job_manager
 def test_a_spare_becomes_what_it_is_told_and_is_ended_if_it_is_not_needed(tmp_path):
     spares = Spares()
     spares.prepare()
-    waiting = spares._waiting
+    waiting = spares.waiting
     assert waiting is not None
     service = spares.start(CoordinatorProcess(CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)))
     assert service is waiting
@@ -184,13 +184,13 @@ def test_a_spare_becomes_what_it_is_told_and_is_ended_if_it_is_not_needed(tmp_pa
     service.send_signal(signal.SIGKILL)
     waiting.wait()
     spares.prepare()
-    unused = spares._waiting
+    unused = spares.waiting
     assert unused is not None
     unused.kill()
     unused.wait()
     assert spares.start(CoordinatorProcess(CoordinatorSettings("nowhere", 1, 0))) is not unused
     spares.prepare()
-    last = spares._waiting
+    last = spares.waiting
     spares.close()
     assert last is not None
     assert last.poll() is not None
@@ -273,7 +273,7 @@ def test_a_worker_started_again_replays_the_set_up_and_joins_at_a_boundary(tmp_p
         run.kill("worker", 0, 0)  # The leader; the name that it gave must stay.
         died = {"role": "worker", "id": 0, "incarnation": 0, "process": 1, "how": "was killed", "replaced": True}
         supervision = Supervision(run.address("supervision", 0))
-        while supervision._send("died", died) is None:
+        while supervision.send("died", died) is None:
             pass
         run.worker(0, train, incarnation=1)
         wait_for(Path("life-1"))

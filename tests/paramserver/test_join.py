@@ -196,10 +196,10 @@ def test_what_is_kept_of_who_joins_does_not_grow_with_epochs():
         peer, _ = run.joins()
         assert peer.life == life
         run.say(peer, "leave", told=0)
-    roster = run.coordinator._roster
+    roster = run.coordinator.roster
     assert list(roster.gone) == [Peer("worker", 2, 49, 7)]
     assert roster.is_over(Peer("worker", 2, 17, 7))
-    assert not run.coordinator._history.faults
+    assert not run.coordinator.history.faults
 
 
 def test_who_joins_gets_what_the_others_can_spare():

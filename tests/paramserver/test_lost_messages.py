@@ -36,7 +36,7 @@ class LossyCoordinator:
         endpoint = f"ipc://{directory}/coordinator"
         self._service = CoordinatorService(CoordinatorSettings(endpoint, workers, 0, TIMEOUT, **settings))
         self.address = Address(endpoint, "worker", 0, 0, 0.05, TIMEOUT)
-        handle, send = self._service.handle, self._service._send
+        handle, send = self._service.handle, self._service.send
 
         def lossy_handle(frames: Any, key: str = "") -> None:
             if not loses(parse(frames[1:])[1].kind):
@@ -47,7 +47,7 @@ class LossyCoordinator:
                 send(peer, message)
 
         self._service.handle = lossy_handle  # type: ignore[method-assign]
-        self._service._loop._send = lossy_send
+        self._service.loop.send = lossy_send
         self._stopping = False
         self._thread = threading.Thread(target=self._service.run, args=(lambda: self._stopping,), daemon=True)
         self._thread.start()

@@ -94,7 +94,7 @@ def test_the_fused_implementation_is_used_where_the_user_leaves_it_open(name: st
     def is_fused(**options: Any) -> bool:
         optimizer, _ = shared(name, **options)
         optimizer.step({0: torch.ones(3, dtype=torch.float64)}, {"lr": 0.5, **options})
-        return optimizer._optimizer.param_groups[0]["fused"] is True
+        return optimizer.optimizer.param_groups[0]["fused"] is True
 
     assert is_fused()
     assert is_fused(fused=None, foreach=None)

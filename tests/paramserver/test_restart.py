@@ -31,11 +31,11 @@ class Run:
     def coordinate(self, term: int) -> None:
         self.term = Peer("coordinator", 0, term)
         self.coordinator = Coordinator(CoordinatorSettings("here", self.workers, 0, term=term, **SETTINGS))
-        self._act(self.term, self.coordinator.start(self.now))
+        self.act(self.term, self.coordinator.start(self.now))
 
     def join(self, role: Role, peer: Peer) -> Peer:
         self.roles[peer] = role
-        self._act(peer, role.start(self.now))
+        self.act(peer, role.start(self.now))
         return peer
 
     def worker(self, identity: int, life: int = 0) -> Peer:
@@ -47,7 +47,7 @@ class Run:
     def call(self, peer: Peer, kind: str, **fields: Any) -> Callable[[], Message | str | None]:
         self.number += 1
         number = self.number
-        self._act(peer, self.roles[peer].on_call(self.now, Call(number, kind, fields)))
+        self.act(peer, self.roles[peer].on_call(self.now, Call(number, kind, fields)))
         return lambda: self.returned.get((peer, number))
 
     def collect(
@@ -58,20 +58,20 @@ class Run:
     def beat(self, *peers: Peer) -> None:
         self.now += 0.5
         for peer in peers:
-            self._act(peer, self.roles[peer].on_timer(self.now, "beat"))
-            self._act(peer, self.roles[peer].on_timer(self.now, "requests"))
-        self._act(self.term, self.coordinator.on_timer(self.now, "tick"))
+            self.act(peer, self.roles[peer].on_timer(self.now, "beat"))
+            self.act(peer, self.roles[peer].on_timer(self.now, "requests"))
+        self.act(self.term, self.coordinator.on_timer(self.now, "tick"))
 
-    def _act(self, peer: Peer, effects: Effects) -> None:
+    def act(self, peer: Peer, effects: Effects) -> None:
         for effect in effects:
             if isinstance(effect, Return):
                 self.returned[peer, effect.call] = effect.value
             elif isinstance(effect, Send) and peer == self.term:
                 self.told.append((effect.to, effect.message))
                 if effect.to in self.roles and not self.holds(effect.to, effect.message):
-                    self._act(effect.to, self.roles[effect.to].on_message(self.now, peer, effect.message))
+                    self.act(effect.to, self.roles[effect.to].on_message(self.now, peer, effect.message))
             elif isinstance(effect, Send):
-                self._act(self.term, self.coordinator.on_message(self.now, peer, effect.message))
+                self.act(self.term, self.coordinator.on_message(self.now, peer, effect.message))
 
 
 def trained(workers: int) -> tuple[Run, list[Peer]]:
@@ -125,7 +125,7 @@ def test_a_coordinator_that_is_no_more_is_not_heard() -> None:
     (request,) = [one.message.request for one in role.asking.open.values()]
     run.coordinate(1)
     run.beat(first)
-    run._act(first, role.on_message(run.now, Peer("coordinator", 0, 0), late._replace(request=request)))
+    run.act(first, role.on_message(run.now, Peer("coordinator", 0, 0), late._replace(request=request)))
     assert waits() is None, "the next coordinator may decide otherwise: nobody has told it"
     run.collect(second)
     run.beat(first, second)
@@ -172,10 +172,10 @@ def test_who_reports_when_a_coordinator_has_given_up_waiting_meets_one_that_has_
     for _ in range(2 * 600):  # CoordinatorSettings.appear
         run.beat()
     run.now += 0.1  # Before the next tick.
-    run._act(worker, run.roles[worker].on_timer(run.now, "beat"))
+    run.act(worker, run.roles[worker].on_timer(run.now, "beat"))
     run.holds = lambda peer, message: False
     run.told.clear()
-    run._act(worker, run.roles[worker].on_timer(run.now, "beat"))
+    run.act(worker, run.roles[worker].on_timer(run.now, "beat"))
     assert any("worker 0 did not appear" in str(message.fields.get("message")) for _, message in run.told)
 
 
@@ -184,7 +184,7 @@ def test_a_hello_to_the_coordinator_before_is_not_taken_for_a_report_however_lat
     fields = {"session": 0, "floor": 1, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
     run.coordinate(1)
     run.holds = lambda peer, message: peer == second
-    run._act(run.term, run.coordinator.on_message(run.now, second, Message("hello", fields, (), 1)))
+    run.act(run.term, run.coordinator.on_message(run.now, second, Message("hello", fields, (), 1)))
     run.beat(first)
     assert run.coordinator.recovers, "the second has not told yet what it knows"
     run.holds = lambda peer, message: False
@@ -300,10 +300,10 @@ def test_what_a_member_gives_before_it_is_registered_is_kept_until_that_says_whe
         worker.start(0.0)
         worker.on_call(0.0, Call(1, "put", {"name": "specification"}))
         worker.on_message(0.0, Peer("coordinator", 0), Message("done", {}, request=2))
-        assert worker._memory.report(0, 0, {})[0]["values"] == {"specification": False}
+        assert worker.memory.report(0, 0, {})[0]["values"] == {"specification": False}
         registered = {"view": View(1, (), ()).as_dict(), "keep": restarts}
         worker.on_message(0.0, Peer("coordinator", 0), Message("done", registered, request=1))
-        assert worker._memory.report(0, 0, {})[0]["values"] == kept
+        assert worker.memory.report(0, 0, {})[0]["values"] == kept
 
 
 def test_without_restarts_nothing_is_kept_for_them() -> None:
@@ -314,7 +314,7 @@ def test_without_restarts_nothing_is_kept_for_them() -> None:
     run.collect(worker)
     role = run.roles[worker]
     assert isinstance(role, Participant)
-    assert role._memory.report(0, 0, {})[0]["rounds"] == []
+    assert role.memory.report(0, 0, {})[0]["rounds"] == []
     assert run.call(worker, "leave")() is not None
 
 

@@ -73,7 +73,7 @@ def test_one_waits_for_the_next_boundary_when_the_last_has_let_somebody_in():
     run.beats(SERVER, ZERO, ONE, peer)
     for one in (ZERO, ONE, peer):
         run.collect(one, "admitted", 4, seal=False, boundary=False)
-    assert run.coordinator._dispatcher.may_come(1)
+    assert run.coordinator.dispatcher.may_come(1)
     effects = returns(run)
     assert not told(run, [*effects, *run.beats(peer)])
 

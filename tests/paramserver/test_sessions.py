@@ -126,13 +126,13 @@ def test_services_stay_until_the_workers_of_other_nodes_have_left(tmp_path, monk
     membership = Membership(Address(address.coordinator, "worker", 0, 0, 0.1, 60.0))
     membership.wait_registered()
 
-    asked, ask = [], supervision._ask
+    asked, ask = [], supervision.ask
 
     def count():
         asked.append(ask())
         return asked[-1]
 
-    monkeypatch.setattr(supervision, "_ask", count)
+    monkeypatch.setattr(supervision, "ask", count)
 
     def leave():
         while len(asked) < 5:  # For the services to end meanwhile, if they do.

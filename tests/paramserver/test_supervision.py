@@ -31,7 +31,7 @@ class Node(Supervision):
         self.missed: list[list[str | int]] | None = []
         self.told: list[str] = []
 
-    def _send(self, kind, fields=None):
+    def send(self, kind, fields=None):
         if kind != "status":
             self.told.append(f"{kind}, replaced" if fields.get("replaced") else kind)
         return None if self.missed is None else Message(DONE, {"silent": self.missed, "ended": None})

@@ -40,7 +40,7 @@ class Run:
 
     @property
     def view(self):
-        return self.coordinator._roster.number
+        return self.coordinator.roster.number
 
     def beats(self, *peers, whole=None):
         whole = self.view if whole is None else whole

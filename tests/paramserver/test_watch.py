@@ -242,4 +242,4 @@ def test_over_sockets_who_has_the_key_is_answered_and_nothing_is_kept(tmp_path):
         over.set()
         thread.join()
         service.close()
-    assert not service._routes
+    assert not service.routes

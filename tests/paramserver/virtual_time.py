@@ -52,30 +52,30 @@ class VirtualTime:
         """
         self._free = iter(range(number * MEMBERS, (number + 1) * MEMBERS))
         loop.time = SimpleNamespace(monotonic=lambda: self._now.value)  # type: ignore[attr-defined]
-        start, fire, until_next, run = loop.Loop.start, loop.Loop.fire, loop.Loop.until_next, Membership._run
+        start, fire, until_next, run = loop.Loop.start, loop.Loop.fire, loop.Loop.until_next, Membership.run
         place: dict[object, int] = {}
 
         def begin(self_: loop.Loop) -> None:
-            if isinstance(self_._role, Coordinator | Participant):
-                place[self_._role] = next(self._free)
+            if isinstance(self_.role, Coordinator | Participant):
+                place[self_.role] = next(self._free)
             start(self_)
-            if isinstance(self_._role, Coordinator):
+            if isinstance(self_.role, Coordinator):
                 self._coordinator.value = os.getpid()
-            self._tell(place, self_._role)
+            self._tell(place, self_.role)
 
         def look(self_: loop.Loop) -> None:
             fire(self_)
-            self._tell(place, self_._role)
+            self._tell(place, self_.role)
 
         def serve(self_: Membership) -> None:
             try:
                 run(self_)
             finally:
-                self._processes[place[self_._participant]] = LEFT
+                self._processes[place[self_.participant]] = LEFT
 
         loop.Loop.start, loop.Loop.fire = begin, look  # type: ignore[method-assign]
         loop.Loop.until_next = lambda self_, most: min(until_next(self_, most), LOOK)  # type: ignore[method-assign]
-        Membership._run = serve  # type: ignore[method-assign]
+        Membership.run = serve  # type: ignore[method-assign]
 
     def hold(self) -> None:
         """Have the clock stand still, from any of the processes."""
@@ -93,7 +93,7 @@ class VirtualTime:
             return
         now = self._now.value
         waits = isinstance(role, Participant) and role.view is not None and role.ended is None
-        self._heard[mine] = role._heard if waits else float("inf")
+        self._heard[mine] = role.heard if waits else float("inf")
         self._looked[mine] = now
         self._processes[mine] = os.getpid()
 

@@ -213,7 +213,7 @@ def gathered(replicas: tuple[int, ...]) -> list[tuple[bool, Tensor, Tensor]]:
     compared = []
     early: list[Any] = []
     finish = pipeline.reducer.finish
-    pipeline.reducer.finish = lambda keep: (early.append(pipeline._gathering), finish(keep))[1]  # type: ignore[method-assign]
+    pipeline.reducer.finish = lambda keep: (early.append(pipeline.gathering), finish(keep))[1]  # type: ignore[method-assign]
     for images, targets in global_batches(4, (9, 4, 1)):
         batch = pipeline.share(part(pipeline, images), part(pipeline, targets))
         _, outputs = pipeline.train(batch, F.cross_entropy, gather=True)
@@ -333,13 +333,15 @@ def test_impossible_cuts_are_refused() -> None:
         divide_by_names(make_network(), ["head"])
 
 
-def one_after_another() -> tuple[list[Tensor], int, list[str]]:
-    """Two pipelines of a network in turn: the weights after each, groups then left, and threads after the last group.
+def one_after_another() -> tuple[list[Tensor], tuple[int, int], list[str]]:
+    """Two pipelines of a network in turn: the weights after each, groups before and after its end, and threads then.
 
     The pipelines are still there when the threads are counted: a script's variables are, when the interpreter ends.
     """
     network = make_network()
     states, pipelines = [], []
+    groups, new_group = [], dist.new_group
+    dist.new_group = lambda *args, **options: (groups.append(new_group(*args, **options)), groups[-1])[1]
     for replicas in ((2, 1), (1, 2)):
         pipeline = Pipeline(network, CUTS[2], replicas, 6)
         freeze_norm(pipeline.module)
@@ -348,12 +350,23 @@ def one_after_another() -> tuple[list[Tensor], int, list[str]]:
         pipeline.step(part(pipeline, images), part(pipeline, targets), F.cross_entropy)
         optimizer.step()
         network.load_state_dict(pipeline.merge(), strict=False)
+        had = sum(map(is_there, groups))
         pipeline.close()
         pipelines.append(pipeline)
         states.append(network.head.weight.detach().clone())
-    groups_left = len(dist.distributed_c10d._world.pg_map) - 1
+    left = sum(map(is_there, groups))
+    groups.clear()  # Their threads end with them.
     dist.destroy_process_group()
-    return states, groups_left, [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return states, (had, left), [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+
+
+def is_there(group: Any) -> bool:
+    """Whether this process is a member of a group that was not destroyed."""
+    try:
+        dist.get_global_rank(group, 0)
+    except ValueError:
+        return False
+    return isinstance(group, dist.ProcessGroup)
 
 
 def test_a_closed_pipeline_leaves_no_group_or_thread_and_another_can_follow() -> None:
@@ -367,8 +380,10 @@ def test_a_closed_pipeline_leaves_no_group_or_thread_and_another_can_follow() ->
         F.cross_entropy(alone(images), targets).backward()
         optimizer.step()
         expected.append(alone.head.weight.detach().clone())
-    for got, groups_left, threads in run_ranks(3, one_after_another):
-        assert groups_left == 0
+    results = run_ranks(3, one_after_another)
+    assert any(had for _, (had, _), _ in results)
+    for got, (_, left), threads in results:
+        assert left == 0
         assert len(threads) == 1, f"of a group that has ended: {threads}"
         for weights, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(weights, wanted)

@@ -110,8 +110,10 @@ def test_a_small_gain_must_show_again_in_processes_of_its_own(pretended):
 def test_the_best_of_several_meets_the_default_again_and_who_was_alone_does_not(pretended, monkeypatch):
     """The fastest of many is in part the luckiest; of one nothing was chosen."""
     fresh: list[str] = []
-    orders = Contest._fresh
-    monkeypatch.setattr(Contest, "_fresh", lambda self, name, *rest: fresh.append(name) or orders(self, name, *rest))
+    orders = Contest.fresh_verdict
+    monkeypatch.setattr(
+        Contest, "fresh_verdict", lambda self, name, *rest: fresh.append(name) or orders(self, name, *rest)
+    )
     assert pretended(setting("faster"))[0] is not None
     assert not fresh
     assert pretended(setting("faster"), setting("slow"))[0] is not None
@@ -140,13 +142,13 @@ def test_when_the_best_was_lucky_the_next_is_tried(pretended):
 
 
 def test_a_gain_that_time_does_not_suffice_to_confirm_is_undecided(pretended, monkeypatch):
-    confirm = Contest._fresh_pairs
+    confirm = Contest.fresh_verdicts
 
     def hurried(self, setting):
         monkeypatch.setattr(contest.time, "monotonic", lambda: 1e9)
         return confirm(self, setting)
 
-    monkeypatch.setattr(Contest, "_fresh_pairs", hurried)
+    monkeypatch.setattr(Contest, "fresh_verdicts", hurried)
     winner, rows = pretended(setting("new", Effect.LEARNING))
     assert winner is None
     assert rows["new"].verdict.outcome == "undecided"

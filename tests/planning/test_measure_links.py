@@ -17,7 +17,7 @@ def test_loopback_has_a_plausible_latency_and_bandwidth() -> None:
 def test_what_holds_up_small_messages_makes_no_link_of_unlimited_bandwidth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_links.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(measure_links.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(measure_links, "_round_trips", lambda *_: [0.003, 0.002])
+    monkeypatch.setattr(measure_links, "round_trips", lambda *_: [0.003, 0.002])
     link = measure_cluster(1, torch.device("cpu")).hosts[0].inside
     assert link.bandwidth == pytest.approx((MEDIUM - SMALL) / (0.01 * 0.002 / 2))
 

@@ -18,11 +18,13 @@ from conftest import ROOT, leaves_no_sockets
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from cnnstrategies import cli
 from cnnstrategies.cli import main
 from cnnstrategies.commands.joining_cli import is_for_others, strategy_of
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
@@ -283,11 +285,20 @@ def test_another_number_of_batches_is_not_the_runs():
         def begin_epoch(self, number, samples, chunk):
             return 36
 
-    group = SimpleNamespace(collectives=Run(), world_size=1)
-    dispatch = JoinedDispatch(SimpleNamespace(group=group))
-    dispatch._begin(0, 36, "")
+        def take(self, number, processed):
+            return Chunk(number, 0, 0)
+
+    visitor = SimpleNamespace(group=SimpleNamespace(collectives=Run()), is_in=True, leaving=False)
+    trainer = SimpleNamespace(val_check_interval=1.0, fit_loop=SimpleNamespace(epoch_progress=None), current_epoch=0)
+
+    def begin(batches):
+        data = range(batches)
+        loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+        return list(JoinedDispatch(visitor).loader(loader, trainer))
+
+    assert begin(36) == []
     with pytest.raises(ConfigurationError, match="an epoch of the run has 36 batches and of this configuration 72"):
-        dispatch._begin(0, 72, "")
+        begin(72)
 
 
 @pytest.mark.light

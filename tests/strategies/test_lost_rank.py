@@ -3,30 +3,33 @@
 from types import SimpleNamespace
 
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
 
+from cnnstrategies._lightning_private import MultiProcessingLauncher
 from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.strategies.hybrid_pipeline import lost_rank
 
 pytestmark = pytest.mark.light
+FORKED = MultiProcessingLauncher(DDPStrategy(), "fork")
 
 
 @pytest.mark.parametrize(
-    ("start_method", "error", "waits"),
+    ("launcher", "error", "waits"),
     [
-        ("fork", PeerError("Connection closed by peer"), [lost_rank.GRACE]),
-        ("fork", PeerError("Timed out waiting 6000ms"), [lost_rank.SILENT]),
-        ("popen", PeerError("Connection closed by peer"), []),
-        ("fork", ValueError("gone"), []),
+        (FORKED, PeerError("Connection closed by peer"), [lost_rank.GRACE]),
+        (FORKED, PeerError("Timed out waiting 6000ms"), [lost_rank.SILENT]),
+        (None, PeerError("Connection closed by peer"), []),
+        (FORKED, ValueError("gone"), []),
     ],
 )
-def test_only_a_forked_or_spawned_rank_that_has_lost_another_one_waits(monkeypatch, start_method, error, waits):
+def test_only_a_forked_or_spawned_rank_that_has_lost_another_one_waits(monkeypatch, launcher, error, waits):
     waited = []
-    monkeypatch.setattr(lost_rank, "_wait_to_be_ended", waited.append)
+    monkeypatch.setattr(lost_rank, "wait_to_be_ended", waited.append)
 
     @lost_rank.after_the_lost_rank
     def step(strategy):
         raise error
 
     with pytest.raises(type(error)):
-        step(SimpleNamespace(_start_method=start_method))
+        step(SimpleNamespace(launcher=launcher))
     assert waited == waits

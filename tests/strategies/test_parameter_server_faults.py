@@ -135,8 +135,8 @@ def test_batches_of_own_steps_that_are_lost_with_their_worker_are_given_to_anoth
 
 
 def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):
-    look = Supervision._end_the_stopped
-    monkeypatch.setattr(Supervision, "_end_the_stopped", lambda self, now: look(self, HASTE * now))
+    look = Supervision.end_the_stopped
+    monkeypatch.setattr(Supervision, "end_the_stopped", lambda self, now: look(self, HASTE * now))
     code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)})
     assert code == 0, output
     assert re.search(r"worker 1 \(process \d+ on .*\) was stopped for 60 s: it is ended", output)

@@ -77,7 +77,7 @@ def connected(address: str | None) -> Iterator[Any]:
         return
     asked = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        _knock(asked)
+        knock(asked)
         # What the programs print is passed on by their actors, line by line and whole.
         ray.init(address=asked, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
@@ -92,7 +92,7 @@ def connected(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _knock(address: str) -> None:
+def knock(address: str) -> None:
     """Fail at once where nobody listens: Ray itself tries for minutes."""
     if address == "auto" and LAST.exists():
         address = LAST.read_text().strip()

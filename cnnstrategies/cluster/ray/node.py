@@ -48,10 +48,14 @@ class Place:
 
 
 class Node:
-    """Runs one program at a time."""
+    """Runs one program at a time.
+
+    Attributes:
+        program: The last one; None before the first.
+    """
 
     def __init__(self) -> None:
-        self._program: subprocess.Popen[bytes] | None = None
+        self.program: subprocess.Popen[bytes] | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def look(self, config: str, probe: str) -> Place:
@@ -74,7 +78,7 @@ class Node:
                 )
         with socket.create_server(("", 0)) as server:
             port = int(server.getsockname()[1])
-        return Place(host, _address(), port, missing)
+        return Place(host, own_address(), port, missing)
 
     def start(self, script: str, directory: str, variables: dict[str, str]) -> None:
         """Start the program.
@@ -84,7 +88,7 @@ class Node:
             directory: Its working directory, where the node has it; else the actor's own.
             variables: Beside those of the actor.
         """
-        self._program = subprocess.Popen(
+        self.program = subprocess.Popen(
             [sys.executable, "-c", LEASH, str(os.getpid()), "bash", "-c", script],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -99,7 +103,7 @@ class Node:
         Args:
             seconds: How long to wait for either.
         """
-        program = self._program
+        program = self.program
         assert program is not None
         assert program.stdout is not None
         until, file = time.monotonic() + seconds, program.stdout.fileno()
@@ -117,12 +121,13 @@ class Node:
 
     def stop(self, signum: int) -> None:
         """Send the program a signal."""
-        if self._program is not None:
+        if self.program is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._program.send_signal(signum)
+                self.program.send_signal(signum)
 
 
-def _address() -> str:
+def own_address() -> str:
+    """Where other nodes reach this one."""
     import ray
 
     return str(ray.util.get_node_ip_address())

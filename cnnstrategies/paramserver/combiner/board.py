@@ -69,14 +69,14 @@ class Board:
     def give(self, index: int, gradient: Tensor, step: int) -> None:
         """Show a gradient of a step that was begun."""
         self.gradients[index].copy_(gradient)
-        _fence()
+        fence()
         self._given[index] = step + 1
 
     def has_given(self, index: int, step: int) -> bool:
         """Whether a step's gradient of a parameter is there."""
         if self._given[index] != step + 1:
             return False
-        _fence()
+        fence()
         return True
 
     def end(self, step: int) -> None:
@@ -103,23 +103,23 @@ class Board:
             mark: Grows with each value.
         """
         self.values[index].copy_(value)
-        _fence()
+        fence()
         self._there[index] = mark + 1
 
     def shows(self, index: int, mark: int) -> bool:
         """Whether a value is there that was shown with a mark, or a later one."""
         if self._there[index] <= mark:
             return False
-        _fence()
+        fence()
         return True
 
     def _read(self, place: int) -> int:
         mark = int(self._head[place]) - 1
-        _fence()
+        fence()
         return mark
 
     def _write(self, place: int, mark: int) -> None:
-        _fence()
+        fence()
         self._head[place] = mark + 1
 
 
@@ -147,7 +147,7 @@ def _padded(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-def _fence() -> None:
+def fence() -> None:
     """Keep reads and writes before it before those after it, also on processors that reorder them (such as ARM's).
 
     The release of the first turn and the acquisition of the second cannot change places.

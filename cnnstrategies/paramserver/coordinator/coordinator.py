@@ -54,6 +54,12 @@ class Coordinator:
 
     Attributes:
         dropped: How many messages were none.
+        roster: Who takes part.
+        dispatcher: Which chunks of data are given out.
+        values: What members have published.
+        history: What has happened to members, for who watches.
+        restart: What the members of one that was killed tell this one.
+        ended: What members are told of the run's end; None before it.
     """
 
     def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
@@ -64,27 +70,27 @@ class Coordinator:
         self._effects: Effects = []
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
-        self._roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
-        self._dispatcher = Dispatcher()
+        self.roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
+        self.dispatcher = Dispatcher()
         if settings.elastic:
-            self._roster.done = lambda: self._dispatcher.done
-        self._rounds = Rounds(self._roster, self._answer, self._dispatcher.meet, settings.essential)
-        self._values = Values(self._answer)
-        self._admission = Admission(settings, self._roster, self._watchdog, self._forget, self._finish)
-        self._history = self._admission.history
-        self._window = Window(settings, self._roster, self._history)
-        parts = Parts(self._roster, self._rounds, self._values, self._dispatcher, self._admission)
-        self._restart = Restart(settings, parts, self._send, self._hello, self._forget, self._finish)
-        self._departures = Departures(settings.restartable, self._roster, self._restart.needs, self._send)
-        self._handouts = Handouts(settings.elastic > 0, self._roster, self._dispatcher, self._restart, self._answer)
-        self._ended: Message | None = None
+            self.roster.done = lambda: self.dispatcher.done
+        self._rounds = Rounds(self.roster, self._answer, self.dispatcher.meet, settings.essential)
+        self.values = Values(self._answer)
+        self._admission = Admission(settings, self.roster, self._watchdog, self._forget, self._finish)
+        self.history = self._admission.history
+        self._window = Window(settings, self.roster, self.history)
+        parts = Parts(self.roster, self._rounds, self.values, self.dispatcher, self._admission)
+        self.restart = Restart(settings, parts, self._send, self._hello, self._forget, self._finish)
+        self._departures = Departures(settings.restartable, self.roster, self.restart.needs, self._send)
+        self._handouts = Handouts(settings.elastic > 0, self.roster, self.dispatcher, self.restart, self._answer)
+        self.ended: Message | None = None
         self._stopping: float | None = None
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
             "collect": self._collect,
-            "put": lambda now, member, message: self._values.put(member.peer, message),
-            "get": lambda now, member, message: self._values.get(member.peer, message),
+            "put": lambda now, member, message: self.values.put(member.peer, message),
+            "get": lambda now, member, message: self.values.get(member.peer, message),
             "epoch": self._handouts.epoch,
             "take": self._handouts.take,
             "give_back": self._handouts.give_back,
@@ -104,12 +110,12 @@ class Coordinator:
     @property
     def members(self) -> list[Member]:
         """Those that are registered."""
-        return self._roster.members
+        return self.roster.members
 
     @property
     def recovers(self) -> bool:
         """Whether it waits for what the members of one that was killed report."""
-        return self._restart.waits
+        return self.restart.waits
 
     @property
     def collectives(self) -> int:
@@ -127,10 +133,10 @@ class Coordinator:
         """Begin to wait for the members."""
         self._looked = now
         self._admission.begin(now)
-        self._restart.begin(now)
+        self.restart.begin(now)
         self._window.begin(now)
         if self._settings.term:
-            self._history.begun_again(now)
+            self.history.begun_again(now)
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -140,25 +146,25 @@ class Coordinator:
             ControlError: It is of an unknown kind or has other fields.
         """
         if sender.role == WATCHER:
-            if self._restart.waits and message.kind == PLACE:
+            if self.restart.waits and message.kind == PLACE:
                 return []  # Whose places are taken is not known yet: it asks again.
-            return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self._ended))]
+            return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self.ended))]
         session = message.integer("session")
         if session == self._settings.session:
             self._handle(self._awake(now), sender, message)
-        elif session > self._settings.session and self._ended is not None:
+        elif session > self._settings.session and self.ended is not None:
             self._effects.append(End("makes room for the next session", clean=True))
         return self._take_effects()
 
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
-        self._restart.look(awake)
-        if self._restart.waits:
+        self.restart.look(awake)
+        if self.restart.waits:
             return [*self._take_effects(), Timer(TICK, now + self._tick)]
         overdue = self._rounds.overdue(awake, PATIENCE * self._settings.patience)
-        self._admission.look(awake, self._ended is not None, overdue)
-        if self._ended is None:
+        self._admission.look(awake, self.ended is not None, overdue)
+        if self.ended is None:
             trouble = self._watchdog.look(awake, self._waits())
             if trouble is not None:
                 self._finish(trouble)
@@ -183,16 +189,16 @@ class Coordinator:
     # Messages
 
     def _handle(self, now: float, sender: Peer, message: Message) -> None:
-        member = self._roster.find(sender)
+        member = self.roster.find(sender)
         if member is not None:
             member.seen = now
         if message.kind == "hello" and message.fields.get("term", 0) != self._settings.term:
             # It was on its way before its sender knew of this coordinator, and says nothing of what happened since.
             self._send(sender, Message("again"))
             return
-        if self._restart.waits and sender.role != "supervision":
-            self._restart.hear(now, sender, message)
-            self._restart.look(now)
+        if self.restart.waits and sender.role != "supervision":
+            self.restart.hear(now, sender, message)
+            self.restart.look(now)
             return
         if message.kind == "hello":
             self._hello(now, sender, message)
@@ -207,13 +213,13 @@ class Coordinator:
             if handler is None:
                 raise ControlError(f"a supervision does not say {message.kind!r}")
             handler(now, sender, message)
-            self._restart.look(now)
+            self.restart.look(now)
         elif message.kind == "over":
-            if member is None and self._roster.at(sender.role, sender.id) is not None:
+            if member is None and self.roster.at(sender.role, sender.id) is not None:
                 raise ControlError("it is over for another one")
-            self._roster.account_for(sender.role, sender.id)
+            self.roster.account_for(sender.role, sender.id)
             if member is not None:
-                self._roster.remove(member, left=True)
+                self.roster.remove(member, left=True)
         elif member is None:
             self._turn_away(now, sender, message)
         elif message.kind == "beat":
@@ -225,8 +231,8 @@ class Coordinator:
     def _request(self, now: float, member: Member, message: Message) -> None:
         if message.kind not in REQUESTS[member.peer.role]:
             raise ControlError(f"a {member.peer.role} does not say {message.kind!r}")
-        if self._ended is not None and message.kind != "leave":
-            self._send(member.peer, self._ended)
+        if self.ended is not None and message.kind != "leave":
+            self._send(member.peer, self.ended)
             return
         new, effects = self._answering.take(member.peer, message)
         self._effects += effects
@@ -248,8 +254,8 @@ class Coordinator:
         return self._rounds.blames(peer) or ["whoever is to tell it"]
 
     def _waits(self) -> list[Wait]:
-        workers = tuple(f"{WORKER} {one}" for one in sorted(self._roster.group))
-        gets = [Wait(f"get {name}", who, workers, False) for name, who in self._values.waiting.items()]
+        workers = tuple(f"{WORKER} {one}" for one in sorted(self.roster.group))
+        gets = [Wait(f"get {name}", who, workers, False) for name, who in self.values.waiting.items()]
         return self._rounds.waits + gets
 
     def _send(self, peer: Peer, message: Message) -> None:
@@ -262,17 +268,17 @@ class Coordinator:
 
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
         refusal = self._admission.refusal(sender)
-        if self._roster.gone.get(sender):
+        if self.roster.gone.get(sender):
             return  # It was let go by a coordinator before this one, and asks again.
         if refusal is None and self._is_late(sender, message):
             refusal = f"{sender} was taken for dead when the coordinator was started again: raise `timeout`"
         if refusal is not None:
             self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
-        elif self._ended is not None:
-            self._send(sender, Message(REFUSED, self._ended.fields, request=message.request))
+        elif self.ended is not None:
+            self._send(sender, Message(REFUSED, self.ended.fields, request=message.request))
         elif not self._admission.is_early(sender):
             self._admission.admit(now, sender, message)
-            fields = {**self._roster.view_message.fields, "keep": self._settings.restartable}
+            fields = {**self.roster.view_message.fields, "keep": self._settings.restartable}
             self._send(sender, Message(DONE, fields, request=message.request))
 
     def _is_late(self, sender: Peer, message: Message) -> bool:
@@ -280,27 +286,27 @@ class Coordinator:
 
         Who has joined the run may be the only one that is left of it: all others have begun anew.
         """
-        if self._roster.find(sender) is not None:
+        if self.roster.find(sender) is not None:
             return False
-        if self._roster.is_elastic(sender.role, sender.id):
-            return begun(message) not in (0, self._roster.begun)
+        if self.roster.is_elastic(sender.role, sender.id):
+            return begun(message) not in (0, self.roster.begun)
         return sender.role == SERVER and was_member(sender, message)
 
     def _turn_away(self, now: float, sender: Peer, message: Message) -> None:
         """Tell a process that is no member that it is none."""
-        if self._roster.gone.get(sender):
-            self._restart.leaves(now, sender)
+        if self.roster.gone.get(sender):
+            self.restart.leaves(now, sender)
             if message.kind == "leave":
                 self._departures.ask(sender, message.request, known_results(sender, message))
             elif message.kind == "give":
-                self._restart.give(now, message)
+                self.restart.give(now, message)
                 self._send(sender, Message(DONE, request=message.request))
             return
         refusal = self._admission.refusal(sender)
         if refusal is not None:
             self._send(sender, Message("ended", {"message": refusal, "clean": False}))
-        elif self._ended is not None:
-            self._send(sender, self._ended)
+        elif self.ended is not None:
+            self._send(sender, self.ended)
         elif self._settings.term:
             self._send(sender, Message("again"))
 
@@ -310,43 +316,43 @@ class Coordinator:
         member.here, member.told = message.integer("here"), max(member.told, message.integer("told"))
         if figures is not None:
             member.figures, member.measured = figures, now
-        self._restart.ask(member.peer)
-        self._send(member.peer, Message("pong", {"number": self._roster.number, "losses": self._history.losses}))
-        if self._ended is not None:
-            self._send(member.peer, self._ended)
+        self.restart.ask(member.peer)
+        self._send(member.peer, Message("pong", {"number": self.roster.number, "losses": self.history.losses}))
+        if self.ended is not None:
+            self._send(member.peer, self.ended)
             return
-        if message.integer("here") < self._roster.number:
-            self._send(member.peer, self._roster.view_message)
-        if message.integer("notices") < len(self._restart.notices):
+        if message.integer("here") < self.roster.number:
+            self._send(member.peer, self.roster.view_message)
+        if message.integer("notices") < len(self.restart.notices):
             self._send(member.peer, self._handouts.news())
 
     def _forget(self, now: float, member: Member) -> None:
         """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
         self._answering.forget(member.peer)
-        self._values.forget(member.peer)
-        self._restart.forget(now, member.peer)
+        self.values.forget(member.peer)
+        self.restart.forget(now, member.peer)
         if member.peer.role == WORKER:
             self._rounds.forget(member.peer.id)
-            if self._roster.sealed:
+            if self.roster.sealed:
                 self._leave_group(now, member.peer.id)
 
     def _leave_group(self, now: float, worker: int) -> None:
         # One that was started again may have taken chunks before it was let in.
-        self._dispatcher.lose(worker, joined=self._roster.is_elastic(WORKER, worker))
-        if worker in self._roster.group:
-            self._roster.group.discard(worker)
-            self._roster.publish()
+        self.dispatcher.lose(worker, joined=self.roster.is_elastic(WORKER, worker))
+        if worker in self.roster.group:
+            self.roster.group.discard(worker)
+            self.roster.publish()
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
-        for member in self._departures.ready(self._ended is not None):
+        for member in self._departures.ready(self.ended is not None):
             self._go(now, member)
-        self._departures.let_go(self._ended is not None)
-        if self._stopping is not None and not self._roster.members:
+        self._departures.let_go(self.ended is not None)
+        if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
-            if late or not self._roster.missing():
+            if late or not self.roster.missing():
                 self._effects.append(End("was told to stop", clean=True))
-        if self._ended is not None:
+        if self.ended is not None:
             return
         self._rounds.complete(now)
         self._let_in(now)
@@ -360,39 +366,39 @@ class Coordinator:
         newcomers = self._rounds.newcomers
         if not newcomers:
             return
-        joiners = [one for one in newcomers if self._roster.is_elastic(WORKER, one)]
-        own = [one for one in newcomers if one not in joiners and self._dispatcher.may_come(one)]
-        if (own or joiners) and self._dispatcher.can_spare(self._roster.of_the_run.union(own), others=bool(joiners)):
+        joiners = [one for one in newcomers if self.roster.is_elastic(WORKER, one)]
+        own = [one for one in newcomers if one not in joiners and self.dispatcher.may_come(one)]
+        if (own or joiners) and self.dispatcher.can_spare(self.roster.of_the_run.union(own), others=bool(joiners)):
             self._rounds.let_in(now, own + joiners)
 
     def _died(self, now: float, sender: Peer, message: Message) -> None:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
         process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
-        if not self._restart.ended((role, identity, life), process, how, replaced):
+        if not self.restart.ended((role, identity, life), process, how, replaced):
             member = Member(Peer(role, identity, life), process, "this node", now)
-            self._admission.died(now, member, how, replaced, over=self._ended is not None)
+            self._admission.died(now, member, how, replaced, over=self.ended is not None)
         self._send(sender, Message(DONE, request=message.request))
 
     def _left(self, now: float, sender: Peer, message: Message) -> None:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
-        member = self._roster.at(role, identity)
-        if not self._restart.ended((role, identity, life), 0, None, False) and member and member.peer.life == life:
+        member = self.roster.at(role, identity)
+        if not self.restart.ended((role, identity, life), 0, None, False) and member and member.peer.life == life:
             self._go(now, member)
         self._send(sender, Message(DONE, request=message.request))
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
         member.told = max(member.told, known_results(member.peer, message))
         if "epoch" in message.fields:
-            self._dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
+            self.dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
         self._departures.ask(member.peer, message.request, member.told)
 
     def _go(self, now: float, member: Member) -> None:
-        self._roster.remove(member, left=True)
-        self._history.left(now, member.peer)
+        self.roster.remove(member, left=True)
+        self.history.left(now, member.peer)
         self._forget(now, member)
         if member.peer.role == WORKER:
             self._leave_group(now, member.peer.id)
-            if not self._roster.of_the_run:
+            if not self.roster.of_the_run:
                 self._finish("the session is over: every worker has left", clean=True)
 
     # What is agreed on
@@ -409,16 +415,16 @@ class Coordinator:
         self._answer(sender, Message(DONE, request=message.request))
 
     def _end_by(self, now: float, member: Member, message: Message) -> None:
-        if self._roster.is_elastic(*member.peer[:2]):
+        if self.roster.is_elastic(*member.peer[:2]):
             raise ControlError("who has joined a run does not end it")
         self._end(now, member.peer, message)
 
     def _finish(self, text: str, clean: bool = False) -> None:
         """Tell everyone that the run is over, and why."""
-        self._restart.give_up()
-        if self._ended is None:
-            self._ended = Message("ended", {"message": text, "clean": clean})
-            self._roster.tell_all(self._ended)
+        self.restart.give_up()
+        if self.ended is None:
+            self.ended = Message("ended", {"message": text, "clean": clean})
+            self.roster.tell_all(self.ended)
 
     def _stop(self, now: float, sender: Peer, message: Message) -> None:
         """End, once the members of other nodes know why; those of the sender's it has ended itself."""
@@ -427,12 +433,12 @@ class Coordinator:
         self._stopping = now if self._stopping is None else self._stopping
         ended = {(one[0], one[1]) for one in message.fields["members"]}
         for place in ended:
-            self._roster.account_for(*place)
-        for member in self._roster.members:
+            self.roster.account_for(*place)
+        for member in self.roster.members:
             if member.peer[:2] in ended:
-                self._roster.remove(member, left=True)
+                self.roster.remove(member, left=True)
 
     def _status(self, now: float, sender: Peer, message: Message) -> None:
-        ended = None if self._ended is None else dict(self._ended.fields)
+        ended = None if self.ended is None else dict(self.ended.fields)
         fields = {"silent": self._admission.silent, "ended": ended}
         self._send(sender, Message(DONE, fields, request=message.request))

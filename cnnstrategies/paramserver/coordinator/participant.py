@@ -40,6 +40,8 @@ class Participant:
         seen: Number of the newest view that this process has taken up.
         figures: Gives what this process says of itself; see :mod:`.figures`.
         losses: How many processes the run has lost, as far as is known here.
+        heard: When the coordinator was.
+        memory: What a coordinator that is started again is told.
     """
 
     def __init__(self, address: Address, process: int, hello: Mapping[str, Any]) -> None:
@@ -54,15 +56,15 @@ class Participant:
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.losses = 0
         self._lost_before = 0  # the present coordinator began
-        self._heard = self._beat_at = 0.0
+        self.heard = self._beat_at = 0.0
         self._sequence = 0
         self._taken: dict[int, int] = {}
-        self._memory = Memory()
+        self.memory = Memory()
         self._term = 0
 
     def start(self, now: float) -> Effects:
         """Register."""
-        self._heard = now
+        self.heard = now
         return [*self.asking.ask(now, "hello", {**self._hello, "term": self._term}), *self._beat_later(now)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -73,7 +75,7 @@ class Participant:
         """
         if sender.life < self._term:
             return []  # Of a coordinator that is no more: the present one may have decided otherwise.
-        self._heard = now
+        self.heard = now
         if sender.life > self._term:
             return [*self._meet(now, sender.life), *self._hear(now, message)]
         if message.kind == "again":
@@ -88,7 +90,7 @@ class Participant:
         self.asking.drop("hello")
         hello, frames = {**self._hello, "term": term}, list[bytes]()
         if self.view is not None:
-            hello["report"], frames = self._memory.report(self.seen, self._sequence, self.notices)
+            hello["report"], frames = self.memory.report(self.seen, self._sequence, self.notices)
         return self.asking.ask(now, "hello", hello, frames)
 
     def _hear(self, now: float, message: Message) -> Effects:
@@ -115,14 +117,14 @@ class Participant:
             return self.asking.on_timer(now)
         late = now - self._beat_at
         if late > PAUSE * self._address.timeout:
-            self._heard += late  # This process was stopped, not the coordinator silent.
+            self.heard += late  # This process was stopped, not the coordinator silent.
             for request in self.asking.open.values():
                 request.progress += late
         leaving = any(one.message.kind == "leave" for one in self.asking.open.values())
-        if leaving and now - self._heard > LEAVING * self._address.timeout:
+        if leaving and now - self.heard > LEAVING * self._address.timeout:
             return self._end(LEFT_UNHEARD, clean=True)
         patience = self._address.patience if self.view is not None else self._address.appear
-        if now - self._heard > patience:
+        if now - self.heard > patience:
             return self._end(
                 f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: it died, or the "
                 "connection to it is cut",
@@ -174,13 +176,13 @@ class Participant:
         if message.kind == REFUSED and kind == "hello":
             return self._told_end(message)
         if kind == "hello":
-            self._memory.keep(message.flag("keep"))
+            self.memory.keep(message.flag("keep"))
             return [*self._take_view(message), *self._beat(), *self.asking.again()]
         if kind == "leave":
             return [Return(request.call, message), *self._end("this process has left", clean=True)]
         if message.kind == REFUSED:
             return [Return(request.call, message.string("message"))]
-        self._memory.answered(request.message, message)
+        self.memory.answered(request.message, message)
         if kind == "collect":
             self._sequence = message.integer("sequence") + 1
         elif kind == "take":
@@ -196,7 +198,7 @@ class Participant:
         if self.view is not None and view.number <= self.view.number:
             return []
         self.view = view
-        self._memory.viewed(view.number, message.fields)
+        self.memory.viewed(view.number, message.fields)
         return [Return(VIEW, message)]
 
     def _give(self, now: float, message: Message) -> Effects:
@@ -204,7 +206,7 @@ class Participant:
         given = {one.message.fields.get("item") for one in self.asking.open.values()}
         effects: Effects = []
         for name in message.fields["items"]:
-            item = self._memory.item(name) if name not in given else None
+            item = self.memory.item(name) if name not in given else None
             if item is not None:
                 effects += self.asking.ask(now, "give", {"item": name, **item[0]}, item[1])
         return effects

@@ -52,6 +52,11 @@ class Values:
             waiting.pop(peer, None)
 
     @property
+    def names(self) -> list[str]:
+        """Those that have a value."""
+        return list(self._values)
+
+    @property
     def waiting(self) -> dict[str, tuple[str, ...]]:
         """Who waits for each name."""
         return {name: tuple(map(str, waiting)) for name, waiting in self._waiting.items() if waiting}

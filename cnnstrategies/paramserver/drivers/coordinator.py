@@ -33,7 +33,10 @@ class CoordinatorService:
         keys: The run's CURVE keys: only processes that have them too can register. None for no encryption.
 
     Attributes:
+        endpoint: Where the socket is bound.
         dropped: How many messages were none.
+        loop: Runs the role.
+        routes: Numbers of the connections by which peers are reached.
 
     Raises:
         ConfigurationError: It may not open as many files as there are connections.
@@ -59,11 +62,11 @@ class CoordinatorService:
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
         self._stopped = False
-        self._routes: OrderedDict[Peer, bytes] = OrderedDict()
+        self.routes: OrderedDict[Peer, bytes] = OrderedDict()
         self._peer = Peer("coordinator", 0, settings.term)
         self._encoded: tuple[Message | None, list[bytes]] = None, []
-        self._loop = Loop(role, self.send, on_end=self._end)
-        self._loop.start()
+        self.loop = Loop(role, self.send, on_end=self._end)
+        self.loop.start()
 
     def _bind(self, settings: CoordinatorSettings) -> None:
         """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""
@@ -90,7 +93,7 @@ class CoordinatorService:
         if self._gatekeeper is not None:
             poller.register(self._gatekeeper.socket, zmq.POLLIN)
         while not (self._stopped or orphaned()):
-            ready = dict(poller.poll(int(1000 * self._loop.until_next(LONGEST_WAIT)) + 1))
+            ready = dict(poller.poll(int(1000 * self.loop.until_next(LONGEST_WAIT)) + 1))
             if self._gatekeeper is not None and self._gatekeeper.socket in ready:
                 self._gatekeeper.answer()
             if self._socket in ready:
@@ -99,7 +102,7 @@ class CoordinatorService:
                         self.handle(*receive(self._socket, self._bindings is not None))
                     except zmq.Again:
                         break
-            self._loop.fire()
+            self.loop.fire()
 
     def handle(self, frames: Sequence[bytes], key: str = "") -> None:
         """Act on one message; what is not one, or not its sender's, is counted and dropped.
@@ -115,21 +118,21 @@ class CoordinatorService:
                 if message.kind == REGISTER:
                     self._socket.send_multipart([frames[0], *encode(DESK, Message(REGISTERED))])
                     return
-            self._routes[sender] = frames[0]  # Another one after a cut.
-            self._routes.move_to_end(sender)
-            if len(self._routes) > ROUTES:
-                self._routes.popitem(last=False)
+            self.routes[sender] = frames[0]  # Another one after a cut.
+            self.routes.move_to_end(sender)
+            if len(self.routes) > ROUTES:
+                self.routes.popitem(last=False)
             try:
-                self._loop.message(sender, message)
+                self.loop.message(sender, message)
             finally:
                 if sender.role == WATCHER:
-                    del self._routes[sender]  # Nothing is kept of who only looks.
+                    del self.routes[sender]  # Nothing is kept of who only looks.
         except ControlError:
             self.dropped += 1
 
     def send(self, peer: Peer, message: Message) -> None:
         """Send a message to who has said hello; another one is not reached."""
-        route = self._routes.get(peer)
+        route = self.routes.get(peer)
         if route is None:
             return
         if self._encoded[0] is not message:

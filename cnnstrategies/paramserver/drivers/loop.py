@@ -25,6 +25,10 @@ class Loop:
         send: Sends a message to a peer; must not wait.
         on_return: Takes the result of a call.
         on_end: Hears of the role's end.
+
+    Attributes:
+        role: What is run.
+        send: Sends a message to a peer.
     """
 
     def __init__(
@@ -34,15 +38,15 @@ class Loop:
         on_return: Callable[[Return], None] = lambda result: None,
         on_end: Callable[[End], None] = lambda end: None,
     ) -> None:
-        self._role = role
-        self._send = send
+        self.role = role
+        self.send = send
         self._on_return = on_return
         self._on_end = on_end
         self._timers: dict[str, float] = {}
 
     def start(self) -> None:
         """Begin."""
-        self._act(self._role.start(time.monotonic()))
+        self._act(self.role.start(time.monotonic()))
 
     def message(self, sender: Peer, message: Message) -> None:
         """A message has come.
@@ -51,20 +55,20 @@ class Loop:
             ControlError: It is none.
         """
         try:
-            self._act(self._role.on_message(time.monotonic(), sender, message))
+            self._act(self.role.on_message(time.monotonic(), sender, message))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ControlError(f"{message.kind}: {type(error).__name__}: {error}") from error
 
     def call(self, call: Call) -> None:
         """This process asks for something."""
-        self._act(self._role.on_call(time.monotonic(), call))
+        self._act(self.role.on_call(time.monotonic(), call))
 
     def fire(self) -> None:
         """Call the role for the timers whose time has come."""
         now = time.monotonic()
         for name in [name for name, at in self._timers.items() if at <= now]:
             del self._timers[name]
-            self._act(self._role.on_timer(now, name))
+            self._act(self.role.on_timer(now, name))
 
     def until_next(self, most: float) -> float:
         """Seconds until the next timer, at most some."""
@@ -74,7 +78,7 @@ class Loop:
         for effect in effects:
             match effect:
                 case Send():
-                    self._send(effect.to, effect.message)
+                    self.send(effect.to, effect.message)
                 case Timer(name, None):
                     self._timers.pop(name, None)
                 case Timer(name, float(at)):

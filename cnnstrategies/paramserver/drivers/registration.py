@@ -25,17 +25,20 @@ class Bindings:
         run: The run's public key.
         members: Those whose keys are never forgotten.
         most: How many keys are known at a time.
+
+    Attributes:
+        bound: Whose each key is, the last registered last.
     """
 
     def __init__(self, run: str, members: Callable[[], set[Peer]], most: int = MOST_KEYS) -> None:
         self._run = run
         self._members = members
         self._most = most
-        self._bound: OrderedDict[str, Peer] = OrderedDict()
+        self.bound: OrderedDict[str, Peer] = OrderedDict()
 
     def admits(self, key: str) -> bool:
         """Whether who has a key may connect."""
-        return key == self._run or key in self._bound
+        return key == self._run or key in self.bound
 
     def check(self, key: str, sender: Peer, message: Message) -> None:
         """Look whether a message comes from whom it says.
@@ -53,7 +56,7 @@ class Bindings:
         elif sender.role == WATCHER:
             if key != self._run:
                 raise ControlError("who only watches has the run's key")
-        elif self._bound.get(key) != sender:
+        elif self.bound.get(key) != sender:
             raise ControlError(f"{message.kind}: a key that is not its sender's")
         elif message.fields.get("public_key", key) != key:
             raise ControlError(f"{message.kind}: another one's key")
@@ -61,9 +64,9 @@ class Bindings:
     def _register(self, key: str, sender: Peer, own: str) -> None:
         if key != self._run or sender.role not in MEMBERS or sender.process != fingerprint(own):
             raise ControlError("a key is registered in another one's name")
-        if self._bound.setdefault(own, sender) != sender:
+        if self.bound.setdefault(own, sender) != sender:
             raise ControlError("a key is one member's, for one life")
-        self._bound.move_to_end(own)
-        if len(self._bound) > self._most:
+        self.bound.move_to_end(own)
+        if len(self.bound) > self._most:
             members = self._members()
-            del self._bound[next(key for key, peer in self._bound.items() if peer not in members)]
+            del self.bound[next(key for key, peer in self.bound.items() if peer not in members)]

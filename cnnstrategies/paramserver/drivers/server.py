@@ -68,6 +68,7 @@ class ServerService:
 
     Attributes:
         role: The role.
+        bounds: Of what it takes for a message.
         endpoint: Where the socket is bound (with the real port), known before :meth:`run`: bind, register this with
             the coordinator, then run.
 
@@ -94,8 +95,8 @@ class ServerService:
         self._keys = keys
         slices = cut(specification)
         largest = largest_payload(slices) * (2 if specification.pulls_changes else 1)  # Changes stand behind updates.
-        self._bounds = Bounds(max(largest, 4 * len(slices)) + LARGEST_JSON, len(slices))
-        self._largest = self._bounds.payload + HEADER_BYTES
+        self.bounds = Bounds(max(largest, 4 * len(slices)) + LARGEST_JSON, len(slices))
+        self._largest = self.bounds.payload + HEADER_BYTES
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None
         self._router = server_socket(self._context, listener, keys, self._largest)
@@ -113,7 +114,7 @@ class ServerService:
         """Bytes that the server may come to need beside what it has now."""
         held = sum(slice_.nbytes for slice_ in self.role.store.slices.values())
         copies = MOST_STATES + self._specification.replication + self._specification.pulls_changes
-        return memory_of_server(held, copies, self._specification.most_workers, self._bounds.payload)
+        return memory_of_server(held, copies, self._specification.most_workers, self.bounds.payload)
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called.
@@ -258,7 +259,7 @@ class ServerService:
     def _handle(self, received: Received) -> None:
         try:
             self._received += HEADER_BYTES + len(received.payload)
-            header = unpack(received.header, len(received.payload), self._specification.session, self._bounds)
+            header = unpack(received.header, len(received.payload), self._specification.session, self.bounds)
         except InvalidMessageError as error:
             self.role.drop(str(error))
             return

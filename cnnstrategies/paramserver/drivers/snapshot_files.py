@@ -32,7 +32,7 @@ class DamagedSnapshotError(ValueError):
     """A file is not as it was written; the message names it."""
 
 
-class _Summed(io.BytesIO):
+class SummedFile(io.BytesIO):
     """Writes to a file, and counts and sums up what it has written.
 
     Attributes:
@@ -47,6 +47,7 @@ class _Summed(io.BytesIO):
         self._file = file
 
     def write(self, data: Any) -> int:
+        """Write, and sum up."""
         self.length += memoryview(data).nbytes
         self.sum.update(data)
         if self.error is None:
@@ -107,7 +108,7 @@ class SnapshotFiles:
             descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(bytes(_START))
-                summed = _Summed(file)
+                summed = SummedFile(file)
                 torch.save(contents, summed)
                 if summed.error is not None:
                     raise summed.error

@@ -40,6 +40,7 @@ class Server:
         id: This server's place.
         view: The view that it follows.
         mode: Applies the updates.
+        shard: What the server knows of its slices, the pushes and the workers.
         store: The values.
         handlers: Act on messages.
         dropped: How many messages were dropped, by reason.
@@ -58,7 +59,7 @@ class Server:
         self.store = store
         self.dropped: Counter[str] = Counter()
         self._outbox = Outbox(id, specification.session)
-        shard = self._shard = Shard(specification, id, self._outbox, store)
+        shard = self.shard = Shard(specification, id, self._outbox, store)
         self.mode: Mode = (
             Synchronous(specification, shard, id, self._outbox)
             if specification.aggregates
@@ -95,7 +96,7 @@ class Server:
     @property
     def whole(self) -> int:
         """See :attr:`~cnnstrategies.paramserver.server.replication.Replicas.whole`."""
-        return self._shard.whole
+        return self.shard.whole
 
     @property
     def log(self) -> list[Any]:
@@ -122,8 +123,8 @@ class Server:
             return [End(reason, False)]
         before, self.view = {server.id: server.since for server in self.view.servers}, view
         since = {server.id: server.since for server in view.servers}
-        if self.id not in before and self.id in since and self._shard.store.changes is not None:
-            self._shard.store.changes.begin_with(since[self.id])
+        if self.id not in before and self.id in since and self.shard.store.changes is not None:
+            self.shard.store.changes.begin_with(since[self.id])
         self._senders.follow(view)
         self._outbox.follow(view)
         self.handlers.follow(view)
@@ -208,7 +209,7 @@ class Server:
         missed = self._senders.check(header, user)
         if header.sender >= SERVER:
             if missed:
-                self._shard.copies.relays_lost(peer)
+                self.shard.copies.relays_lost(peer)
                 self._outbox.to_server(peer, Kind.PING, base=self._gaps.found[peer])
         else:
             self._heard_workers.add(peer)

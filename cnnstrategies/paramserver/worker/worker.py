@@ -67,6 +67,8 @@ class WorkerRole:
         heard: To be called with the time, the server and the header of each message that comes; whether it is to be
             handed over when its turn comes.
         take: Gives what is to be sent, once.
+        connections: Its connections to the servers.
+        pulls: The parameters that are under way to it.
     """
 
     def __init__(
@@ -85,19 +87,19 @@ class WorkerRole:
         self._parameters = parameters
         self._slices = slices
         self._arrived = arrived
-        self._connections = Connections(specification, id, incarnation)
-        self.heard = self._connections.heard
-        self.take = self._connections.take
+        self.connections = Connections(specification, id, incarnation)
+        self.heard = self.connections.heard
+        self.take = self.connections.take
         self._placement = Placement(slices)
         local = specification.mode == "local"
         began_with = [torch.zeros(p.shape, dtype=p.dtype) for p in parameters] if local else []
         self._began_with = began_with
         changes = specification.pulls_changes
-        self._pulls = Pulls(slices, parameters, self._connections, self._placement, began_with, changes)
+        self.pulls = Pulls(slices, parameters, self.connections, self._placement, began_with, changes)
         self._pipelined = specification.pipelined
-        answers = self._pulls if self._pipelined else None
+        answers = self.pulls if self._pipelined else None
         self._outgoing = Outgoing(
-            specification, slices, parameters, self._connections, self._placement, self.counters, began_with, answers
+            specification, slices, parameters, self.connections, self._placement, self.counters, began_with, answers
         )
         self._now = 0.0
         self._repeat: Callable[[], object] | None = None
@@ -124,13 +126,13 @@ class WorkerRole:
     @property
     def view(self) -> View:
         """The view that it follows."""
-        return self._connections.view
+        return self.connections.view
 
     # Procedures
 
     def initialise(self, now: float, optimizer_state: Mapping[str, Any] | None) -> Generator[Wait]:
         """Give the servers the parameters' values, and the optimizer's state if there is some."""
-        yield from self._meet(now)
+        yield from self.meet(now)
         self.stand_in(optimizer_state)
         self._stands_in = False
         for server in self.view.servers:
@@ -146,11 +148,11 @@ class WorkerRole:
             values = self._began_with
             for value, parameter in zip(values, self._parameters, strict=True):
                 value.copy_(parameter.detach())
-        self._initial = InitialValues(self._connections, self._specification, self._slices, values, optimizer_state)
+        self._initial = InitialValues(self.connections, self._specification, self._slices, values, optimizer_state)
 
     def join(self, now: float) -> Generator[Wait, None, int]:
         """Become a member at a step boundary, and take the parameters; the step to begin with."""
-        yield from self._meet(now)
+        yield from self.meet(now)
         steps = yield from self._ask_where_to_begin(NO_STEP)
         # Never back where servers take a push with the number of an older one for the same push again.
         yield from self._begin_with(max(steps) if self._specification.aggregates else max(self.step, *steps))
@@ -193,12 +195,12 @@ class WorkerRole:
 
     def all_here(self) -> Wait:
         """All parameters are up to date."""
-        return Wait(lambda: self._pulls.under_way)
+        return Wait(lambda: self.pulls.under_way)
 
     def here(self, index: int) -> Wait:
         """A parameter, which is the next that is needed, is up to date."""
-        self._pulls.use(index)
-        return Wait(lambda: self._pulls.waits_for(index))
+        self.pulls.use(index)
+        return Wait(lambda: self.pulls.waits_for(index))
 
     # Steps
 
@@ -220,13 +222,13 @@ class WorkerRole:
             pull_compression: Of pulls.
             rung: Their place in the ladder.
         """
-        self._pulls.encoding = ENCODINGS[pull_compression]
-        self._outgoing.encode_as(compression, self._pulls.encoding, rung + 1)
+        self.pulls.encoding = ENCODINGS[pull_compression]
+        self._outgoing.encode_as(compression, self.pulls.encoding, rung + 1)
 
     def begin_step(self, groups: Sequence[Mapping[str, Any]], samples: float) -> None:
         """Start a step's pushes; all parameters are up to date. Nothing is handed over before the step ends."""
         if self._pipelined:
-            self._pulls.begin(self.step + 1)
+            self.pulls.begin(self.step + 1)
         self._outgoing.begin(self.step, groups, samples)
         self.counters.samples += samples
 
@@ -239,14 +241,14 @@ class WorkerRole:
         self._outgoing.finish()
         self.step += 1
         self.counters.steps += 1
-        self._pulls.reorder()
+        self.pulls.reorder()
         pushed = self._outgoing.pushed
         if goes_on:
-            self._pulls.go_on_from(
+            self.pulls.go_on_from(
                 {index: self._parameters[index].detach().to("cpu", copy=True).reshape(-1) for index in pushed}
             )
         if self._pipelined:
-            self._asked = self._connections.sequence
+            self._asked = self.connections.sequence
             return
         # Changes come one after the other: who lacks one gets all values.
         keeps = self._began_with and not self._specification.pulls_changes
@@ -259,7 +261,7 @@ class WorkerRole:
         """From now on silence counts."""
         self._now = self._next_repeat = now
         self._repeat = wait.repeat
-        self._connections.begin_waiting(now)
+        self.connections.begin_waiting(now)
 
     def on_time(self, now: float) -> None:
         """Ask again, and look who is silent; to be called several times a second, after views were handed over.
@@ -268,14 +270,14 @@ class WorkerRole:
             ServersUnreachableError: A server was silent for too long.
         """
         if now - self._now > self._stopped_seconds:
-            self._connections.stopped(now, now - self._now)
+            self.connections.stopped(now, now - self._now)
         self._now = now
         if self._repeat is not None and now >= self._next_repeat:
             self._repeat()
             self._next_repeat = now + REPEAT_SECONDS
-        for server in self._connections.unanswering(now, self._probe_seconds):
-            self._hello(server)
-        self._connections.check(now, self._placement.orphans if self._joined else 0)
+        for server in self.connections.unanswering(now, self._probe_seconds):
+            self.hello(server)
+        self.connections.check(now, self._placement.orphans if self._joined else 0)
 
     def follow(self, now: float, view: View) -> None:
         """Go on with a view, if it is newer.
@@ -283,7 +285,7 @@ class WorkerRole:
         Raises:
             RemovedError: This worker is not in it.
         """
-        if self._connections.follow(now, view):
+        if self.connections.follow(now, view):
             self._place()
 
     def on_message(self, server: int, header: Header, payload: memoryview) -> None:
@@ -300,9 +302,9 @@ class WorkerRole:
             self._state.take(server, header, payload)
 
     def _pulled(self, header: Header, payload: memoryview) -> None:
-        if not self._pulls.take(header, payload):
+        if not self.pulls.take(header, payload):
             return
-        if not self._pulls.refreshing or header.base > 0:  # Others may have made steps before this one came.
+        if not self.pulls.refreshing or header.base > 0:  # Others may have made steps before this one came.
             self._moved, self._initial = True, None
         self.counters.bytes_received += len(payload)
         if header.key == 0:
@@ -313,12 +315,12 @@ class WorkerRole:
             self._had[header.key], self._newest = header.base, max(self._newest, header.base)
         self._outgoing.answered(header.key)
         for part in self._slices[header.key].parts:
-            if not self._pulls.waits_for(part.parameter):
+            if not self.pulls.waits_for(part.parameter):
                 self._arrived(part.parameter)
 
     def _count_others(self, version: int) -> None:
         """Count the updates that others have made since the values that this worker has computed with."""
-        if self._version is not None and not self._pulls.refreshing:
+        if self._version is not None and not self.pulls.refreshing:
             self.counters.staleness += max(0, version - self._version - 1)
         self._version = version
 
@@ -329,15 +331,15 @@ class WorkerRole:
             return
         asked = int(values["asked"])
         self._welcomes[server] = header.step, asked, values
-        self._connections.check_deaf(self._now, server, values["deaf"])
+        self.connections.check_deaf(self._now, server, values["deaf"])
         # It has answered what came before the question: what is still open then has been lost, or it holds it.
         if values["held"] and asked > self._asked:
             held = set(unpack_keys(payload[header.meta :]))
             own = self._placement.of(server)
             lost = [key for key in own if key not in held]
-            if self._outgoing.open_among(lost) or self._pulls.open_among(lost):
+            if self._outgoing.open_among(lost) or self.pulls.open_among(lost):
                 self._send_again(lost)
-            elif not (self._outgoing.open_among(own) or self._pulls.open_among(own)):
+            elif not (self._outgoing.open_among(own) or self.pulls.open_among(own)):
                 # One of which nothing is open votes too, and must hear that the step has begun.
                 self._outgoing.begin_again((server,), self.step)
         if self._state is not None and asked > self._state.asked(server):
@@ -345,7 +347,7 @@ class WorkerRole:
         if values["ready"] is not False:
             self._unready.pop(server, None)
         elif self._moved or values["lost"] or self._waits_in_vain(server):
-            self._connections.lost(server)
+            self.connections.lost(server)
         else:
             self._send_first_values(
                 server
@@ -362,10 +364,10 @@ class WorkerRole:
 
     # Questions
 
-    def _meet(self, now: float) -> Generator[Wait]:
+    def meet(self, now: float) -> Generator[Wait]:
         """Wait until the run's servers are there and know this worker."""
-        self._connections.begin_meeting(now)
-        yield Wait(lambda: not self._connections.met(self._now))
+        self.connections.begin_meeting(now)
+        yield Wait(lambda: not self.connections.met(self._now))
         self._place()
         yield from self._ask(self._everyone(), joins=False)
 
@@ -381,7 +383,7 @@ class WorkerRole:
             answers = yield from self._ask(self._leaders() if aggregates else self._everyone(), joins=True, step=step)
             if answers and (not aggregates or all(told["leader"] is True for _, _, told in answers.values())):
                 return [first for first, _, _ in answers.values()]
-            yield from self._meet(self._now)
+            yield from self.meet(self._now)
 
     def _begin_with(self, step: int) -> Generator[Wait]:
         """Be a member from a step on, and take its values."""
@@ -390,7 +392,7 @@ class WorkerRole:
         self._joined, self._first, self._given = True, self.step, False
         self._request(refresh=True)
         for server in self.view.servers:
-            self._hello(server.id)
+            self.hello(server.id)
         yield self.all_here()
         self._given = True
 
@@ -404,9 +406,9 @@ class WorkerRole:
         def ask() -> None:
             for server in servers & self._everyone():
                 if leaves:
-                    self._connections.send(server, Kind.LEAVE, step=self.step)
+                    self.connections.send(server, Kind.LEAVE, step=self.step)
                 self._say_hello(server, step, joins)
-                asked.add(self._connections.sequence)
+                asked.add(self.connections.sequence)
 
         def answers() -> dict[int, tuple[int, int, dict[str, Any]]]:
             # Others answer what was asked before, or who is there: they do not say from which step on this one counts.
@@ -432,8 +434,8 @@ class WorkerRole:
         """Ask a server for its part of the state, from the beginning."""
         assert self._state is not None
         if not self._state.has(server):
-            self._state.begin(server, self._connections.sequence + 1)
-            self._connections.send(server, Kind.GET_STATE, step=self._connections.sequence + 1)
+            self._state.begin(server, self.connections.sequence + 1)
+            self.connections.send(server, Kind.GET_STATE, step=self.connections.sequence + 1)
 
     def _leaders(self) -> set[int]:
         """The server that says it leads, if one does."""
@@ -441,20 +443,20 @@ class WorkerRole:
 
     def _say_hello(self, server: int, step: int, joins: bool, answered: Sequence[int] = ()) -> None:
         view, keys = self.view.number, pack_keys(answered)
-        request = self._pulls.step if self._pulls.under_way else None
+        request = self.pulls.step if self.pulls.under_way else None
         said: dict[str, Any] = {"joins": joins, "first": self._first, "given": self._given, "request": request}
         if self._backed_up:
             said["had"] = self._more_than_said(server, step)
-        self._connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
+        self.connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
 
-    def _hello(self, server: int) -> None:
+    def hello(self, server: int) -> None:
         """Say where this worker is: at the step whose pushes are not all answered, else at the next."""
         if not self._joined:
             self._say_hello(server, NO_STEP, False)
         elif not self._given:
-            came = [key for key in self._placement.of(server) if not self._pulls.open_among((key,))]
+            came = [key for key in self._placement.of(server) if not self.pulls.open_among((key,))]
             self._say_hello(server, self.step, True, came)
-        elif self._outgoing.unanswered and self._pulls.under_way and not self._pulls.refreshing:
+        elif self._outgoing.unanswered and self.pulls.under_way and not self.pulls.refreshing:
             answered = [key for key in self._placement.of(server) if not self._outgoing.waits(key)]
             self._say_hello(server, self.step - 1, True, answered)
         else:
@@ -473,16 +475,16 @@ class WorkerRole:
         moved = self._placement.follow(self.view)
         if self._joined:
             for server in self.view.servers:
-                self._hello(server.id)
+                self.hello(server.id)
         self._send_again(moved)
 
     def _request(self, refresh: bool, kept: Collection[int] = ()) -> None:
         """Ask for all parameters."""
-        self._pulls.request(self.step, refresh, kept)
-        self._asked = self._connections.sequence
+        self.pulls.request(self.step, refresh, kept)
+        self._asked = self.connections.sequence
 
     def _send_again(self, keys: list[int]) -> None:
         self._outgoing.send_again(keys, self.step)
-        if not self._pipelined or self._pulls.refreshing:  # Else the pushes ask, too.
-            self._pulls.send_again(keys)
-        self._asked = self._connections.sequence
+        if not self._pipelined or self.pulls.refreshing:  # Else the pushes ask, too.
+            self.pulls.send_again(keys)
+        self._asked = self.connections.sequence

@@ -3,6 +3,7 @@
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from cnnstrategies._torch_private import put_module
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -25,7 +26,7 @@ def find_network(module: LightningModule, named: str | None) -> str:
 def put_network(module: nn.Module, path: str, network: nn.Module) -> None:
     """Put another module in the place of a submodule."""
     parent, _, name = path.rpartition(".")
-    module.get_submodule(parent)._modules[name] = network  # Whatever the parent's own __setattr__ does.
+    put_module(module.get_submodule(parent), name, network)
 
 
 def _outermost(module: LightningModule) -> str:

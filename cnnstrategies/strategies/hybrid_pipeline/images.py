@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
 
 # What changes neither the images' values nor which of them there are.
@@ -64,7 +65,7 @@ class ImagesElsewhere(Tensor):
     @property
     def is_as_loaded(self) -> bool:
         """Whether it is what it stands for, and neither computed nor changed in place."""
-        return self.number is not None and self.form._version == 0
+        return self.number is not None and writes(self.form) == 0
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"<images {tuple(self.shape)}, which the first stage has>"
@@ -107,13 +108,13 @@ class ImagesElsewhere(Tensor):
         with torch.inference_mode(False), torch.no_grad():
             forms = [_form_of(leaf) for leaf in leaves]
             others = [form for leaf, form in zip(leaves, forms, strict=True) if _is_other(leaf)]
-            before = [form._version for form in others]
+            before = [writes(form) for form in others]
             args, kwargs = tree_unflatten(forms, tree)
             try:
                 result = func(*args, **kwargs)
             except Exception:
                 _refuse(name)
-        if [form._version for form in others] != before:
+        if [writes(form) for form in others] != before:
             _refuse(name)  # It would write what only the first stage knows into something that every rank has.
 
         def stands_for(leaf: Any) -> Any:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.pipeline.transport import PeerError
 
 P = ParamSpec("P")
@@ -32,14 +33,14 @@ def after_the_lost_rank(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         except PeerError as error:
             strategy: Any = args[0]
-            if strategy._start_method != "popen":
-                _wait_to_be_ended(SILENT if "timed out" in str(error).lower() else GRACE)
+            if ranks_are_children(strategy.launcher):
+                wait_to_be_ended(SILENT if "timed out" in str(error).lower() else GRACE)
             raise
 
     return waiting
 
 
-def _wait_to_be_ended(seconds: float) -> None:
+def wait_to_be_ended(seconds: float) -> None:
     """Wait until the process that has started this one asks it to end, or for some seconds."""
     asked = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())

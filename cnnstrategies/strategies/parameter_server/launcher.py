@@ -128,8 +128,8 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
 
         def start_rank(local_rank: int, incarnation: int) -> Handle:
             receiver, sender = context.Pipe(duplex=False)
-            rank_args = (self, local_rank, incarnation, sender, dispositions, trainer, function, args, kwargs, state)
-            process = context.Process(target=_run_rank, args=rank_args, name=f"rank {local_rank}")  # type: ignore[attr-defined]
+            rank_args = (local_rank, incarnation, sender, dispositions, trainer, function, args, kwargs, state)
+            process = context.Process(target=self._run_rank, args=rank_args, name=f"rank {local_rank}")  # type: ignore[attr-defined]
             process.start()
             sender.close()
             pipes.append(receiver)
@@ -155,6 +155,40 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
         self._already_fit |= training
         self._recover_results_in_main_process(output, trainer)
         return output.trainer_results
+
+    def _run_rank(
+        self,
+        local_rank: int,
+        incarnation: int,
+        pipe: Connection,
+        dispositions: dict[int, Any],
+        trainer: Trainer | None,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        state: Any,
+    ) -> None:
+        for signum, handler in dispositions.items():
+            signal.signal(signum, handler)
+        starter = multiprocessing.parent_process()
+        assert starter is not None
+        end_with_parent(starter.pid)
+        os.environ[INCARNATION] = str(incarnation)
+        try:
+            queue: Any = _ResultPipe(pipe, local_rank)
+            self._wrapping_function(local_rank, trainer, function, args, kwargs, queue, state)
+        except RunEnded as ended:
+            print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
+            pipe.send(("ended", local_rank, str(ended)))
+            sys.exit(ENDED)
+        except Exception as error:
+            # Lightning does this in the process that has called `fit`, which here is not the one that has failed.
+            self._strategy.on_exception(error)
+            pipe.send(("failed", local_rank, traceback.format_exc()))  # Raised by the process that has called `fit`.
+            sys.exit(1)
+        finally:
+            strategy: Any = self._strategy
+            strategy.leave_session()
 
     @override
     def kill(self, signum: int) -> None:
@@ -296,38 +330,3 @@ class _ResultPipe:
     def put(self, value: Any) -> None:
         """Send a result to the process that watches."""
         self.connection.send(("result", self.rank, value))
-
-
-def _run_rank(
-    launcher: WatchingProcessLauncher,
-    local_rank: int,
-    incarnation: int,
-    pipe: Connection,
-    dispositions: dict[int, Any],
-    trainer: Trainer | None,
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    state: Any,
-) -> None:
-    for signum, handler in dispositions.items():
-        signal.signal(signum, handler)
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    end_with_parent(starter.pid)
-    os.environ[INCARNATION] = str(incarnation)
-    try:
-        queue: Any = _ResultPipe(pipe, local_rank)
-        launcher._wrapping_function(local_rank, trainer, function, args, kwargs, queue, state)
-    except RunEnded as ended:
-        print(f"Rank {local_rank} ends: {ended}", file=sys.stderr, flush=True)
-        pipe.send(("ended", local_rank, str(ended)))
-        sys.exit(ENDED)
-    except Exception as error:
-        # Lightning does this in the process that has called `fit`, which here is not the one that has failed.
-        launcher._strategy.on_exception(error)
-        pipe.send(("failed", local_rank, traceback.format_exc()))  # Raised by the process that has called `fit`.
-        sys.exit(1)
-    finally:
-        strategy: Any = launcher._strategy
-        strategy.leave_session()

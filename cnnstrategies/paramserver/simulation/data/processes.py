@@ -321,7 +321,7 @@ class SimulatedWorker:
     def _handle(self, server: Peer, message: Message) -> None:
         header: Header = message.fields["header"]
         payload = memoryview(bytearray(message.frames[0]))
-        pulls = self.role._pulls
+        pulls = self.role.pulls
         waited = header.kind == Kind.PULLED and pulls.open_among([header.key]) and header.step == pulls.step
         whole = pulls.refreshing
         self.role.on_message(server.id, header, payload)

@@ -23,16 +23,20 @@ def after_import(name: str, action: Callable[[], object]) -> None:
 
 
 class _Watcher:
-    """Finds one module, once, where the other finders do."""
+    """Finds one module, once, where the other finders do.
+
+    Attributes:
+        name: The module's.
+    """
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
-        self._name = name
+        self.name = name
         self._action = action
 
     def find_spec(
         self, fullname: str, path: "Sequence[str] | None", target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if fullname != self._name:
+        if fullname != self.name:
             return None
         from importlib.util import find_spec
 
