@@ -3,7 +3,7 @@
 from array import array
 
 import pytest
-from test_join import HELLO, ONE, SERVER, ZERO, Run
+from control_world import Answer, Run, in_epoch
 
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.memory import MIDWAY, Memory
@@ -11,92 +11,87 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
 pytestmark = pytest.mark.light
-AGAIN = Peer("worker", 1, 1)
 
 
-def returns(run, midway=True):
-    """Worker 1 dies and is started again: it makes the set-up anew, and asks to be let in."""
-    died = {"role": "worker", "id": 1, "incarnation": 0, "process": 4711, "how": "was killed", "replaced": True}
-    run.say(Peer("supervision", 0), "died", **died)
-    run.say(AGAIN, "hello", **HELLO)
-    more = {MIDWAY: True} if midway else {}
-    return run.collect(AGAIN, "start", 0, seal=True, boundary=False, **more)
+def comes_again(run: Run, one: Peer) -> Peer:
+    """A worker dies and is started again."""
+    run.died(one, replaced=True)
+    return run.member(one.role, one.id, one.life + 1)
 
 
-def told(run, effects=()):
-    """What the worker that was started again is told of its start, when all have the newest view."""
-    found = [*effects, *run.beats(SERVER, ZERO), *run.beats(AGAIN)]
-    return [one for one in run.told(found, AGAIN, DONE) if "joined" in one]
+def starts(run: Run, again: Peer, midway: bool = True) -> Answer:
+    """It has made the set-up anew, and asks to be let in; what it is told when all have the newest view."""
+    answer = run.collect(again, "start", seal=True, **({MIDWAY: True} if midway else {}))
+    run.passes(2.0)
+    return answer
+
+
+def takes(run: Run, worker: Peer, chunks: int, processed: int = 0) -> None:
+    for _ in range(chunks):
+        run.call(worker, "take", epoch=0, processed=processed)
 
 
 def test_one_is_let_in_after_a_boundary_with_what_the_others_were_told_there():
-    run = Run(elastic=0)
-    run.trains()
-    (start,) = told(run, returns(run))
+    run, zero, one = in_epoch()
+    again = comes_again(run, one)
+    start = starts(run, again).fields
     assert (start["sequence"], start[MIDWAY], start["joined"], start["admitted"]) == (1, 1, True, [1])
-    run.say(AGAIN, "epoch", epoch=0, samples=10, chunk=1)
-    (chunk,) = run.told(run.say(AGAIN, "take", epoch=0, processed=0, ordinal=0), AGAIN, DONE)
+    run.call(again, "epoch", epoch=0, samples=10, chunk=1)
+    chunk = run.call(again, "take", epoch=0, processed=0).fields
     assert (chunk["start"], chunk["stop"]) == (1, 2), "what the one before it had taken comes next"
     # From there on it is one of the group.
-    assert not run.told(run.collect(ZERO, "gather", 2, seal=False, boundary=False), ZERO, DONE)
-    effects = run.collect(AGAIN, "gather", 2, seal=False, boundary=False)
-    (gathered,) = run.told(effects, ZERO, DONE)
-    assert gathered["ids"] == [0, 1]
+    gathered = run.collect(zero)
+    assert gathered.value is None
+    run.collect(again)
+    assert gathered.fields["ids"] == [0, 1]
 
 
 def test_one_waits_for_the_next_boundary_if_it_does_not_say_that_it_can_come_before():
-    run = Run(elastic=0)
-    run.trains()
-    assert not told(run, returns(run, midway=False))
-    (start,) = told(run, run.collect(ZERO, "boundary", 2, seal=False, boundary=True))
-    assert (start["sequence"], start["admitted"]) == (2, [1])
-    assert MIDWAY not in start
+    run, zero, one = in_epoch()
+    start = starts(run, comes_again(run, one), midway=False)
+    assert start.value is None
+    run.collect(zero, "boundary", boundary=True)
+    run.passes(2.0)
+    assert (start.fields["sequence"], start.fields["admitted"]) == (2, [1])
+    assert MIDWAY not in start.fields
 
 
 def test_one_waits_for_the_next_boundary_when_the_others_have_met_since():
-    run = Run(elastic=0)
-    run.trains()
-    run.collect(ONE, "gather", 2, seal=False, boundary=False)
-    run.collect(ZERO, "gather", 2, seal=False, boundary=False)
-    assert not told(run, returns(run))
+    run, zero, one = in_epoch()
+    for peer in (one, zero):
+        run.collect(peer)
+    assert starts(run, comes_again(run, one)).value is None
 
 
 def test_one_waits_for_the_next_boundary_when_the_last_has_let_somebody_in():
-    run = Run(elastic=1)
-    run.trains()
-    for one in (ZERO, ONE):
-        run.collect(one, "gather", 2, seal=False, boundary=False)
-    peer, _ = run.joins()
-    for one in (ZERO, ONE):
-        run.say(one, "epoch", epoch=1, samples=10, chunk=1)
-        run.collect(one, "boundary", 3, seal=False, boundary=True)
-    run.beats(SERVER, ZERO, ONE, peer)
-    for one in (ZERO, ONE, peer):
-        run.collect(one, "admitted", 4, seal=False, boundary=False)
+    run, zero, one = in_epoch(elastic=1)
+    for peer in (zero, one):
+        run.collect(peer)
+    joined, _ = run.joins()
+    for peer in (zero, one):
+        run.call(peer, "epoch", epoch=1, samples=10, chunk=1)
+        run.collect(peer, "boundary", boundary=True)
+    run.passes(2.0)
+    for peer in (zero, one, joined):
+        run.collect(peer, "admitted")
     assert run.coordinator.dispatcher.may_come(1)
-    effects = returns(run)
-    assert not told(run, [*effects, *run.beats(peer)])
+    assert starts(run, comes_again(run, one)).value is None
 
 
 def test_one_waits_for_the_next_boundary_if_the_next_epoch_has_begun_for_anybody():
-    run = Run(elastic=0)
-    run.trains()
-    run.say(ZERO, "epoch", epoch=1, samples=10, chunk=1)
-    assert not told(run, returns(run))
+    run, zero, one = in_epoch()
+    run.call(zero, "epoch", epoch=1, samples=10, chunk=1)
+    assert starts(run, comes_again(run, one)).value is None
 
 
 @pytest.mark.parametrize("left", [True, False])
 def test_one_that_has_begun_to_load_this_epoch_is_let_in_if_it_has_got_something(left):
-    run = Run(elastic=0)
-    run.trains()
-    for ordinal in range(1, 9) if not left else ():
-        run.say(ZERO, "take", epoch=0, processed=0, ordinal=ordinal)
-    run.say(ONE, "take", epoch=0, processed=1, ordinal=1)
-    died = {"role": "worker", "id": 1, "incarnation": 0, "process": 4711, "how": "was killed", "replaced": True}
-    run.say(Peer("supervision", 0), "died", **died)
-    run.say(AGAIN, "hello", **HELLO)
-    run.say(AGAIN, "take", epoch=0, processed=0, ordinal=0)
-    assert left == bool(told(run, run.collect(AGAIN, "start", 0, seal=True, boundary=False, **{MIDWAY: True})))
+    run, zero, one = in_epoch()
+    takes(run, zero, 0 if left else 8)
+    takes(run, one, 1, processed=1)
+    again = comes_again(run, one)
+    takes(run, again, 1)
+    assert left == (starts(run, again).value is not None)
 
 
 def test_one_that_was_told_that_nothing_is_left_of_an_epoch_it_has_begun_to_load_is_not_let_in():
@@ -114,23 +109,20 @@ def test_one_that_was_told_that_nothing_is_left_of_an_epoch_it_has_begun_to_load
 
 
 def test_each_that_comes_back_finds_a_chunk_of_its_own():
-    run = Run(elastic=0)
-    run.trains()
-    for ordinal in range(1, 9):
-        run.say(ZERO, "take", epoch=0, processed=0, ordinal=ordinal)
-    assert told(run, returns(run)), "what its life before had taken is left"
-    assert not run.told(run.say(ZERO, "take", epoch=0, processed=9, ordinal=9), ZERO, DONE)[0]["stop"]
-    (chunk,) = run.told(run.say(AGAIN, "take", epoch=0, processed=0, ordinal=0), AGAIN, DONE)
+    run, zero, one = in_epoch()
+    takes(run, zero, 8)
+    again = comes_again(run, one)
+    assert starts(run, again).value is not None, "what its life before had taken is left"
+    assert not run.call(zero, "take", epoch=0, processed=9).fields["stop"]
+    chunk = run.call(again, "take", epoch=0, processed=0).fields
     assert (chunk["start"], chunk["stop"]) == (1, 2)
 
 
 def test_one_waits_for_the_next_boundary_when_nothing_is_left():
-    run = Run(elastic=0)
-    run.trains()
-    for ordinal in range(1, 9):
-        run.say(ZERO, "take", epoch=0, processed=0, ordinal=ordinal)
-    run.say(ONE, "take", epoch=0, processed=1, ordinal=1)
-    assert not told(run, returns(run))
+    run, zero, one = in_epoch()
+    takes(run, zero, 8)
+    takes(run, one, 1, processed=1)
+    assert starts(run, comes_again(run, one)).value is None
 
 
 def test_who_comes_back_counts_among_those_for_whom_something_must_be_left():

@@ -1,11 +1,15 @@
 """What becomes of processes that end: the supervision of a node, without any process."""
 
+import signal
+from math import inf
+
 import pytest
 
+from cnnstrategies.paramserver import supervision
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Message
 from cnnstrategies.paramserver.core.requests import DONE
-from cnnstrategies.paramserver.supervision import Supervision, Watched
+from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 
 
 class Ended:
@@ -23,18 +27,37 @@ class Ended:
         assert self.code is not None, "the one that runs was not missed"
 
 
-class Node(Supervision):
-    """A supervision whose coordinator misses whom the test says; None while it is not reached."""
+class Runs(Ended):
+    """One that goes on, whatever signals it is sent."""
 
-    def __init__(self, appear: float = 60.0, timeout: float = 0.0) -> None:
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.signals: list[int] = []
+
+    def send_signal(self, sig: int) -> None:
+        self.signals.append(sig)
+
+
+class Node(Supervision):
+    """A supervision whose coordinator misses whom the test says; None while it is not reached.
+
+    Attributes:
+        goes_on: How often the coordinator still says that its session goes on; then it is over.
+    """
+
+    def __init__(self, appear: float = 60.0, timeout: float = 0.0, goes_on: float = inf) -> None:
         super().__init__(Address("tcp://127.0.0.1:1", "supervision", 1, timeout=timeout, appear=appear))
         self.missed: list[list[str | int]] | None = []
         self.told: list[str] = []
+        self.goes_on = goes_on
 
     def send(self, kind, fields=None):
-        if kind != "status":
+        if kind == "status":
+            self.goes_on -= 1
+        else:
             self.told.append(f"{kind}, replaced" if fields.get("replaced") else kind)
-        return None if self.missed is None else Message(DONE, {"silent": self.missed, "ended": None})
+        ended = {"message": "", "clean": True} if self.goes_on < 0 else None
+        return None if self.missed is None else Message(DONE, {"silent": self.missed, "ended": ended})
 
     def look_at(self, role: str, code: int, restarts: int = 1) -> Watched:
         """One whose first process has ended with an exit code, after one look at it; the next goes on."""
@@ -42,6 +65,17 @@ class Node(Supervision):
         self.start(watched)
         self.look()
         return watched
+
+
+class Service(Ended):
+    """A coordinator that ends when it is told to."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(None)
+        self.node = node
+
+    def poll(self) -> int | None:
+        return 0 if "stop" in self.node.told else None
 
 
 CUT_OFF = [["worker", 1, 0], ["server", 1, 0]]
@@ -84,3 +118,28 @@ def test_who_ends_with_an_error_ends_the_run(options, reached):
     node.missed = [["worker", 2, 0]] if reached else None
     watched = node.look_at("worker", 1)
     assert (watched.code, watched.incarnation, node.told) == (1, 0, ["end"])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_no_worker_is_started_again_in_a_session_that_another_started(first, capsys, monkeypatch):
+    """And without the first, which starts the services of later sessions, the others end."""
+    monkeypatch.setattr(supervision, "GRACE", 0.0)
+    node, other = Node(goes_on=0), Runs()
+    watched = Watched("worker", 0, lambda life: other)
+    if not first:
+        node.start(watched)
+    dead = node.look_at("worker", -9)
+    assert (dead.code, dead.incarnation, node.told) == (-9, 0, [])
+    assert "it is not replaced: only the first session of a run has restarts" in capsys.readouterr().err
+    if first:
+        node.start(watched)
+    node.look()
+    assert other.signals == [signal.SIGKILL] * first
+
+
+def test_services_stay_until_the_workers_of_other_nodes_have_left():
+    node = Node(goes_on=5)
+    node.start(Watched(COORDINATOR, 0, lambda life: Service(node)))
+    node.stop()
+    assert node.goes_on < 0
+    assert node.told == ["end", "stop"]

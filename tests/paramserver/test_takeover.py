@@ -1,115 +1,109 @@
 """A server that is silent for a little while is replaced by its copies, if these are complete."""
 
+from collections.abc import Mapping
+
 import pytest
-from test_join import BEAT, HELLO, ZERO
+from control_world import Run, trained
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Message, Peer, Send
+from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.slicing import Part, Slice
 from cnnstrategies.strategies import ParameterServerStrategy
 
 pytestmark = pytest.mark.light
-SERVERS = [Peer("server", one) for one in range(3)]
-TIMEOUT, TAKEOVER = 10.0, 3.0
+TIMEOUT, TAKEOVER, BEAT = 10.0, 3.0, 1.0
 
 
-class Run:
-    """A coordinator of a worker and three servers, each of which holds what the next one has a copy of."""
+def started(takeover: float = TAKEOVER, **more: int) -> Run:
+    """A run of a worker and three servers, each of which holds what the next one has a copy of."""
+    run, (worker,) = trained(1, 3, survivable=1, takeover=takeover, timeout=TIMEOUT, **more)
+    are_whole(run)
+    run.collect(worker, "boundary", boundary=True)
+    run.passes(2 * BEAT)
+    return run
 
-    def __init__(self, takeover=TAKEOVER):
-        settings = CoordinatorSettings("here", 1, 3, TIMEOUT, 1e9, survivable=1, supervised=True, takeover=takeover)
-        self.coordinator = Coordinator(settings)
-        self.now = 100.0
-        self.coordinator.start(self.now)
-        self.numbers = {}
-        for peer in (*SERVERS, ZERO):
-            self.say(peer, "hello", **HELLO)
-        for operation, sequence in (("start", 0), ("boundary", 1)):
-            fields = {"seal": operation == "start", "boundary": operation == "boundary"}
-            self.say(ZERO, "collect", operation=operation, sequence=sequence, **fields)
-            self.beats(*SERVERS, ZERO)
 
-    def say(self, peer, kind, **fields):
-        request = self.numbers[peer] = self.numbers.get(peer, 0) + 1
-        message = Message(kind, {"session": 0, "floor": request, **fields}, (b"x",), request)
-        return [one for one in self.coordinator.on_message(self.now, peer, message) if isinstance(one, Send)]
+def are_whole(run: Run, but: Mapping[int, int] = {}) -> None:
+    """From now on servers say that all copies are there, some of them of an older view."""
+    run.figures = lambda peer: {"step": 1, "whole": but.get(peer.id, run.coordinator.roster.number)}
+    run.passes(2 * BEAT)
 
-    @property
-    def view(self):
-        return self.coordinator.roster.number
 
-    def beats(self, *peers, whole=None):
-        whole = self.view if whole is None else whole
-        for peer in peers:
-            figures = {"figures": {"step": 1, "whole": whole}} if peer.role == "server" else {}
-            self.say(peer, "beat", told=0, **BEAT, **figures)
+def servers(run: Run) -> list[tuple[int, int]]:
+    """Number and life of each."""
+    return sorted((peer.id, peer.life) for peer in run.members if peer.role == "server")
 
-    def passes(self, seconds, *peers, **fields):
-        """So many go by, in which these give signs of life; who is a server then."""
-        for _ in range(round(seconds / 0.1)):
-            self.now += 0.1
-            self.beats(*peers, **fields)
-            self.coordinator.on_timer(self.now, "tick")
-        return [member.peer for member in self.coordinator.members if member.peer.role == "server"]
+
+def stops(run: Run, server: int, seconds: float = 1000.0) -> None:
+    run.strike("pause", run.world.processes["server", server].peer, seconds)
 
 
 def test_a_silent_server_is_replaced_by_its_copies_before_the_time_out():
-    run = Run()
-    assert run.passes(TAKEOVER - 0.2, *SERVERS[:2], ZERO) == SERVERS
-    assert run.passes(0.4, *SERVERS[:2], ZERO) == SERVERS[:2]
-    status = run.say(Peer("supervision", 0), "status")
-    assert status[-1].message.fields["silent"] == [["server", 2, 0]]
-    assert status[-1].message.fields["ended"] is None
+    run = started()
+    stops(run, 2)
+    run.passes(TAKEOVER - BEAT - 0.1)
+    assert servers(run) == [(0, 0), (1, 0), (2, 0)]
+    run.passes(BEAT + 0.5)
+    assert servers(run) == [(0, 0), (1, 0)]
+    status = run.call(run.supervision, "status").fields
+    assert status["silent"] == [["server", 2, 0]]
+    assert status["ended"] is None
 
 
 def test_without_takeover_it_is_at_the_time_out():
-    run = Run(takeover=0.0)
-    assert run.passes(TIMEOUT - 0.2, *SERVERS[:2], ZERO) == SERVERS
-    assert run.passes(0.4, *SERVERS[:2], ZERO) == SERVERS[:2]
+    run = started(takeover=0.0)
+    stops(run, 2)
+    run.passes(TIMEOUT - BEAT - 0.1)
+    assert servers(run) == [(0, 0), (1, 0), (2, 0)]
+    run.passes(BEAT + 1.0)
+    assert servers(run) == [(0, 0), (1, 0)]
 
 
 def test_a_silent_worker_is_missed_at_the_time_out():
-    run = Run()
-    run.passes(TIMEOUT - 0.2, *SERVERS)
-    assert ZERO in [member.peer for member in run.coordinator.members]
+    run = started()
+    worker = Peer("worker", 0, 0, 7)
+    run.strike("pause", worker, 1000.0)
+    run.passes(TIMEOUT - BEAT - 0.1)
+    assert worker in run.members
 
 
-@pytest.mark.parametrize("who", SERVERS)
+@pytest.mark.parametrize("who", range(3))
 def test_nobody_takes_over_while_a_copy_is_not_there(who):
-    run = Run()
-    run.beats(who, whole=0)
-    others = [one for one in SERVERS[:2] if one != who]
-    for _ in range(round((TAKEOVER + 1) / 0.1)):
-        if who != SERVERS[2]:
-            run.beats(who, whole=0)
-        assert run.passes(0.1, *others, ZERO) == SERVERS
+    run = started()
+    are_whole(run, {who: 0})
+    stops(run, 2)
+    run.passes(TAKEOVER + 1.0)
+    assert servers(run) == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_nobody_takes_over_from_a_second_server_before_the_first_is_filled_again():
-    run = Run()
-    before = run.view
-    assert run.passes(TAKEOVER + 0.2, *SERVERS[:2], ZERO) == SERVERS[:2]
-    assert run.passes(TAKEOVER + 0.2, SERVERS[0], ZERO) == SERVERS[:2], "one is lost already"
-    again = Peer("server", 2, 1)
-    died = {"role": "server", "id": 2, "incarnation": 0, "process": 4711, "how": "was killed", "replaced": True}
-    run.say(Peer("supervision", 0), "died", **died)
-    run.say(again, "hello", **HELLO)
-    three = [*SERVERS[:2], again]
-    assert run.passes(1.0, *three, ZERO, whole=before) == three, "the others speak of the one before"
-    assert run.passes(TAKEOVER + 0.2, SERVERS[0], again, ZERO, whole=before) == three
-    run.beats(*three)
-    assert run.passes(TAKEOVER + 0.2, SERVERS[0], again, ZERO) == [SERVERS[0], again]
+    run = started()
+    before = run.coordinator.roster.number
+    stops(run, 2)
+    run.passes(TAKEOVER + 0.5)
+    stops(run, 1, TAKEOVER + 1.0)
+    run.passes(TAKEOVER + 1.0)
+    assert servers(run) == [(0, 0), (1, 0)], "one is lost already"
+    run.died(run.world.processes["server", 2].peer, replaced=True)
+    run.member("server", 2, life=1)
+    are_whole(run, dict.fromkeys(range(3), before))  # The others speak of the one before.
+    stops(run, 1, TAKEOVER + 1.0)
+    run.passes(TAKEOVER + 1.0)
+    assert servers(run) == [(0, 0), (1, 0), (2, 1)]
+    are_whole(run)
+    stops(run, 1)
+    run.passes(TAKEOVER + 1.0)
+    assert servers(run) == [(0, 0), (2, 1)]
 
 
 def test_a_coordinator_that_was_stopped_itself_misses_nobody():
-    run = Run()
-    run.now += TAKEOVER + 1
-    run.coordinator.on_timer(run.now, "tick")
-    assert run.passes(0.3, *SERVERS, ZERO) == SERVERS
+    run = started()
+    run.strike("pause", Peer("coordinator", 0), TAKEOVER + 1.0)
+    run.passes(TAKEOVER + 2.0)
+    assert servers(run) == [(0, 0), (1, 0), (2, 0)]
+    assert not run.coordinator.history.faults
 
 
 def view(number, *since):

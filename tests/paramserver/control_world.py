@@ -1,0 +1,198 @@
+"""The coordinator and its members in virtual time, doing what a test has them do: for what single messages decide."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import Participant
+from cnnstrategies.paramserver.coordinator.reporter import Reporter
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
+from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Role, Send
+from cnnstrategies.paramserver.simulation.faults import Fault, Moment, Network
+from cnnstrategies.paramserver.simulation.toys import newer_view
+from cnnstrategies.paramserver.simulation.world import Program, Sleep, Tell, World
+
+LATENCY = 0.001
+WHILE = 0.01  # seconds in which a question is answered, if it is at once
+SOON = 0.1  # and in which a server has seen a view
+LOST = Moment("lost")
+
+
+class Links(Network):
+    """Messages come at once and in order, but for those that a test has something happen to."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0.0, tcp=True)
+        self.fate: Callable[[Send], Moment | None] = lambda send: None
+
+    def moment(self, sender: Peer, send: Send) -> Moment | None:
+        return self.fate(send)
+
+    def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
+        soon = now + LATENCY
+        if moment is None:
+            return [soon]
+        late = soon + moment.seconds
+        return {"lost": [], "late": [late], "doubled": [soon, late]}[moment.kind]
+
+
+@dataclass
+class Answer:
+    """What a call has come to; nothing as long as it waits."""
+
+    value: Message | str | None = None
+
+    @property
+    def fields(self) -> Any:
+        assert isinstance(self.value, Message), self.value
+        return self.value.fields
+
+
+class Run:
+    """A coordinator, and the members that a test lets come.
+
+    Args:
+        workers: That are expected.
+        servers: Likewise.
+        timeout: Seconds of silence; a heartbeat is a tenth of them.
+        settings: More of the coordinator's.
+    """
+
+    def __init__(self, workers: int = 2, servers: int = 0, timeout: float = 10.0, **settings: Any) -> None:
+        self.settings = {"timeout": timeout, "supervised": True, "restartable": True, **settings}
+        self.counts = workers, servers
+        self.links = Links()
+        self.world = World(0, self.links)
+        self.told: list[tuple[Peer, Message]] = []  # by coordinators
+        self.figures: Callable[[Peer], dict[str, float]] = lambda peer: {}
+        self._answers: dict[tuple[Peer, int], Answer] = {}
+        self.world.on_return = lambda process, call, value: self._returned(process.peer, call, value)
+        self.world.on_send = lambda process, send: self._sent(process.peer, send)
+        self.coordinate()
+        self.supervision = self._spawn(Peer("supervision", 0), Reporter(0), _idle())
+
+    def coordinate(self, term: int = 0) -> None:
+        """Start a coordinator, in the place of one that is killed."""
+        self.coordinator = Coordinator(CoordinatorSettings("here", *self.counts, term=term, **self.settings))
+        self._spawn(Peer("coordinator", 0, term), self.coordinator, _idle())
+
+    def member(self, role: str, identity: int, life: int = 0) -> Peer:
+        """A worker or a server comes; a server sees every view at once."""
+        timeout, silence = self.settings["timeout"], self.settings.get("silence", 0.0)
+        address = Address("here", role, identity, life, timeout / 10, timeout, 600.0, silence=silence)
+        hello = {"process": 4711, "host": "here", "endpoint": f"{role} {identity}.{life}", "public_key": ""}
+        participant = Participant(address, 7, hello)
+        participant.figures = lambda: self.figures(participant.peer)
+        return self._spawn(participant.peer, participant, _see(participant) if role == "server" else _idle())
+
+    def _spawn(self, peer: Peer, role: Role, program: Program) -> Peer:
+        before = self.world.processes.get(peer[:2])
+        if before is not None:
+            self.world.kill(before)
+        self.world.spawn(peer, role, program)
+        self.passes(WHILE)
+        return peer
+
+    def passes(self, seconds: float) -> None:
+        """So much time does."""
+        over: list[bool] = []
+        self.world.at(self.world.now + seconds, lambda: over.append(True))
+        while not over:
+            self.world.step()
+
+    def call(self, peer: Peer, kind: str, *frames: bytes, **fields: Any) -> Answer:
+        """A member, or the supervision, asks for something."""
+        answer = Answer()
+        self._answers[peer, len(self._answers) + 1] = answer
+        self.world.tell(self.world.processes[peer[:2]], Call(len(self._answers), kind, fields, frames))
+        self.passes(WHILE)
+        return answer
+
+    def collect(
+        self, peer: Peer, operation: str = "gather", seal: bool = False, boundary: bool = False, **more: bool
+    ) -> Answer:
+        return self.call(peer, "collect", b"x", operation=operation, seal=seal, boundary=boundary, **more)
+
+    def died(self, peer: Peer, replaced: bool) -> None:
+        """Somebody is killed, and the supervision says so."""
+        self.world.kill(self.world.processes[peer[:2]])
+        about = {"role": peer.role, "id": peer.id, "incarnation": peer.life, "process": 4711}
+        self.call(self.supervision, "died", **about, how="was killed", replaced=replaced)
+
+    def strike(self, kind: str, peer: Peer, seconds: float) -> None:
+        """Somebody is stopped (`pause`) or `cut` off for some seconds."""
+        self.world.strike(Fault(kind, peer.role, peer.id, self.world.now, seconds))
+
+    @contextmanager
+    def loses(self, what: Callable[[Send], bool]) -> Iterator[None]:
+        """Messages are lost meanwhile."""
+        self.links.fate = lambda send: LOST if what(send) else None
+        yield
+        self.links.fate = lambda send: None
+
+    def ask(self, kind: str = WATCH, sender: Peer = Peer(WATCHER, 0), **fields: Any) -> Any:  # noqa: B008
+        """What the coordinator answers somebody at once who is no member."""
+        told = self.coordinator.on_message(self.world.now, sender, Message(kind, fields))
+        (message,) = [one.message for one in told if isinstance(one, Send) and one.to == sender]
+        return message.fields
+
+    def joins(self) -> tuple[Peer, Answer]:
+        """One more takes a place, and waits to be let in."""
+        found = self.ask(PLACE)
+        peer = self.member("worker", found["place"], found["life"])
+        return peer, self.collect(peer, "start", seal=True)
+
+    def ended(self, peer: Peer) -> End | None:
+        """How it has ended for somebody."""
+        return self.world.processes[peer[:2]].ended
+
+    @property
+    def members(self) -> list[Peer]:
+        return [one.peer for one in self.coordinator.members]
+
+    def _returned(self, peer: Peer, call: int, value: Message | str | None) -> None:
+        if (peer, call) in self._answers:
+            self._answers[peer, call].value = value
+
+    def _sent(self, peer: Peer, send: Send) -> None:
+        if peer.role == "coordinator":
+            self.told.append((send.to, send.message))
+
+
+def trained(workers: int, servers: int = 0, **settings: Any) -> tuple[Run, list[Peer]]:
+    """A run whose workers have begun to train, and these."""
+    run = Run(workers, servers, **settings)
+    for server in range(servers):
+        run.member("server", server)
+    peers = [run.member("worker", one) for one in range(workers)]
+    for peer in peers:
+        run.collect(peer, "start", seal=True)
+    run.passes(SOON)
+    return run, peers
+
+
+def in_epoch(**settings: Any) -> tuple[Run, Peer, Peer]:
+    """Two workers with a server have begun an epoch of ten chunks, met at its boundary, and taken one each."""
+    run, (zero, one) = trained(2, 1, **{"restartable": False, **settings})
+    for peer in (zero, one):
+        run.call(peer, "epoch", epoch=0, samples=10, chunk=1)
+    for peer in (zero, one):
+        run.collect(peer, "boundary", boundary=True)
+    for peer in (zero, one):
+        run.call(peer, "take", epoch=0, processed=0)
+    return run, zero, one
+
+
+def _idle() -> Program:
+    while True:
+        yield Sleep(1e6)
+
+
+def _see(participant: Participant) -> Program:
+    number = -1
+    while True:
+        number = (yield from newer_view(participant, number)).number
+        yield Tell("seen", {"number": number})

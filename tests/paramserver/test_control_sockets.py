@@ -1,0 +1,192 @@
+"""The coordinator and its members over sockets: what threads, sockets and programs add to the roles."""
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from ports import free_port
+
+from cnnstrategies.paramserver import membership
+from cnnstrategies.paramserver.collectives import Collectives
+from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.membership import Membership
+from cnnstrategies.paramserver.services import CoordinatorProcess, Spares, start
+
+TIMEOUT = 60.0  # Nobody is silent for so long on a busy machine.
+
+
+@contextmanager
+def serving(endpoint: str, workers: int, session: int = 0) -> Iterator[threading.Event]:
+    """A coordinator in a thread; gives what is set as soon as it listens."""
+    over, listens = threading.Event(), threading.Event()
+
+    def serve() -> None:
+        settings = CoordinatorSettings(endpoint, workers, 0, TIMEOUT, session=session)
+        with CoordinatorService(settings) as service:
+            listens.set()
+            service.run(over.is_set)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listens
+    finally:
+        over.set()
+        thread.join()
+
+
+def worker(endpoint: str, number: int, session: int = 0) -> Membership:
+    return Membership(Address(endpoint, "worker", number, 0, 0.05, TIMEOUT, session=session))
+
+
+def together(members: list[Membership], function: Callable[[Collectives], Any]) -> list[Any]:
+    """What all workers have of something that they do at the same time; then they leave."""
+
+    def work(member: Membership) -> Any:
+        result = function(Collectives(member))
+        member.close()
+        return result
+
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(work, members, timeout=60))
+
+
+def every_collective(collectives: Collectives) -> dict[str, Any]:
+    rank = collectives.membership.address.id
+    collectives.barrier()
+    results: dict[str, Any] = {
+        "gather": collectives.gather({"rank": rank}).values,
+        "broadcast": collectives.broadcast([rank, None, "text"], source=1),
+    }
+    tensor = torch.tensor([rank + 1.0, 2.0])
+    for how in ("sum", "mean", "max", "min", "product"):
+        results[how] = collectives.reduce(tensor, how).tolist()
+    results["integer"] = collectives.reduce(torch.tensor(rank), "sum").item()
+    results["start"] = collectives.start().joined
+    results["view"] = [one.id for one in collectives.membership.current().workers]
+    collectives.barrier()  # Nobody leaves before the others have looked.
+    return results
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_collectives_give_every_worker_the_same(tmp_path: Path, workers: int) -> None:
+    endpoint = f"ipc://{tmp_path}/coordinator"
+    with serving(endpoint, workers):
+        results = together([worker(endpoint, rank) for rank in range(workers)], every_collective)
+    expected = {
+        "gather": {rank: {"rank": rank} for rank in range(workers)},
+        "broadcast": [min(1, workers - 1), None, "text"],
+        "sum": [sum(range(1, workers + 1)), 2.0 * workers],
+        "mean": [(workers + 1) / 2, 2.0],
+        "max": [workers, 2.0],
+        "min": [1.0, 2.0],
+        "product": [[1, 2, 6][workers - 1], 2.0**workers],
+        "integer": sum(range(workers)),
+        "start": False,
+        "view": list(range(workers)),
+    }
+    assert results == [expected] * workers
+
+
+def test_nonsense_neither_stops_the_coordinator_nor_registers_anybody(tmp_path: Path) -> None:
+    """See `test_coordinator_fuzz.py` for what messages may hold; here is what no message is."""
+    endpoint, chance = f"ipc://{tmp_path}/coordinator", random.Random(0)
+    with serving(endpoint, 1) as listens, zmq.Context() as context:
+        listens.wait()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(endpoint)
+        for _ in range(500):
+            start = chance.choice([b"CNNPS1 hello", b"CNNPS2 hello", b"hello", chance.randbytes(chance.randrange(40))])
+            body = chance.choice([b"{}", b'{"session":0}', b"{", b"[]", chance.randbytes(chance.randrange(40))])
+            socket.send_multipart([start, body][: chance.randrange(1, 3)])
+        socket.close(500)
+        (result,) = together([worker(endpoint, 0)], lambda collectives: collectives.gather(7).values)
+    assert result == {0: 7}
+
+
+def test_who_waits_is_told_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(membership, "WARN_SECONDS", 0.1)
+    endpoint = f"ipc://{tmp_path}/coordinator"
+
+    def meet(collectives: Collectives) -> None:
+        said = ""
+        while (
+            collectives.membership.address.id == 1 and "worker 0 has waited in `second` for worker 1 for " not in said
+        ):
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        collectives.barrier("second")
+
+    with serving(endpoint, 2):
+        together([worker(endpoint, rank) for rank in range(2)], meet)
+
+
+def test_a_worker_that_is_ahead_knocks_until_the_coordinator_of_its_session_is_there() -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with serving(endpoint, 2) as listens:
+        listens.wait()  # Else the other coordinator may come first, and this one waits for its end.
+        with serving(endpoint, 2, session=1) as second:
+            ahead = worker(endpoint, 1, session=1)
+            members = [worker(endpoint, rank) for rank in range(2)]
+            often = together(members, lambda collectives: [list(collectives.gather(0).values) for _ in range(50)])
+            assert often == [[[0, 1]] * 50] * 2
+            both = together([worker(endpoint, 0, session=1), ahead], lambda collectives: collectives.gather(1).values)
+            assert both == [{0: 1, 1: 1}] * 2
+            assert second.is_set()
+
+
+def test_services_start_without_lightning_and_outlive_the_signals_of_job_managers(tmp_path: Path) -> None:
+    """These reach every process of a job; the workers stop after their step, and need the services until then."""
+    settings = CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)
+    coordinator = start(CoordinatorProcess(settings), "program")
+    while not Path(tmp_path / "coordinator").exists():
+        time.sleep(0.01)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        coordinator.send_signal(signum)
+    time.sleep(0.2)
+    assert coordinator.poll() is None
+    loaded = Path(f"/proc/{coordinator.pid}/maps").read_text()
+    coordinator.send_signal(signal.SIGKILL)
+    coordinator.wait()
+    # They would take more time than all the rest.
+    assert "/zmq/" in loaded
+    assert "/torch/" not in loaded
+    assert "/torchvision/" not in loaded  # Lightning brings it along.
+
+
+@pytest.mark.warm
+def test_a_spare_becomes_what_it_is_told_and_is_ended_if_it_is_not_needed(tmp_path: Path) -> None:
+    spares = Spares()
+    spares.prepare()
+    waiting = spares.waiting
+    assert waiting is not None
+    service = spares.start(CoordinatorProcess(CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)))
+    assert service is waiting
+    while not Path(tmp_path / "coordinator").exists():
+        assert service.poll() is None
+        time.sleep(0.01)
+    service.send_signal(signal.SIGKILL)
+    waiting.wait()
+    spares.prepare()
+    unused = spares.waiting
+    assert unused is not None
+    unused.kill()
+    unused.wait()
+    assert spares.start(CoordinatorProcess(CoordinatorSettings("nowhere", 1, 0))) is not unused
+    spares.prepare()
+    last = spares.waiting
+    spares.close()
+    assert last is not None
+    assert last.poll() is not None
