@@ -4,6 +4,7 @@ import pytest
 from control_world import Run, trained
 
 from cnnstrategies.paramserver.core.node import End, Peer
+from cnnstrategies.paramserver.simulation.faults import Moment
 
 pytestmark = pytest.mark.light
 
@@ -41,3 +42,19 @@ def test_a_process_that_nobody_expects_is_not_let_in() -> None:
     assert "was registered already" in run.ask("hello", worker._replace(process=8), session=0)["message"]
     assert "no worker 1 is expected" in run.ask("hello", Peer("worker", 1), session=0)["message"]
     assert run.members == [worker]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_was_stopped_misses_a_coordinator_that_is_gone_a_time_out_after_it_goes_on(comes: bool) -> None:
+    """No sooner: it could not hear it. And no later, whatever had come while it was stopped."""
+    run, (worker,) = trained(1)
+    run.links.fate = lambda send: Moment("late", 0.3) if comes and send.message.kind == "done" else None
+    run.call(worker, "epoch", epoch=0, samples=4, chunk=1)
+    run.strike("pause", worker, 8.0)
+    run.world.kill(run.world.processes["coordinator", 0])
+    run.passes(8.0 + 8.0)
+    assert run.ended(worker) is None
+    run.passes(3.5)
+    ended = run.ended(worker)
+    assert ended is not None
+    assert "was silent for 10 s" in ended.reason

@@ -117,9 +117,10 @@ class Participant:
             return self.asking.on_timer(now)
         late = now - self._beat_at
         if late > PAUSE * self._address.timeout:
-            self.heard += late  # This process was stopped, not the coordinator silent.
+            # This process was stopped, not the coordinator silent; what had come meanwhile it may have heard just now.
+            self.heard = min(now, self.heard + late)
             for request in self.asking.open.values():
-                request.progress += late
+                request.progress = min(now, request.progress + late)
         leaving = any(one.message.kind == "leave" for one in self.asking.open.values())
         if leaving and now - self.heard > LEAVING * self._address.timeout:
             return self._end(LEFT_UNHEARD, clean=True)
