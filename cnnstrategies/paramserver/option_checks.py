@@ -6,8 +6,7 @@ from typing import Any
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.messages import InvalidMessageError
-from cnnstrategies.paramserver.server.store import Options
-from cnnstrategies.paramserver.specification import Group
+from cnnstrategies.paramserver.specification import Group, Options
 
 LARGEST_OPTION = 1e30
 

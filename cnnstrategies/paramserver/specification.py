@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification_checks import check_options
 
+Options = list[dict[str, Any]]  # of each parameter group
 Mode = Literal["sync", "async", "ssp", "local"]
 Compression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
 PullCompression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]

@@ -1,10 +1,8 @@
 """The coordinator and its members in virtual time, with faults: the code that runs is the code that is simulated."""
 
-import ast
 from collections import Counter
 
 import pytest
-from conftest import ROOT
 
 from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, TIMER, Answering, Asking
@@ -17,39 +15,6 @@ from cnnstrategies.paramserver.simulation.world import Ask, World
 
 pytestmark = pytest.mark.light
 SEEDS = 100
-LIGHT_ROLES, ROLES = ("core", "coordinator"), ("core", "coordinator", "server", "worker")
-IMPURE = {"zmq", "threading", "time", "os", "random", "socket", "queue", "multiprocessing", "asyncio"}
-
-
-def imported(module: str, found: set[str]) -> set[str]:
-    """All that a module of this package imports, and what that imports."""
-    if module in found:
-        return found
-    found.add(module)
-    path = ROOT / module.replace(".", "/")
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if not module.startswith("cnnstrategies.") or not path.exists():
-        return found
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                imported(alias.name, found)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imported(node.module, found)
-    return found
-
-
-def test_roles_have_no_sockets_threads_clocks_files_or_random_numbers():
-    folder = ROOT / "cnnstrategies/paramserver"
-    modules = [
-        (role, ".".join(path.relative_to(ROOT).with_suffix("").parts))
-        for role in ROLES
-        for path in (folder / role).glob("*.py")
-    ]
-    assert len(modules) > 30
-    for role, module in modules:
-        impure = IMPURE | {"torch", "numpy"} if role in LIGHT_ROLES else IMPURE
-        assert not {name.partition(".")[0] for name in imported(module, set())} & impure, module
 
 
 class Counting:

@@ -11,7 +11,8 @@ from cnnstrategies.paramserver.optimizers import StateValue
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Who, check_absent
 from cnnstrategies.paramserver.server.replication import Replicas
-from cnnstrategies.paramserver.server.store import Options, Store
+from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.specification import Options
 from cnnstrategies.paramserver.state_messages import check_room, pack_state, unpack_state
 
 KNOWN = "what workers have"  # beside the parts of an optimizer's state, in a copy

@@ -5,7 +5,7 @@ from typing import Any
 
 from cnnstrategies.paramserver.messages import InvalidMessageError
 from cnnstrategies.paramserver.server.pushes import Who
-from cnnstrategies.paramserver.server.store import Options
+from cnnstrategies.paramserver.specification import Options
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from cnnstrategies.paramserver.server.gaps import Gaps
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.shard import Pull, Shard
-from cnnstrategies.paramserver.server.store import Options
 from cnnstrategies.paramserver.server.synchronous import Synchronous
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.specification import Options, Specification
 
 Mode = Synchronous | Asynchronous
 

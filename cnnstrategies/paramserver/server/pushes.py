@@ -8,8 +8,8 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
-from cnnstrategies.paramserver.server.store import Options
 from cnnstrategies.paramserver.slicing import Slice
+from cnnstrategies.paramserver.specification import Options
 
 Who = tuple[int, int]
 """Id and incarnation of a worker."""

@@ -16,8 +16,8 @@ from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import NOTHING_CHOSEN, Chosen, Who
 from cnnstrategies.paramserver.server.quorum import Attendance
 from cnnstrategies.paramserver.server.replication import Replicas
-from cnnstrategies.paramserver.server.store import Options, Store
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.server.store import Store
+from cnnstrategies.paramserver.specification import Options, Specification
 from cnnstrategies.paramserver.state_messages import check_room, pack_state, unpack_state
 
 

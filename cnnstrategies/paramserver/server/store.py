@@ -10,9 +10,8 @@ from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.optimizers import ALL_THERE, SharedOptimizer, StateValue, load_optimizer
 from cnnstrategies.paramserver.server.changes import Changes, encodings
 from cnnstrategies.paramserver.slicing import Slice
-from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.specification import Options, Specification
 
-Options = list[dict[str, Any]]
 SHARED_BY = 64  # slices that share an optimizer; each of its steps looks at all of them
 
 

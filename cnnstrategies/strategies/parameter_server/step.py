@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from cnnstrategies._torch_private import writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
@@ -75,7 +76,7 @@ class Stepper:
         if is_compiled(module):
             self._noted, self._readers.found = NOTED_STEPS, set(range(len(self.parameters)))
         self._waited: set[int] = set()  # parameters whose modules have computed in this step
-        self._written = [parameter._version for parameter in self.parameters]
+        self._written = [writes(parameter) for parameter in self.parameters]
         self._had: list[Tensor] | None = None  # the values that came, where somebody may write others
         self._in_step = False
         self._codecs = worker.codecs
@@ -175,7 +176,7 @@ class Stepper:
 
     def note_values(self) -> None:
         """The weights are those that came: whoever writes others from now on is found."""
-        self._written = [parameter._version for parameter in self.parameters]
+        self._written = [writes(parameter) for parameter in self.parameters]
         if self._sees_weights and self.outer is None:
             self._had = [parameter.detach().clone() for parameter in self.parameters]
 
@@ -271,7 +272,7 @@ class Stepper:
         def push(parameter: Tensor) -> None:
             if self._in_step and parameter.grad is not None:
                 self.worker.push(index, parameter.grad)
-                self._pushed[index] = parameter.grad, parameter.grad._version
+                self._pushed[index] = parameter.grad, writes(parameter.grad)
 
         return push
 
@@ -311,7 +312,7 @@ class Stepper:
         """
         for index, (gradient, version) in self._pushed.items():
             now = self.parameters[index].grad
-            if now is not gradient or now._version != version:
+            if now is not gradient or writes(now) != version:
                 raise ConfigurationError(
                     f"the gradient of {self._names[index]} was changed after backward, when it was on its way to the "
                     "servers: change gradients in on_after_backward or on_before_optimizer_step of the module or of a "
@@ -332,7 +333,7 @@ class Stepper:
                     f"{NOTED_STEPS} steps: its value may have been that of the step before; call its module, use it so "
                     "from the first step on, or use strategy ddp"
                 )
-            if parameter._version != self._written[index] or (
+            if writes(parameter) != self._written[index] or (
                 self._had is not None and not torch.equal(parameter, self._had[index])
             ):
                 who = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""

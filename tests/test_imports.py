@@ -1,0 +1,45 @@
+"""What is imported, where that matters; who may import whom says [tool.importlinter] in pyproject.toml."""
+
+import ast
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+def test_what_would_hold_the_default_group_is_imported_before_there_is_one():
+    """torch imports it in an optimizer's first step; in this process Lightning has done so already."""
+    module = "torch.distributed.nn.functional"
+    program = f"import sys, torch.distributed as _; before = {module!r} in sys.modules; "
+    program += f"import cnnstrategies.pipeline.transport; print(before, {module!r} in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert run.stdout == "False True\n", run.stderr
+
+
+def imported(program: Path) -> set[tuple[str, str]]:
+    """What a program takes from which modules of the package."""
+    return {
+        (node.module, alias.name)
+        for node in ast.walk(ast.parse(program.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "cnnstrategies"
+        for alias in node.names
+    }
+
+
+def is_there(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name) or bool(importlib.util.find_spec(f"{module}.{name}"))
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.light
+def test_what_benchmarks_and_examples_import_is_there():
+    programs = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]
+    wanted = {(program, *one) for program in programs for one in imported(program)}
+    assert len(wanted) > 40
+    assert [f"{program}: {module}.{name}" for program, module, name in wanted if not is_there(module, name)] == []
