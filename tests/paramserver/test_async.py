@@ -33,6 +33,7 @@ def test_one_worker_alone_trains_as_one_process(options: dict[str, Any], tmp_pat
     assert_same(network, expected)
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"mode": "ssp", "staleness": 3}], ids=["async", "ssp"])
 def test_a_slow_worker_is_waited_for_as_the_staleness_says_and_never_in_async(
     options: dict[str, Any], tmp_path: Path
@@ -89,6 +90,7 @@ def fit(run: Roles) -> tuple[Replica, float, float]:
     return replica, losses[0], losses[-1]
 
 
+@pytest.mark.light
 def test_delay_compensation_adds_the_gradient_squared_times_the_distance(tmp_path: Path) -> None:
     """Zheng et al. 2017, equation 10, on two workers in turn: 1 pulls, 0 steps, 1 pushes what it computed before."""
     parameter = nn.Parameter(torch.ones(8))
@@ -103,6 +105,7 @@ def test_delay_compensation_adds_the_gradient_squared_times_the_distance(tmp_pat
     torch.testing.assert_close(last, torch.full((8,), moved - 0.1 * (2.0 + 0.5 * 4.0 * moved)))
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "ssp", "staleness": 2}, {"mode": "sync"}], ids=str)
 def test_workers_leave_and_come_back_between_epochs(mode: dict[str, Any], tmp_path: Path) -> None:
     """No push after the return is taken for one of before."""

@@ -29,6 +29,7 @@ def changes_of(*values: float) -> tuple[Changes, Tensor]:
     return Changes(Encoding.TOPK, 0.5, {0: value}), value
 
 
+@pytest.mark.light
 def test_what_a_change_leaves_out_is_in_the_next() -> None:
     changes, value = changes_of(1.0, 2.0, 3.0, 4.0)
     value.add_(torch.tensor([0.5, -2.0, 0.25, 1.0]))
@@ -38,6 +39,7 @@ def test_what_a_change_leaves_out_is_in_the_next() -> None:
     assert changes.known[0].tolist() == [1.5, 0.0, 3.25, 5.0]
 
 
+@pytest.mark.light
 def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
     changes, value = changes_of(1.0, 2.0)
     mark = changes.mark(0)
@@ -50,6 +52,7 @@ def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
         assert changes.answer(0, other, next_version) == whole
 
 
+@pytest.mark.light
 def test_values_that_jump_have_another_history() -> None:
     """Two servers that go on from the same snapshot count differently, unless they lack the same."""
     marks = []
@@ -65,6 +68,7 @@ def test_values_that_jump_have_another_history() -> None:
     assert marks[0] == marks[3]
 
 
+@pytest.mark.light
 def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     slices = cut(specify(SGD, 1))
     had, change = Had(slices), torch.ones(slices[0].numel, dtype=torch.float64)
@@ -78,6 +82,7 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     assert nearer.unique().tolist() == [2.0]
 
 
+@pytest.mark.light
 def test_a_snapshot_has_what_workers_have() -> None:
     specification = specify(SGD, 1, pull_compression="topk", compression_ratio=0.1)
     store, other = (Store(specification, cut(specification)) for _ in range(2))
@@ -92,6 +97,7 @@ def test_a_snapshot_has_what_workers_have() -> None:
     assert other.changes.lineages == store.changes.lineages
 
 
+@pytest.mark.light
 def test_who_wants_a_change_that_nobody_else_wants_gets_the_values_alone() -> None:
     """Also from a copy: what was known is that of many steps before."""
     specification = specify(SGD, 1, pull_compression="auto")
@@ -144,6 +150,7 @@ def test_training_equals_one_process_that_leaves_out_the_same(
                 torch.testing.assert_close(network[name], value, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("compression", ["topk", "onebit"])
 def test_a_servers_death_changes_no_bit(compression: str, tmp_path: Path) -> None:
     """Its copy knows what workers have, and goes on with the same changes."""
@@ -176,6 +183,7 @@ def encodings_by_step(worker: Worker, rungs: Sequence[int]) -> None:
     worker.chooser.next = worker.chooser.follow = lambda step, _: rungs[step]  # type: ignore[method-assign]
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("dies", [None, 4, 6, 9, 10])
 def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_with(
     dies: int | None, tmp_path: Path
@@ -211,6 +219,7 @@ def test_who_changes_from_values_to_changes_and_back_has_what_the_server_counts_
     assert sizes == [whole, half, bits, bits, bits, half, bits, whole, whole, whole, bits, bits]
 
 
+@pytest.mark.light
 def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -> None:
     """Who wants values gets the change that another wants, if it has what that is made from."""
     with PlainRoles(tmp_path, (40,), workers=2, pull_compression="auto") as run:
@@ -230,6 +239,7 @@ def test_where_one_wants_changes_all_have_the_same_if_they_can(tmp_path: Path) -
     assert sizes == [[80, 80], [13, 13], [13, 13], [160, 160], [160, 160], [13, 160], [13, 13]]
 
 
+@pytest.mark.light
 def test_validation_has_the_values_of_the_servers_and_training_goes_on_from_those_of_changes(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40,), workers=1, pull_compression="topk", compression_ratio=0.1) as run:
         worker, (value,) = run.joined()

@@ -59,6 +59,7 @@ def test_a_forward_waits_for_its_own_layer_and_pulls_come_in_the_order_of_use(tm
     assert counters.bytes_received > counters.steps * DEPTH * WIDTH * WIDTH * 4
 
 
+@pytest.mark.light
 def test_parameters_and_gradients_of_another_type_are_refused(tmp_path: Path) -> None:
     """Servers drop what does not fit, and a step that waits for it would never end."""
     parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))

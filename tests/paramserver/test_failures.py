@@ -78,6 +78,7 @@ def test_with_two_copies_a_servers_death_changes_nothing(options: dict[str, Any]
         assert_same(network, expected)
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_server_that_learns_of_a_failover_after_the_worker(mode: str, tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), servers=2, replication=2, mode=mode) as run:
@@ -102,6 +103,7 @@ def test_a_server_that_learns_of_a_failover_after_the_worker(mode: str, tmp_path
         torch.testing.assert_close(value, torch.full_like(value, -0.5 * (1 + 1.5 + 1.75)))
 
 
+@pytest.mark.light
 def test_a_server_that_is_lost_without_a_copy_is_named(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), servers=2, timeout=1.5) as run:
         worker, _ = run.joined()
@@ -179,6 +181,7 @@ def test_what_a_cut_link_loses_is_sent_again(
     assert_same(network, alone(options))
 
 
+@pytest.mark.light
 def test_the_optimizer_state_is_whole_when_a_server_dies_while_it_is_fetched(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), servers=2, replication=2) as run:
         worker, _ = run.joined()

@@ -172,6 +172,7 @@ def test_fragments_whose_values_come_late_equal_one_process(outer: dict[str, Any
         torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("options", [{"compression": "topk", "compression_ratio": 0.25}, {"pull_compression": "fp16"}])
 def test_what_a_worker_sends_is_the_difference_to_what_it_was_given(options: dict[str, Any], tmp_path: Path) -> None:
     """What is left out of a push comes with a later one, and what a pull rounds is not taken for a worker's doing."""
@@ -190,6 +191,7 @@ def test_what_a_worker_sends_is_the_difference_to_what_it_was_given(options: dic
     torch.testing.assert_close(got, 1 / 3 - 4 * torch.arange(64).double() / 64, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.light
 def test_a_server_that_comes_again_in_the_first_round_is_given_the_values_that_it_began_with(tmp_path: Path) -> None:
     """What a worker's own steps have made of them comes with its push: it would count twice."""
     with PlainRoles(tmp_path, mode="local") as run:
@@ -201,6 +203,7 @@ def test_a_server_that_comes_again_in_the_first_round_is_given_the_values_that_i
     torch.testing.assert_close(value, torch.full_like(value, -0.5))
 
 
+@pytest.mark.light
 def test_both_sides_of_a_cut_go_on_and_the_outer_step_brings_them_together(tmp_path: Path) -> None:
     """The other's push does not come; then it does, and what was done meanwhile is kept, and counts in the next."""
     with PlainRoles(tmp_path, (6, 100), workers=2, mode="local") as run:
@@ -235,6 +238,7 @@ def test_both_sides_of_a_cut_go_on_and_the_outer_step_brings_them_together(tmp_p
             assert all(torch.equal(value, torch.full_like(value, 7.0)) for value in values)
 
 
+@pytest.mark.light
 def test_own_steps_are_kept_of_a_parameter_whose_memory_is_not_flat() -> None:
     parameter = torch.arange(6.0).view(2, 3).t()  # as on a GPU, what comes is put together first
     target, pushed = Target(parameter), parameter.detach().clone().reshape(-1)

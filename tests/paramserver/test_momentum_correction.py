@@ -90,6 +90,7 @@ def test_the_share_that_is_sent_halves_step_by_step() -> None:
     assert share(specify(SGD, 1), 0) == 0.01
 
 
+@pytest.mark.light
 def test_a_worker_sends_fewer_bytes_in_each_step_of_the_warm_up(tmp_path: Path) -> None:
     """8 bytes for each of 16, 8, 4, 2, 1 and 1 elements."""
     options = {"compression": "topk", "compression_ratio": 1 / 64, "compression_warmup": 4}
@@ -136,6 +137,7 @@ def test_async_clips_a_gradient_before_it_becomes_velocity(limit: dict[str, floa
     assert distance(network, expected) < 1e-6
 
 
+@pytest.mark.light
 def test_a_push_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
     """The third push goes to a server that has died; the copy gets it. The numbers are those of the test above."""
     with PlainRoles(tmp_path, (4,), servers=2, replication=2, **CORRECTED) as run:
@@ -152,6 +154,7 @@ def test_a_push_that_is_sent_again_is_the_same(tmp_path: Path) -> None:
         assert values.tolist() == [-0.5 * sent for sent in (4 + 10, 5, 6.125, 0)]
 
 
+@pytest.mark.light
 def test_who_takes_a_workers_place_begins_without_velocity_and_goes_on_with_the_warm_up(tmp_path: Path) -> None:
     """Of 64 elements the steps send 16, 8 and 4; the third is another worker's, and sends its gradient alone."""
     gradient = torch.arange(64.0)

@@ -15,6 +15,7 @@ from cnnstrategies.paramserver.server.pushes import Pushes
 from cnnstrategies.paramserver.slicing import SHARED_BYTES, cut
 from cnnstrategies.paramserver.specification import Specification
 
+pytestmark = pytest.mark.light
 SIZES = (40, 3, 5, 2, 400)
 STEPS = 8
 

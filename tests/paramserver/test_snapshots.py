@@ -34,6 +34,7 @@ def is_saved(directory: Path, version: int) -> bool:
     return False
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("mode", [{}, {"mode": "async"}], ids=["sync", "async"])
 def test_a_snapshot_of_the_present_step_loses_nothing(mode: dict[str, Any], tmp_path: Path) -> None:
     """Nor does a server that comes back wait for a worker that has left."""
@@ -52,6 +53,7 @@ def test_a_snapshot_of_the_present_step_loses_nothing(mode: dict[str, Any], tmp_
         torch.testing.assert_close(value, torch.full_like(value, -0.5 * (1 + 1.5 + 1.75 + 1.875)))
 
 
+@pytest.mark.light
 @pytest.mark.parametrize("snapshot", [True, False])
 def test_a_worker_that_has_left_hears_what_a_server_that_was_started_again_has(snapshot: bool, tmp_path: Path) -> None:
     options = {"snapshot_every": 1, "snapshot_directory": str(tmp_path)} if snapshot else {}

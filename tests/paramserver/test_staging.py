@@ -14,6 +14,7 @@ from cnnstrategies.paramserver.drivers.staging import CudaCopies, Staging, stagi
 STEPS = 5
 
 
+@pytest.mark.light
 def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is made of the values that are there; one parameter is cut into slices, two share one."""
     copies = LateCopies()
@@ -54,6 +55,7 @@ def test_training_on_a_device_equals_training_on_the_host(tmp_path: Path, monkey
         assert torch.allclose(values[0], expected[0])
 
 
+@pytest.mark.light
 def test_a_gradient_is_sent_when_its_copy_is_over_and_the_others_are_not_waited_for(tmp_path: Path) -> None:
     parameters = [torch.zeros(3), torch.zeros(2)]
     copies = LateCopies()
@@ -67,6 +69,7 @@ def test_a_gradient_is_sent_when_its_copy_is_over_and_the_others_are_not_waited_
     assert (index, gradient.tolist()) == (1, [2, 2])
 
 
+@pytest.mark.light
 def test_the_gpu_copies_after_what_it_was_told_and_uses_after_it_has_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would be told, in order."""
     told: list[str] = []
@@ -107,6 +110,7 @@ def test_the_gpu_copies_after_what_it_was_told_and_uses_after_it_has_copied(monk
     ]
 
 
+@pytest.mark.light
 def test_parameters_of_the_host_are_not_staged() -> None:
     assert staging_for([torch.zeros(2)]) is None
 

@@ -81,6 +81,7 @@ def check(specification: Specification, options: dict[str, Any], directory: Path
     assert_same_state(results[0][1], state)
 
 
+@pytest.mark.light
 def test_values_come_while_gradients_leave(tmp_path: Path) -> None:
     """Nothing was asked for but by the pushes, and not all have left."""
     with PlainRoles(tmp_path, (40, 40), slice_bytes=160, pipelined=True) as run:
@@ -147,6 +148,7 @@ def test_optimizer_state_is_resumed_from_one_process_and_back(tmp_path: Path) ->
     assert_same_state(results[0][1], expected_state)
 
 
+@pytest.mark.light
 def test_a_parameter_without_gradient_keeps_its_value_and_one_of_some_workers_counts_zeros(tmp_path: Path) -> None:
     with PlainRoles(tmp_path, (40, 30), workers=2) as run:
         both = run.all_joined()
