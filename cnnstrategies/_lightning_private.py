@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
@@ -98,3 +98,8 @@ def end_observation(launcher: Any) -> list[subprocess.Popen[bytes]]:
         launcher.procs = ranks
         observed.clear()
     return ranks
+
+
+def is_compiled_whole(module: LightningModule) -> bool:
+    """Whether ``torch.compile`` was given a LightningModule: Lightning puts it back, with compiled steps."""
+    return vars(module).get("_compiler_ctx") is not None

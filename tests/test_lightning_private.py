@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch import LightningModule, Trainer
@@ -13,6 +14,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.compile import from_compiled
 
 from cnnstrategies._lightning_private import (
     GlobalState,
@@ -22,11 +24,18 @@ from cnnstrategies._lightning_private import (
     check_start,
     end_observation,
     ends_after_search,
+    is_compiled_whole,
     ranks_are_children,
     script_command,
     set_batches_that_stepped,
     train_loader,
 )
+
+
+def test_a_module_is_known_that_torch_has_compiled_as_a_whole():
+    module = LightningModule()
+    assert not is_compiled_whole(module)
+    assert is_compiled_whole(from_compiled(torch.compile(module, backend="eager")))
 
 
 def test_built_by_cli_is_true_only_in_lightnings_context():

@@ -8,15 +8,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-# What torch and Lightning keep in a module that is compiled; its forward cannot be watched.
-COMPILED = ("_orig_mod", "_compiled_call_impl", "_compiler_ctx")
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a module, or a part of it, is compiled."""
-    marks = ({**vars(child), **dict(child.named_children())} for child in module.modules())
-    return any(found.get(name) is not None for found in marks for name in COMPILED)
-
 
 class Readers(TorchFunctionMode):
     """Notes which parameters are read while none of their own modules computes.

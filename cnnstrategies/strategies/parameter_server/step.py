@@ -7,18 +7,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cnnstrategies._torch_private import writes
+from cnnstrategies._lightning_private import is_compiled_whole
+from cnnstrategies._torch_private import is_compiled, writes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.strategies.parameter_server.differences import Differences
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
-from cnnstrategies.strategies.parameter_server.readers import Readers, is_compiled
+from cnnstrategies.strategies.parameter_server.readers import Readers
 
 LOOK_SHARE = 0.1  # of a step's time
 NOTED_STEPS = 2  # in which it is found out who reads parameters
@@ -46,7 +48,7 @@ class Stepper:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: LightningModule,
         worker: Worker | CombinedWorker,
         specification: Specification,
         optimizer: Optimizer,
@@ -73,7 +75,7 @@ class Stepper:
         self._sees_weights = sees_weights
         self._readers = Readers(module, self._index)
         self._noted = 0  # steps in which readers are noted
-        if is_compiled(module):
+        if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):  # Nobody sees inside.
             self._noted, self._readers.found = NOTED_STEPS, set(range(len(self.parameters)))
         self._waited: set[int] = set()  # parameters whose modules have computed in this step
         self._written = [writes(parameter) for parameter in self.parameters]
