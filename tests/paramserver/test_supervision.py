@@ -143,3 +143,11 @@ def test_services_stay_until_the_workers_of_other_nodes_have_left():
     node.stop()
     assert node.goes_on < 0
     assert node.told == ["end", "stop"]
+
+
+def test_once_a_worker_has_finished_none_is_started_again():
+    """The others let nobody in any more."""
+    node = Node()
+    node.look_at("worker", 0)
+    dead = node.look_at("worker", -9)
+    assert (dead.code, dead.incarnation, node.told) == (-9, 0, ["left", "died"])
