@@ -56,3 +56,45 @@ def test_what_is_known_of_large_answers_ends_with_them() -> None:
         (answered,) = answering.answer(HERE, Message(DONE, {}, [bytes(SMALL + 1)], asked.message.request))
         asking.on_reply(0.0, answered.message)
     assert answering.entries == 2, "of the last one, and of its peer"
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("size", [0, SMALL + 1])
+def test_the_oldest_open_request_is_handled_once_and_its_answer_kept(answered: bool, size: int) -> None:
+    asking, answering = Asking(THERE, {}), Answering()
+    first, second = (asking.ask(0.0, "values", {})[0].message for _ in range(2))
+    assert all(answering.take(HERE, message)[0] for message in (first, second))
+    answer = Message(DONE, {}, [bytes(size)], second.request)
+    if answered:
+        answering.answer(HERE, answer)  # It is lost.
+    (done,) = answering.answer(HERE, Message(DONE, {}, [], first.request))
+    asking.on_reply(0.0, done.message)
+    (third, *_) = asking.ask(0.0, "values", {})
+    assert third.message.fields["floor"] == second.request
+    answering.take(HERE, third.message)
+    (probe, *_) = asking.on_timer(0.0)
+    told = [effect.message for effect in answering.probe(HERE, probe.message, lambda peer, request: [])]
+    if answered and not size:
+        assert answering.take(HERE, second) == (False, [Send(HERE, answer)])
+        assert told[0] == answer
+    else:
+        assert told[-1].kind == HELD
+        assert told[-1].fields["ids"] == [second.request, third.message.request]
+        if not answered:
+            assert answering.take(HERE, second) == (False, [])
+
+
+def test_who_waits_knows_for_whom() -> None:
+    asking, answering = Asking(THERE, {}), Answering()
+    for _ in range(2):
+        answering.take(HERE, asking.ask(0.0, "values", {})[0].message)
+    (probe, *_) = asking.on_timer(0.0)
+    blamed = {(HERE, 1): ["server 3"], (HERE, 2): ["worker 1", "worker 2"]}
+    (told,) = answering.probe(HERE, probe.message, lambda peer, request: blamed[peer, request])
+    asking.on_reply(5.0, told.message)
+    assert [(request.blames, request.progress) for request in asking.open.values()] == [
+        (["server 3"], 5.0),
+        (["worker 1", "worker 2"], 5.0),
+    ]
+    answering.forget(HERE)
+    assert answering.entries == 0
