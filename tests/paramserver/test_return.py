@@ -118,13 +118,6 @@ def test_each_that_comes_back_finds_a_chunk_of_its_own():
     assert (chunk["start"], chunk["stop"]) == (1, 2)
 
 
-def test_one_waits_for_the_next_boundary_when_nothing_is_left():
-    run, zero, one = in_epoch()
-    takes(run, zero, 8)
-    takes(run, one, 1, processed=1)
-    assert starts(run, comes_again(run, one)).value is None
-
-
 def test_who_comes_back_counts_among_those_for_whom_something_must_be_left():
     dispatcher = Dispatcher()
     dispatcher.begin(0, 3, 1)
