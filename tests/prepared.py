@@ -7,6 +7,8 @@ import io
 import sys
 from pathlib import Path
 
+import large_pages
+
 from cnnstrategies.commands import early, lightning_cli
 
 CONFIG = f"--config={Path(__file__).parent.parent / 'configs/quickstart.yaml'}"
@@ -62,3 +64,5 @@ def prepare(many: bool) -> None:
     gc.freeze()  # Forks need neither copy nor search what is imported.
     # A tenth of what a run of the command line takes went into looking for the little garbage that it makes.
     gc.set_threshold(50_000, 20, 50)
+    if many:
+        large_pages.collapse()
