@@ -14,6 +14,8 @@ import warm
 from conftest import ROOT
 from fault_injection import Network
 
+pytestmark = pytest.mark.cluster  # They wait for time-outs, and train meanwhile.
+
 # Also for the rendezvous, and a second program's imports take longer on a busy machine.
 TIMEOUT = 60
 SHORT = 15
@@ -63,7 +65,7 @@ def test_forked_ranks_end_with_a_message(run_cli, monkeypatch, fault, messages):
 
 
 @pytest.mark.warm
-@pytest.mark.parametrize("fault", ["kill 1", pytest.param("silent 0", marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("fault", ["kill 1", "silent 0"])
 def test_started_ranks_end_and_leave_no_process(monkeypatch, fault):
     """As a user starts it: a script whose other ranks are scripts, too."""
     monkeypatch.setenv("FAULT", fault)

@@ -22,6 +22,8 @@ from test_parameter_server import served
 from cnnstrategies.paramserver.drivers import loop
 from cnnstrategies.paramserver.supervision import Supervision
 
+pytestmark = pytest.mark.cluster  # They wait for time-outs, and train meanwhile.
+
 # No process of a busy machine is silent for so long; whoever is killed is missed at once.
 PATIENT = {"heartbeat": 0.1, "timeout": 60}
 HASTE = 40  # times the time that passes; a member's clock may not jump by more than a quarter of the time-out
