@@ -73,6 +73,7 @@ class JoiningStrategy(ParameterServerStrategy):
         super().__init__(**{**given, "endpoints": list(options.endpoints)}, start_method="popen")
         self.leaving = False
         self.epochs = self.batches = self.samples = 0
+        self._entered: set[int] = set()
         self.group: JoinerGroup = JoinerGroup(address, options, place)
         self._address = address
         self._patience = FIRST_SECONDS + place.timeout
@@ -189,7 +190,8 @@ class JoiningStrategy(ParameterServerStrategy):
         self._dispatch.first = chunk
         self.group.membership.tell(entry.worker.counters.figures)
         self._stepper = self._stepper_of(entry.worker, entry.specification, [])
-        self.epochs += 1
+        self.epochs += entry.epoch not in self._entered  # It may come into the same one again.
+        self._entered.add(entry.epoch)
 
     def _find_place(self) -> Place:
         try:

@@ -261,11 +261,19 @@ class ParameterServerStrategy(CoordinatedStrategy):
             specification,
             self.optimizers[0],
             early=not who_sees_gradients(self.lightning_module, callbacks),
-            sees_weights=who_sees_weights(self.lightning_module, callbacks),
+            sees_weights=self._who_sees_weights(),
             outer=self.options.outer_steps(specification, own_steps),
             catches_up=self.leaves_out_steps,
             workers=self._count_workers if self.options.outer_steps_alone else None,
         )
+
+    def _who_sees_weights(self) -> list[str]:
+        """Who may look at weights between two steps; in mode ``local``, where they are the worker's own, an average."""
+        assert self._trainer is not None
+        assert isinstance(self.lightning_module, LightningModule)
+        if self.options.mode == "local":
+            return ["an average of the weights"] * self._averages_weights
+        return who_sees_weights(self.lightning_module, self._trainer.callbacks)  # type: ignore[attr-defined]
 
     def _count_workers(self) -> int:
         """How many there are now."""
