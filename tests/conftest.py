@@ -148,6 +148,7 @@ def run_forked(
             if not _debugs:  # Else it could not read from the terminal.
                 os.setsid()
             torch.set_num_threads(1)  # In one thread, before backward's may do it at once; see NetworkModule.setup.
+            torch.ones(1, requires_grad=True).exp()  # Likewise: autograd's first use after a fork replaces its engine.
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
             if start_warm or warm.is_installed():
