@@ -54,6 +54,7 @@ class Worker:
         trace: Set it to a list to have it filled with (``"push"``, ``"arrived"`` or ``"wait"``, index of the parameter,
             time by ``time.perf_counter()``): when a gradient was handed over, when the last part of a parameter came,
             and when a wait for one ended.
+        leader: Who speaks for it: nobody else, other than for a worker of a node that pushes once.
         role: The role.
         chooser: Chooses the encodings of each step, where there are several to choose from.
 
@@ -62,6 +63,7 @@ class Worker:
     """
 
     trace: list[tuple[str, int, float]] | None
+    leader: int | None = None
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module
+from cnnstrategies.strategies.parameter_server.step import Stepper
 
 SAMPLES, STEPS = 32, 4
 
@@ -93,7 +94,7 @@ class Scaled(Callback):
                 parameter.grad.clamp_(-1e6, 1e6).mul_(0.5)
 
 
-def fit(kind: type[Module], strategy: str, workers: int, *callbacks: Callback) -> dict[str, Tensor]:
+def fit(kind: type[Module], strategy: Any, workers: int, *callbacks: Callback, epochs: int = 1) -> dict[str, Tensor]:
     """The weights after an epoch."""
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(SAMPLES, 3, 6, 6, generator=generator, dtype=torch.float64)
@@ -103,7 +104,7 @@ def fit(kind: type[Module], strategy: str, workers: int, *callbacks: Callback) -
     def train() -> dict[str, Tensor]:
         module = kind()
         trainer = Trainer(
-            accelerator="cpu", devices=workers, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
+            accelerator="cpu", devices=workers, strategy=strategy, max_epochs=epochs, precision="64-true", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=list(callbacks),
         )  # fmt: skip
@@ -178,6 +179,54 @@ def test_what_cannot_be_done_to_the_servers_parameters_is_refused(kind: type[Mod
     with pytest.raises(AssertionError) as error:
         fit(kind, "parameter_server_fork", 1)
     assert message in str(error.value)
+
+
+class Looks(Callback):
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+def test_values_that_come_when_a_worker_joins_again_are_nobodys_writes() -> None:
+    """In mode ssp each leaves at the end of an epoch, and the others may go on meanwhile."""
+    mode = ParameterServerStrategy(mode="ssp", staleness=3, start_method="fork")
+    fit(Module, mode, 2, Looks(), epochs=3)
+
+
+class Follower:
+    """In the place of a worker whose node another one speaks for."""
+
+    codecs, late, step, leader = ("none", "none"), False, 0, 0
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+
+    def begin_step(self, *_: Any) -> None:
+        """The leader has died, and the servers have gone on meanwhile."""
+        self.leader = 1
+        for parameter in self.parameters:
+            parameter.data.add_(1)
+
+    def nothing(self, *_: Any) -> None: ...
+
+    wait = wait_all = push = end_step = nothing
+
+
+def test_values_of_a_later_step_that_a_new_leader_brings_are_nobodys_writes() -> None:
+    module = LightningModule()
+    module.net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    specification = ParameterServerStrategy().options.specification(module, optimizer, 1, 2)
+    worker: Any = Follower(list(module.parameters()))
+    stepper = Stepper(module, worker, specification, optimizer, sees_weights=["Looks.on_train_batch_end"])
+
+    def step() -> None:
+        stepper.before_backward()
+        optimizer.step(closure=lambda: module.net(torch.ones(1, 2)).sum().backward())
+        stepper.after_step()
+
+    stepper.note_values()
+    step()
+    with pytest.raises(ConfigurationError, match="was changed between two steps"):
+        step()  # By somebody, as its leader is the same.
 
 
 def test_what_is_not_right_with_servers_is_refused_before_they_start() -> None:

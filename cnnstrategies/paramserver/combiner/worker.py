@@ -99,6 +99,11 @@ class CombinedWorker:
         return self._engine is not None
 
     @property
+    def leader(self) -> int | None:
+        """The rank of the worker whose values are taken; with another one they may be those of a later step."""
+        return self._leader
+
+    @property
     def codecs(self) -> Codecs:
         """The encodings of pushes and pulls."""
         return self._codecs if self._engine is None else self._engine.codecs

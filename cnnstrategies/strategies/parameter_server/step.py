@@ -80,6 +80,7 @@ class Stepper:
         self._waited: set[int] = set()  # parameters whose modules have computed in this step
         self._written = [writes(parameter) for parameter in self.parameters]
         self._had: list[Tensor] | None = None  # the values that came, where somebody may write others
+        self._had_from: int | None = None  # the rank that spoke for this node
         self._in_step = False
         self._codecs = worker.codecs
         self._pushed: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions when they left
@@ -179,6 +180,7 @@ class Stepper:
     def note_values(self) -> None:
         """The weights are those that came: whoever writes others from now on is found."""
         self._written = [writes(parameter) for parameter in self.parameters]
+        self._had_from = self.worker.leader
         if self._sees_weights and self.outer is None:
             self._had = [parameter.detach().clone() for parameter in self.parameters]
 
@@ -336,7 +338,10 @@ class Stepper:
                     "from the first step on, or use strategy ddp"
                 )
             if writes(parameter) != self._written[index] or (
-                self._had is not None and not torch.equal(parameter, self._had[index])
+                # A leader that takes over brings the values of the servers' present step.
+                self._had is not None
+                and self._had_from == self.worker.leader
+                and not torch.equal(parameter, self._had[index])
             ):
                 who = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(

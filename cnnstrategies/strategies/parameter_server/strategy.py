@@ -298,6 +298,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.group.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
         if self._has_left:
             self._stepper.worker.join()
+            self._stepper.note_values()
             self._has_left = False
 
     @override
