@@ -17,15 +17,15 @@ quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
 	@echo 'Next, the same as a pipeline: $(BIN)/cnnstrategies fit --config quickstart --trainer.strategy hybrid_pipeline'
 
-# Five tests at a time on any machine: much of their time is spent waiting for the processes that they start.
-PYTEST := $(BIN)/python -m pytest --numprocesses 5 --maxschedchunk 2
+# Six tests at a time on any machine: much of their time is spent waiting for the processes that they start.
+PYTEST := $(BIN)/python -m pytest --numprocesses 6 --maxschedchunk 2
 
 test: $(INSTALLED)
 	$(PYTEST) -m "not cluster"
 
 # With real launchers, a SLURM, hosts made of network namespaces; what the machine cannot do is skipped and said.
 test-cluster: $(INSTALLED)
-	$(PYTEST) --numprocesses 4 --dist loadgroup -m cluster
+	$(PYTEST) --dist loadgroup -m cluster
 
 # With a Ray cluster of several nodes on this machine, in an environment of its own with the extra; some minutes.
 RAY_VENV ?= .venv-ray

@@ -20,6 +20,7 @@ from cnnstrategies.commands.lightning_cli import CLI
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 
 
+@pytest.mark.cluster  # It takes long.
 def test_fit_validate_test_predict_and_quantize(run_cli, quick):
     """One trained checkpoint serves every other subcommand, on any number of processes; in float64 they agree."""
     code, output = run_cli("fit", *quick, "--trainer.max_epochs=2")

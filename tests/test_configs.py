@@ -41,7 +41,7 @@ FORK = ["--trainer.strategy.init_args.start_method=fork"]
 TWO, FOUR = ["--trainer.devices=2"], ["--trainer.devices=4"]
 SMALL = ["--data.init_args.num_samples=40", "--data.init_args.image_size=64", "--data.init_args.global_batch_size=12"]
 FOLDER = ["--data.init_args.root=images", "--data.init_args.image_size=32", "--model.init_args.num_classes=2"]
-LARGE = ("experiments/synthetic_", "model/torchvision_vgg16")
+LARGE = ("experiments/synthetic_", "model/torchvision_vgg16", "model/torchvision_alexnet")
 ARGS = {
     "quickstart.yaml": TWO,
     "cluster/one_node_4_gpus.yaml": TWO,

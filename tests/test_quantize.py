@@ -91,6 +91,7 @@ class Shortcut(nn.Module):
         return self.fc(torch.flatten(pooled, 1))
 
 
+@pytest.mark.cluster  # It takes long.
 def test_shared_modules_shortcuts_and_flattened_maps(tmp_path, monkeypatch):
     """And batches of one image, to which export would fix the graph; what is exported of it needs torch alone."""
     torch.manual_seed(0)

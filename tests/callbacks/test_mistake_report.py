@@ -24,6 +24,7 @@ def rows(path):
         return list(csv.reader(file))
 
 
+@pytest.mark.cluster  # It takes long.
 def test_it_is_the_same_for_any_number_of_processes_and_is_drawn(run_cli, quick, monkeypatch):
     shown = []
     draw_confusion, draw_mistakes = confusion.draw_confusion, worst.draw_mistakes

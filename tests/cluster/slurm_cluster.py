@@ -118,6 +118,7 @@ def _write_configuration(root: Path, ports: list[int]) -> None:
         "ClusterName": "test",
         "SlurmctldHost": f"{host}(127.0.0.1)",
         "SlurmctldPort": controller,
+        "FirstJobId": 100 * controller,  # No two clusters have jobs of one number.
         "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny",
         "SlurmUser": "root",
         "SlurmdUser": "root",

@@ -42,12 +42,11 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ty
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("strategy", "mpirun"),
-    [  # ddp: on two hosts, below
-        pytest.param("hybrid_pipeline", MPIRUN, marks=needs_mpi),
+    [  # ddp: on two hosts, below; a pipeline has its ranks in the same way
         pytest.param("parameter_server", MPIRUN, marks=needs_mpi),
         pytest.param("parameter_server", (HYDRA,), marks=[pytest.mark.extra, needs_mpich]),
     ],
-    ids=["hybrid_pipeline", "parameter_server", "parameter_server under MPICH"],
+    ids=["parameter_server", "parameter_server under MPICH"],
 )
 def test_two_ranks_train_one_model(tmp_path: Path, strategy: str, mpirun: tuple[str, ...]) -> None:
     few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")

@@ -155,10 +155,10 @@ def compare_all(library: str, names: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("library", "names"),
     [
-        ("torchvision", TORCHVISION),
         ("timm", TIMM),
         ("own", ["UNet"]),
-        pytest.param("torchvision", LARGE_TORCHVISION, marks=pytest.mark.cluster),  # They take long.
+        pytest.param("torchvision", TORCHVISION, marks=pytest.mark.cluster),  # They take long.
+        pytest.param("torchvision", LARGE_TORCHVISION, marks=pytest.mark.cluster),
         pytest.param("timm", LARGE_TIMM, marks=pytest.mark.cluster),
     ],
 )

@@ -137,6 +137,7 @@ def test_spawned_ranks_equal_one_device(strategy: str, one: Path, tmp_path: Path
 
 
 @pytest.mark.cluster
+@pytest.mark.warm
 @pytest.mark.parametrize("strategy", ["hybrid_pipeline", "parameter_server"])
 def test_ranks_of_torchrun_equal_one_device(strategy: str, one: Path, tmp_path: Path) -> None:
     start(strategy, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

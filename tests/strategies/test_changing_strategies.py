@@ -10,6 +10,7 @@ from test_parameter_server import served
 DDP = ["--trainer.strategy=ddp_fork", "--trainer.devices=2"]
 
 
+@pytest.mark.cluster  # It takes long.
 def test_resumes_under_any_other_strategy(run_cli, quick):
     """An epoch each under servers, pipelines, DDP and one process, as if one process had not stopped.
 

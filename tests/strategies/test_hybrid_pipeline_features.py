@@ -472,6 +472,7 @@ def find_rates() -> tuple[float, list[float], list[Any]]:
     return torch.load("single_rank0.lr"), rates, weights
 
 
+@pytest.mark.cluster  # It takes long.
 def test_learning_rate_finder_finds_that_of_one_process() -> None:
     single, piped, (expected, got) = run_apart(find_rates)
     assert single != 1e-3

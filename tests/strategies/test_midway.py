@@ -71,7 +71,7 @@ def entries(rank, life):
 @pytest.mark.parametrize(
     ("fatal", "options"),
     [
-        pytest.param(FIRST + 1, {"mode": "async"}, id="async"),
+        pytest.param(FIRST + 1, {"mode": "async"}, marks=pytest.mark.cluster, id="async"),
         pytest.param(FIRST, {"mode": "async"}, id="async, in the epoch that it loads as it starts"),
         pytest.param(FIRST + 1, {"mode": "ssp", "staleness": 3}, marks=pytest.mark.cluster, id="ssp"),
         pytest.param(
@@ -103,7 +103,8 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
     assert 0 <= again <= 3 * 16
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("local", marks=pytest.mark.cluster)])
+@pytest.mark.cluster  # It takes long.
+@pytest.mark.parametrize("mode", ["async", "local"])
 def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(run_cli, quick, mode):
     options = {"mode": mode, **({"sync_every": 2, "outer_mode": "async"} if mode == "local" else {})}
     options |= {"data_dispatch": "dynamic", **PATIENT}
