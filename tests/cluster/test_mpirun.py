@@ -108,14 +108,6 @@ def test_the_doctor_examines_two_hosts_under_mpich(tmp_path: Path) -> None:
         assert not mends
 
 
-@pytest.mark.cluster
-@needs_mpi
-def test_another_number_of_processes_than_the_trainer_expects_is_refused(tmp_path: Path) -> None:
-    mpirun = Program([*MPIRUN, "-n", "1", PYTHON, *fit("--trainer.num_nodes=2")], tmp_path / "log")
-    assert mpirun.wait() == 2, mpirun.output()
-    assert "mpirun -n 4 --map-by ppr:2:node" in mpirun.output()
-
-
 @BOTH
 def test_ranks_come_from_the_variables_of_mpirun(ranks: type[MpirunEnvironment]) -> None:
     (environment,) = environment_plugins([])
