@@ -72,19 +72,23 @@ ARGS = {
     "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.max_epochs=11"],
     **{f"experiments/digits_smallcnn_hybrid_{layout}_cpu.yaml": FOUR for layout in ("2-2", "3-1", "1-2-1")},
     "experiments/digits_smallcnn_hybrid_1-1_cpu.yaml": TWO,
-    "experiments/synthetic_alexnet_hybrid_3-1_4gpu.yaml": [*FOUR, *SMALL],
+    # The wide ones would take a minute.
+    "experiments/synthetic_alexnet_hybrid_3-1_4gpu.yaml": [
+        *FOUR,
+        *SMALL,
+        "--model.init_args.network.class_path=narrow_networks.alexnet",
+    ],
     "experiments/synthetic_efficientnet_b0_hybrid_1-2-1_4gpu.yaml": [*FOUR, *SMALL],
     "experiments/synthetic_resnet50_hybrid_2-2_4gpu.yaml": [
         *FOUR,
         *SMALL,
         "--model.init_args.network.class_path=torchvision.models.resnet18",
     ],
-    # The wide one would take a minute.
     "experiments/synthetic_vgg16_hybrid_1-1_2gpu.yaml": [
         *TWO,
         *SMALL,
         "--data.init_args.image_size=32",
-        "--model.init_args.network.class_path=narrow_vgg.vgg16",
+        "--model.init_args.network.class_path=narrow_networks.vgg16",
     ],
     "experiments/digits_smallcnn_parameter_server_cpu.yaml": [*TWO, *FORK],
     "experiments/digits_smallcnn_diloco_cpu.yaml": FORK,
