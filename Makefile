@@ -25,7 +25,7 @@ test: $(INSTALLED)
 
 # With real launchers, a SLURM, hosts made of network namespaces; what the machine cannot do is skipped and said.
 test-cluster: $(INSTALLED)
-	$(PYTEST) --dist loadgroup -m cluster
+	$(PYTEST) --numprocesses 5 --dist loadgroup -m cluster
 
 # With a Ray cluster of several nodes on this machine, in an environment of its own with the extra; some minutes.
 RAY_VENV ?= .venv-ray

@@ -63,7 +63,6 @@ def test_without_a_checkpoint_no_process_starts(run_cli, quick):
         assert expected in output.splitlines()[-1]
 
 
-@pytest.mark.cluster  # It takes long.
 def test_evaluation_takes_the_best_of_the_newest_version(run_cli, quick):
     one = (*quick, *SHORT, "--trainer.strategy=auto", "--trainer.devices=1")
     for learning_rate in (0.0, 0.1):

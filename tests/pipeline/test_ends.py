@@ -9,7 +9,6 @@ import pytest
 PROGRAM = Path(__file__).with_name("starts_and_ends.py")
 
 
-@pytest.mark.cluster  # It takes long.
 @pytest.mark.warm
 def test_no_thread_of_a_group_is_left_when_the_interpreter_ends() -> None:
     """It aborts the process, now and then: starts_and_ends.py with larger numbers looks for that."""

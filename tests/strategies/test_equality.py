@@ -125,7 +125,6 @@ def test_ddp_spawn_equals_ddp_fork(run_cli, quick):
     assert_equal(spawned, forked, rtol=0)
 
 
-@pytest.mark.cluster  # It takes long.
 def test_compressed_gradients_stay_close_and_are_compressed(run_cli, quick):
     """For a few steps: what is rounded at first is another run in the end. PowerSGD starts when it is told."""
     few = ["--trainer.max_epochs=1"]
