@@ -42,11 +42,12 @@ def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ty
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     ("strategy", "mpirun"),
-    [  # ddp: on two hosts, below; a pipeline has its ranks in the same way
+    [  # ddp: on two hosts, below
+        pytest.param("hybrid_pipeline", MPIRUN, marks=needs_mpi),
         pytest.param("parameter_server", MPIRUN, marks=needs_mpi),
         pytest.param("parameter_server", (HYDRA,), marks=[pytest.mark.extra, needs_mpich]),
     ],
-    ids=["parameter_server", "parameter_server under MPICH"],
+    ids=["hybrid_pipeline", "parameter_server", "parameter_server under MPICH"],
 )
 def test_two_ranks_train_one_model(tmp_path: Path, strategy: str, mpirun: tuple[str, ...]) -> None:
     few = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1")
@@ -106,6 +107,14 @@ def test_the_doctor_examines_two_hosts_under_mpich(tmp_path: Path) -> None:
         # The tests may run in a container that has little of it.
         mends = [line for line in run.output().splitlines() if "mend: " in line and "shared memory" not in line]
         assert not mends
+
+
+@pytest.mark.cluster
+@needs_mpi
+def test_another_number_of_processes_than_the_trainer_expects_is_refused(tmp_path: Path) -> None:
+    mpirun = Program([*MPIRUN, "-n", "1", PYTHON, *fit("--trainer.num_nodes=2")], tmp_path / "log")
+    assert mpirun.wait() == 2, mpirun.output()
+    assert "mpirun -n 4 --map-by ppr:2:node" in mpirun.output()
 
 
 @BOTH

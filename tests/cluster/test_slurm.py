@@ -23,11 +23,8 @@ from cnnstrategies.paramserver.security import KeyPair
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.xdist_group("slurm"),  # They share one cluster, but for those that wait longest.
 ]
-# Those of a group share one cluster; three quarters of their time they wait for it.
-waits_longest = pytest.mark.xdist_group("interrupted jobs")
-waits_long = pytest.mark.xdist_group("jobs of several parts")
-others = pytest.mark.xdist_group("jobs")
 
 TWO_NODES = f"""
 trainer: {{num_nodes: 2, devices: 1, enable_progress_bar: false, enable_model_summary: false}}
@@ -39,7 +36,7 @@ cluster:
 """
 # Mixing is on: a resumed run must draw what the uninterrupted one draws.
 RUN = [
-    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=6"),
+    *("--model.init_args.mixup_alpha=0.2", "--trainer.max_epochs=12"),
     *("--trainer.limit_train_batches=5", "--trainer.limit_val_batches=1"),
 ]
 HYBRID = "--config=" + str(ROOT / "configs/experiments/digits_smallcnn_hybrid_1-1_cpu.yaml")
@@ -100,12 +97,13 @@ class Job:
         assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(restarts)), f"{state}\n{self.log}"
 
 
-@waits_longest
+@pytest.mark.xdist_group("interrupted")
 def test_interrupted_jobs_go_on_exactly(slurm, run_cli):
-    """On 2 nodes, one job warned of its end and one pre-empted: the weights are those of unbroken runs."""
+    """On 2 nodes, two jobs warned of their end and one pre-empted: the weights are those of unbroken runs."""
     KeyPair.create().save("run.key")
-    # The hybrid pipeline gives way, whether the other runs or waits at that moment.
+    # The hybrid pipeline gives way, whether the others run or wait at that moment.
     hybrid = Job(slurm, run_cli, HYBRID, *RUN, f"--cluster.cpus_per_task={CPUS - 2}")
+    ddp = Job(slurm, run_cli, QUICKSTART, *RUN, "--cluster.partition=high")
     encrypted = f"{SERVER}.security=curve"  # Two nodes on one machine would do without.
     server = Job(slurm, run_cli, *PARAMETER_SERVER, encrypted, *RUN, "--cluster.partition=high")
 
@@ -113,7 +111,7 @@ def test_interrupted_jobs_go_on_exactly(slurm, run_cli):
         """A more important job comes; SLURM tells the pipeline with SIGTERM."""
         slurm.run("sbatch", "--partition=high", "--nodes=2", "--ntasks-per-node=3", "--output=/dev/null", "--wrap=true")
 
-    interruptions = {hybrid: preempt, server: server.warn}
+    interruptions = {hybrid: preempt, ddp: ddp.warn, server: server.warn}
 
     def all_are_interrupted():
         for job in [job for job in interruptions if job.last.exists()]:
@@ -122,10 +120,11 @@ def test_interrupted_jobs_go_on_exactly(slurm, run_cli):
 
     server.wait_for(all_are_interrupted, "checkpoints")
     whole = {
+        ddp: _uninterrupted(run_cli, QUICKSTART, "--trainer.strategy=ddp_fork"),
         server: _uninterrupted(run_cli, QUICKSTART, "--trainer.strategy=parameter_server_fork"),
         hybrid: _uninterrupted(run_cli, HYBRID, "--trainer.strategy.init_args.start_method=fork"),
     }
-    for job, name in ((server, "SIGUSR1"), (hybrid, "SIGTERM")):
+    for job, name in ((ddp, "SIGUSR1"), (server, "SIGUSR1"), (hybrid, "SIGTERM")):
         job.wait_for_end(restarts=1)
         assert f"{name}: stopping after this step" in job.log
         assert "Restored all states" in job.log
@@ -146,7 +145,6 @@ def _uninterrupted(run_cli, *args):
     return torch.load(folder / "last.ckpt", weights_only=True)
 
 
-@others
 def test_a_job_that_is_warned_while_it_starts_is_requeued(slurm, run_cli):
     """The processes are still importing, so the signal ends them; there is nothing to save."""
     job = Job(slurm, run_cli, QUICKSTART)
@@ -158,7 +156,7 @@ def test_a_job_that_is_warned_while_it_starts_is_requeued(slurm, run_cli):
     slurm.run("scancel", job.number)
 
 
-@waits_long
+@pytest.mark.xdist_group("parts")
 def test_dedicated_servers_run_on_nodes_of_their_own_and_a_dead_worker_is_left_out(slurm, run_cli):
     """A heterogeneous job: the second node holds the parameters, the workers are on the first one."""
     KeyPair.create().save("run.key")
@@ -191,7 +189,6 @@ def _ranks(job, number):
     return found
 
 
-@others
 def test_the_doctor_examines_the_nodes(slurm, tmp_path):
     variables = {**slurm.environment, "MASTER_ADDR": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     words = ["srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "cnnstrategies", "doctor"]
@@ -200,7 +197,6 @@ def test_the_doctor_examines_the_nodes(slurm, tmp_path):
     assert f"All 2 hosts agree, reach each other and share {tmp_path}" in doctor.stdout
 
 
-@others
 def test_each_combination_of_a_sweep_is_a_task_of_an_array(slurm, run_cli):
     """Each task is told of its own configuration; what it is told is the whole point, so `echo` runs it."""
     Path("sweep.yaml").write_text("cluster: {sweep: {seed_everything: [1, 2], trainer.max_epochs: [3]}}")
@@ -230,7 +226,6 @@ while not os.path.exists("go"):
 """
 
 
-@others
 def test_an_array_shares_the_trials_of_a_sweep_and_the_next_goes_on(slurm):
     """The script of the docs: each task takes trials on a node of its own; what a cancelled array had begun is done
     by the next one."""
@@ -276,7 +271,7 @@ def test_an_array_shares_the_trials_of_a_sweep_and_the_next_goes_on(slurm):
     assert "of 4: val_acc 0.5" in Path("sweeps/sweep/best.yaml").read_text()
 
 
-@waits_long
+@pytest.mark.xdist_group("parts")
 def test_an_array_joins_a_run_whose_tasks_leave_when_they_are_told(slurm):
     """The script of the docs, a task of one node each: one is told to leave, as before a pre-emption; one stays."""
     script = re.search(r"```bash\n(#!/bin/bash\n.*?)```", (ROOT / "docs/spot.md").read_text(), re.DOTALL)[1]
@@ -337,7 +332,6 @@ def test_an_array_joins_a_run_whose_tasks_leave_when_they_are_told(slurm):
     assert "Joined the run" in Path("task-2.log").read_text(), logs()
 
 
-@others
 def test_slurm_is_asked_before_the_job_is_queued(slurm, run_cli):
     """More nodes than there are: SLURM's own answer, in one line, and nothing is left behind."""
     os.environ |= slurm.environment
