@@ -61,6 +61,7 @@ def test_with_two_copies_a_servers_death_changes_nothing(options: dict[str, Any]
     """One of two servers dies, is replaced, and then the other one dies; in common steps there are two workers."""
     workers = 1 if "mode" in options else 2
     shares = [slice(0, 5), slice(5, 12)] if workers == 2 else [slice(0, 12)]
+    expected = alone(options)
     with Roles(tmp_path, specify(SGD, workers, servers=2, replication=2, **options)) as run:
 
         def deaths(step: int) -> None:
@@ -73,7 +74,6 @@ def test_with_two_copies_a_servers_death_changes_nothing(options: dict[str, Any]
                 run.lose(1)
 
         results = run.train(trained, shares, deaths)
-    expected = alone(options)
     for network in results:
         assert_same(network, expected)
 
@@ -165,6 +165,7 @@ def test_what_a_cut_link_loses_is_sent_again(
 ) -> None:
     """All links to a server are cut: the worker's, and those of the other server."""
     monkeypatch.setattr(worker_role, "PROBE_SECONDS", 0.1)
+    expected = alone(options)
     with Roles(tmp_path, specify(SGD, 1, **options)) as run:
         servers = run.view.servers
         behind = [dataclasses.replace(info, endpoint=f"ipc://{tmp_path}/cable-{info.id}") for info in servers]
@@ -178,7 +179,7 @@ def test_what_a_cut_link_loses_is_sent_again(
                 late.start()
 
         (network,) = run.train(trained, [slice(0, 12)], cut)
-    assert_same(network, alone(options))
+    assert_same(network, expected)
 
 
 @pytest.mark.light
