@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from cnnstrategies.classifier import ImageClassifier
     from cnnstrategies.errors import ConfigurationError
     from cnnstrategies.segmenter import ImageSegmenter
+    from cnnstrategies.verifying import verify
 
-__all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategies"]
+__all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategies", "verify"]
 
 
 def __getattr__(name: str) -> object:
@@ -24,6 +25,7 @@ def __getattr__(name: str) -> object:
         "ConfigurationError": "cnnstrategies.errors",
         "ImageClassifier": "cnnstrategies.classifier",
         "ImageSegmenter": "cnnstrategies.segmenter",
+        "verify": "cnnstrategies.verifying",
     }
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)

@@ -24,6 +24,7 @@ __all__ = [
     "check_start",
     "end_observation",
     "ends_after_search",
+    "own_values",
     "ranks_are_children",
     "script_command",
     "set_batches_that_stepped",
@@ -54,6 +55,21 @@ def check_start(method: str) -> None:
 def ends_after_search(finder: LearningRateFinder) -> bool:
     """Whether a callback is that of ``Tuner.lr_find``, which ends the trainer's function when it has found a rate."""
     return finder._early_exit
+
+
+def own_values(trainer: Trainer) -> set[str]:
+    """The names of logged values that are of this rank's batches alone; only Lightning's table knows what is reduced.
+
+    To be asked while it trains on several processes: on one nothing is reduced.
+    """
+    names = set()
+    for result in trainer.fit_loop._results.values():
+        meta = result.meta
+        if not result.is_tensor:  # A metric reduces itself, but for a step's value.
+            names |= {meta.forked_name(on_step=True)} if meta.on_step else set()
+        elif not meta.sync.should:
+            names |= {meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)}
+    return names
 
 
 def script_command() -> list[str]:

@@ -15,6 +15,7 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_c
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.compile import from_compiled
+from torchmetrics import MeanMetric
 
 from cnnstrategies._lightning_private import (
     GlobalState,
@@ -25,6 +26,7 @@ from cnnstrategies._lightning_private import (
     end_observation,
     ends_after_search,
     is_compiled_whole,
+    own_values,
     ranks_are_children,
     script_command,
     set_batches_that_stepped,
@@ -115,3 +117,27 @@ def test_the_observer_of_started_ranks_ends_when_it_has_none():
     assert len(end_observation(launcher)) == 1
     assert observer._run()
     assert len(launcher.procs) == 1, "they can still be killed"
+
+
+def test_it_is_known_which_logged_values_are_of_a_rank_alone():
+    class Logs(LightningModule):
+        def training_step(self, batch, index):
+            loss = self.layer(batch).sum()
+            self.log("own", loss, on_step=True, on_epoch=True)
+            self.metric(loss)
+            self.log("metric", self.metric, on_step=True, on_epoch=True)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+        def on_train_end(self):
+            self.found = own_values(self.trainer)
+
+    module = Logs()
+    module.layer, module.metric = torch.nn.Linear(1, 1), MeanMetric()
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(module, torch.zeros(2, 1, 1))
+    assert module.found == {"own", "own_step", "own_epoch", "metric_step"}

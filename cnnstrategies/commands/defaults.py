@@ -66,7 +66,7 @@ def all_plugins(config: Namespace) -> list[Any]:
     Args:
         config: With its classes instantiated.
     """
-    plugins = _as_list(config.trainer.plugins)
+    plugins = as_list(config.trainer.plugins)
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
     return plugins + environment_plugins(plugins)
@@ -78,7 +78,7 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     Args:
         config: With its classes instantiated.
     """
-    callbacks = _as_list(config.trainer.callbacks)
+    callbacks = as_list(config.trainer.callbacks)
     defaults: list[Callback] = [
         StartPanel(),
         EpochMetrics(),
@@ -105,7 +105,8 @@ def _has(callbacks: list[Callback], kind: type) -> bool:
     return any(type(callback) is kind for callback in callbacks)
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """What a configuration gives as a list, a single thing or null."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]

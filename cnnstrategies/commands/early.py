@@ -16,6 +16,7 @@ from cnnstrategies.commands.given import Given, given_keys
 from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.signatures import MOST_STEPS, Module, Parameter, Signature, find, signature
 from cnnstrategies.commands.tune_options import TuneOptions
+from cnnstrategies.commands.verify_options import VerifyOptions
 from cnnstrategies.errors import ConfigurationError
 
 # The keys of a configuration, and what those configure that have no class_path.
@@ -52,7 +53,7 @@ MOST_NAMES = 16  # that are listed beside a guess
 OPTIONS = {
     *("config", "help", "help_full", "print_config", "weights_only", "verbose", "return_predictions", "output"),
     *("calibration_batches", "format", "int8", "dry_run", "to", "run", "key_file"),
-    *(field.name for field in (*fields(PlanOptions), *fields(TuneOptions))),
+    *(field.name for field in (*fields(PlanOptions), *fields(TuneOptions), *fields(VerifyOptions))),
 }
 # Lightning's and ours; `tests/commands/test_early.py` compares with the registry.
 _DDP = [f"ddp{start}{unused}" for unused in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")

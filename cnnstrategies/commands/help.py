@@ -21,6 +21,7 @@ from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.sweep_options import parser as sweep_parser
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.commands.tune_options import TuneOptions
+from cnnstrategies.commands.verify_options import VerifyOptions
 from cnnstrategies.commands.watch_options import parser as watch_parser
 
 Options = Sequence[tuple[str, str]]
@@ -140,6 +141,7 @@ def _sections(name: str) -> Iterator[tuple[str, Options]]:
         "join": JOINING,
         "plan": list(_fields(PlanOptions, "")),
         "tune": list(_fields(TuneOptions, "")),
+        "verify": list(_fields(VerifyOptions, "")),
         "submit": [
             *SUBMISSION,
             *_fields(ClusterOptions, "cluster."),

@@ -183,11 +183,12 @@ class CLI(LightningCLI):
             function(**kwargs)
 
 
-def main(args: Sequence[str]) -> None:
+def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
     """Run ``fit``, ``validate``, ``test``, ``predict``, ``quantize`` or ``export``.
 
     Args:
         args: The command line from the command's name on.
+        kind: What runs it.
 
     Raises:
         ConfigurationError: A mistake in the configuration.
@@ -197,7 +198,7 @@ def main(args: Sequence[str]) -> None:
     sys.argv[1:] = args
     quieten()
     try:
-        CLI()
+        kind()
     except ProcessRaisedException as error:
         # From a spawned or forked rank, whose exception arrives as text.
         if shows_tracebacks():

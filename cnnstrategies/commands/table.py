@@ -39,6 +39,9 @@ COMMANDS = {
     "quantize": Command("turn a trained network into int8", f"quantize {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
     "export": Command("write a trained network for use elsewhere", f"export {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
     "plan": Command("price all strategies before a run", "plan --config quickstart --trainer.devices 4", "plan"),
+    "verify": Command(
+        "see that a strategy trains the same model as one device", "verify --config quickstart --steps 8", "verify"
+    ),
     "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune"),
     "sweep": Command("search for good values", "sweep --config quickstart --sweep sweep.yaml", "sweep", False),
     "submit": Command(

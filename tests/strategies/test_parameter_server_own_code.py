@@ -1,17 +1,17 @@
 """Modules whose own code reads and changes gradients and weights: as on one device, or refused by name."""
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import in_fork
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
@@ -19,6 +19,7 @@ from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module
 from cnnstrategies.strategies.parameter_server.step import Stepper
+from cnnstrategies.verifying import verify
 
 SAMPLES, STEPS = 32, 4
 
@@ -94,33 +95,17 @@ class Scaled(Callback):
                 parameter.grad.clamp_(-1e6, 1e6).mul_(0.5)
 
 
-def fit(kind: type[Module], strategy: Any, workers: int, *callbacks: Callback, epochs: int = 1) -> dict[str, Tensor]:
-    """The weights after an epoch."""
+def loader(batch: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(SAMPLES, 3, 6, 6, generator=generator, dtype=torch.float64)
-    data = TensorDataset(images, torch.randint(5, (SAMPLES,), generator=generator))
-    sampler = DistributedSampler(data, 1, 0, seed=0) if workers == 1 else None
-
-    def train() -> dict[str, Tensor]:
-        module = kind()
-        trainer = Trainer(
-            accelerator="cpu", devices=workers, strategy=strategy, max_epochs=epochs, precision="64-true", logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=list(callbacks),
-        )  # fmt: skip
-        trainer.fit(module, DataLoader(data, SAMPLES // STEPS // workers, sampler=sampler))
-        return dict(module.state_dict())
-
-    return in_fork(train)
+    return DataLoader(TensorDataset(images, torch.randint(5, (SAMPLES,), generator=generator)), batch)
 
 
 @pytest.mark.parametrize(("kind", "callbacks"), [(Module, ()), (Hooks, (Scaled(),)), (SecondSteps, ())])
 def test_what_a_module_does_is_done_on_one_device(kind: type[Module], callbacks: tuple[Callback, ...]) -> None:
     """To weights and gradients, in hooks, in the step and in the network."""
-    one = fit(kind, "auto", 1, *callbacks)
-    two = fit(kind, "parameter_server_fork", 2, *callbacks)
-    for name, value in one.items():
-        assert torch.allclose(two[name], value, rtol=1e-9, atol=1e-12), f"{name}: {(two[name] - value).abs().max()}"
+    verdict = verify(kind(), loader(4), "parameter_server", callbacks=callbacks, steps=STEPS)
+    assert verdict.equal, verdict
 
 
 class Clamped(Module):
@@ -176,9 +161,8 @@ class Sudden(Module):
     ],
 )
 def test_what_cannot_be_done_to_the_servers_parameters_is_refused(kind: type[Module], message: str) -> None:
-    with pytest.raises(AssertionError) as error:
-        fit(kind, "parameter_server_fork", 1)
-    assert message in str(error.value)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        verify(kind(), loader(8), "parameter_server", devices=1, steps=STEPS)
 
 
 class Looks(Callback):
@@ -188,7 +172,7 @@ class Looks(Callback):
 def test_values_that_come_when_a_worker_joins_again_are_nobodys_writes() -> None:
     """In mode ssp each leaves at the end of an epoch, and the others may go on meanwhile."""
     mode = ParameterServerStrategy(mode="ssp", staleness=3, start_method="fork")
-    fit(Module, mode, 2, Looks(), epochs=3)
+    verify(Module(), loader(4), mode, callbacks=[Looks()], steps=3 * STEPS)
 
 
 class Follower:

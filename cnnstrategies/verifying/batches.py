@@ -1,0 +1,124 @@
+"""The batches that ranks load, written down, and given to one device as global batches."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, Precision
+from torch import Tensor
+from typing_extensions import override
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch
+
+
+class Keeps(Precision):
+    """Writes down each batch as the loader gives it, before the module's hooks and the strategy get it.
+
+    A precision plugin is where Lightning hands over a batch first, on every rank and under every strategy.
+
+    Attributes:
+        folder: For the batches; None while none is to be kept.
+        count: How many have been kept.
+    """
+
+    folder: Path | None = None
+    count = 0
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        if self.folder is not None and not isinstance(data, NoBatch):
+            torch.save(data, self.folder / f"{self.count}.pt")
+            self.count += 1
+        return super().convert_input(data)
+
+
+class KeepsInDouble(Keeps, DoublePrecision):
+    """The same, in float64."""
+
+
+class GlobalBatches:
+    """For each batch that ranks have loaded, those of all of them together, in the order of the ranks.
+
+    Args:
+        folders: A rank's batches each.
+        ends: How many batches of a rank had been loaded at the end of each epoch but the last.
+    """
+
+    def __init__(self, folders: Sequence[Path], ends: Sequence[int]) -> None:
+        self._folders = folders
+        self._ends = ends
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while (parts := [folder / f"{self._next}.pt" for folder in self._folders])[0].exists():
+            self._next += 1
+            yield joined([torch.load(part, weights_only=False) for part in parts])
+            if self._next in self._ends:
+                return
+
+
+class SizedGlobalBatches(GlobalBatches):
+    """The same where it is known how long an epoch is, which schedules may depend on.
+
+    Args:
+        folders: A rank's batches each.
+        ends: How many batches of a rank had been loaded at the end of each epoch but the last.
+        length: Batches of an epoch.
+    """
+
+    def __init__(self, folders: Sequence[Path], ends: Sequence[int], length: int) -> None:
+        super().__init__(folders, ends)
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Batches of several ranks as one.
+
+    Args:
+        parts: Of the same kind: tensors with samples as their first dimension, lists with an item for each sample, and
+            mappings and tuples of these.
+
+    Raises:
+        ConfigurationError: One is of another kind.
+    """
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Tensor) and first.ndim:
+        return torch.cat(list(parts))
+    if isinstance(first, Mapping):
+        return type(first)({name: joined([part[name] for part in parts]) for name in first})  # type: ignore[call-arg]
+    if isinstance(first, (list, tuple)):
+        if all(isinstance(item, (str, int, float)) for item in first):
+            return type(first)(item for part in parts for item in part)
+        fields = [joined(items) for items in zip(*parts, strict=True)]
+        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+    if isinstance(first, (str, int, float, type(None))) and all(part == first for part in parts):
+        return first
+    raise ConfigurationError(
+        f"a batch has a {type(first).__name__}, and it is not known how those of several ranks make one: verify takes "
+        "batches of tensors, lists, tuples and mappings"
+    )
+
+
+def samples(folder: Path) -> tuple[int, set[bytes]]:
+    """How many samples a rank has loaded, and which, by their first tensor."""
+    count, seen = 0, set()
+    for file in folder.glob("*.pt"):
+        for sample in next(_tensors(torch.load(file, weights_only=False)), torch.empty(0)):
+            count += 1
+            seen.add(sample.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return count, seen
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(item)

@@ -1,0 +1,166 @@
+"""What a run leaves for the comparison: its batches, its state at the end or after each step, what it has logged."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from cnnstrategies._lightning_private import own_values
+from cnnstrategies.callbacks import panel_rows as panel
+from cnnstrategies.verifying.batches import GlobalBatches, Keeps, SizedGlobalBatches
+
+DROPS = ("p", "drop_prob", "dropout")  # Attributes of layers that drop at random.
+END = "end.ckpt"
+
+
+@dataclass(frozen=True)
+class Role:
+    """Which of two runs this is, and where its files are.
+
+    Attributes:
+        folder: For what it leaves.
+        of: The folder of the run whose batches it trains on; None for one that loads its own.
+        single: In float32, for a module that cannot be trained in float64.
+        every_step: Whether its state is saved after each step, too.
+    """
+
+    folder: Path
+    of: Path | None = None
+    single: bool = False
+    every_step: bool = False
+
+    def as_text(self) -> str:
+        """For an environment variable."""
+        return json.dumps([str(self.folder), None if self.of is None else str(self.of), self.single, self.every_step])
+
+    @classmethod
+    def of_text(cls, text: str) -> "Role":
+        """What :meth:`as_text` has made one of."""
+        folder, of, *options = json.loads(text)
+        return cls(Path(folder), None if of is None else Path(of), *options)
+
+    def batches(self) -> GlobalBatches:
+        """The other run's."""
+        assert self.of is not None, "it has loaded its own"
+        folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
+        notes = json.loads((self.of / "notes.json").read_text())
+        length = notes["batches"]
+        if length is None:
+            return GlobalBatches(folders, notes["ends"])
+        return SizedGlobalBatches(folders, notes["ends"], length)
+
+
+class Recorder(Checkpoint):
+    """Writes down what a run has done; it comes after all other callbacks, as all that save do.
+
+    Args:
+        role: Of the run.
+        settled: What was turned off in the module; see :func:`settle`.
+    """
+
+    def __init__(self, role: Role, settled: Sequence[str]) -> None:
+        self._role = role
+        self._notes: dict[str, Any] = {"ends": [], "draws": False, "settled": settled}
+        self._step = 0
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        size = panel.samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
+        self._notes["unlike one device"] = panel.differences(trainer, pl_module, size)
+        self._begun = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
+        self._notes["parameters"] = list(self._begun)
+        batches = trainer.num_training_batches
+        self._notes["batches"] = None if math.isinf(batches) else int(batches)
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, Keeps):
+            plugin.folder = self._role.folder / str(trainer.global_rank)
+            plugin.folder.mkdir(parents=True)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._role.every_step and trainer.global_step > self._step:
+            self._step = trainer.global_step
+            trainer.save_checkpoint(self._role.folder / f"step-{self._step}.ckpt")
+        self._generator = torch.get_rng_state()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._notes["draws"] |= not torch.equal(self._generator, torch.get_rng_state())
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        plugin = trainer.precision_plugin
+        self._notes["ends"].append(plugin.count if isinstance(plugin, Keeps) else 0)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the end: Lightning has made the module's and all other callbacks' last hooks of a step before."""
+        trainer.save_checkpoint(self._role.folder / END)
+        if not trainer.is_global_zero:
+            return
+        self._notes |= {
+            "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "own": sorted(own_values(trainer)),
+            "steps": trainer.global_step,
+            "moved": self._moved(pl_module),
+            "devices": trainer.world_size,
+        }
+        (self._role.folder / "notes.json").write_text(json.dumps(self._notes))
+
+    def _moved(self, module: LightningModule) -> int:
+        """How many parameters are not what they were."""
+        return sum(not torch.equal(self._begun[name], value) for name, value in module.named_parameters())
+
+
+def settle(module: nn.Module) -> list[str]:
+    """Turn off what several processes do in another way than one by design.
+
+    Args:
+        module: Changed: layers that drop at random drop nothing, and batch normalisation takes its running statistics.
+
+    Returns:
+        What was turned off, a line each.
+    """
+    drops = norms = 0
+    for layer in module.modules():
+        if "drop" in type(layer).__name__.lower() or isinstance(layer, nn.MultiheadAttention):
+            for name in DROPS:
+                if isinstance(value := getattr(layer, name, None), float) and value > 0:
+                    setattr(layer, name, 0.0)
+                    drops += 1
+        if isinstance(layer, _BatchNorm) and layer.track_running_stats:
+            layer.eval()
+            layer.train = partial(_stays, layer)  # type: ignore[assignment]  # whoever asks
+            norms += 1
+    said = [f"{drops} dropout layers are off: each process draws its own"] * bool(drops)
+    said += [f"{norms} batch normalisations take their running statistics: each process would take its own batch's"] * (
+        norms > 0
+    )
+    return said
+
+
+def _stays(layer: nn.Module, mode: bool = True) -> nn.Module:
+    return layer
+
+
+def replay(role: Role, source: Any) -> None:
+    """Have a module or data module give a run's global batches.
+
+    Args:
+        role: Of the run that is to train on them.
+        source: Has ``train_dataloader``.
+    """
+    batches = role.batches()
+    source.train_dataloader = lambda: batches

@@ -1,0 +1,90 @@
+"""What counts as equal, and how batches of ranks become global ones."""
+
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.verifying.batches import GlobalBatches, SizedGlobalBatches, joined, samples
+from cnnstrategies.verifying.recorder import settle
+from cnnstrategies.verifying.verdict import differences, row_of
+
+pytestmark = pytest.mark.light
+Pair = namedtuple("Pair", "image target")
+
+
+def unequal(one: object, many: object, dtype: torch.dtype = torch.float64) -> list[str]:
+    return [found.name for found in differences(one, many, dtype) if not found.is_equal]
+
+
+def test_only_rounding_counts_as_equal() -> None:
+    one = {"a": {"weight": torch.tensor([1.0, 100.0], dtype=torch.float64)}, "steps": [3, {"rate": 0.1}], "name": "x"}
+    assert unequal(one, {"a": {"weight": one["a"]["weight"] * (1 + 1e-12)}, "steps": [3, {"rate": 0.1}]}) == []
+    off = {"a": {"weight": torch.tensor([1.0, 100.001], dtype=torch.float64)}, "steps": [4, {"rate": 0.1}]}
+    assert unequal(one, off) == ["a.weight", "steps[0]"]
+    assert unequal(one, off, torch.float32) == ["steps[0]"], "in float32 steps in one part of 10,000 are rounding"
+
+
+@pytest.mark.parametrize(
+    "many",
+    [{}, {"w": None}, {"w": torch.zeros(3)}, {"w": torch.tensor([0.0, torch.nan])}, {"w": torch.ones(2), "v": 1.0}],
+    ids=str,
+)
+def test_what_one_run_alone_has_is_a_difference(many: dict[str, Tensor]) -> None:
+    """A gradient that is None on one device leaves no momentum; zeros in its place would."""
+    assert unequal({"w": torch.ones(2)}, many)
+    assert unequal(many, {"w": torch.ones(2)})
+    row = row_of("weights", list(differences({"w": torch.ones(2)}, many, torch.float64)))
+    assert not row.equal
+
+
+def test_values_that_are_not_a_number_in_both_runs_are_equal() -> None:
+    assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan])) == []
+    assert unequal(torch.tensor([1.0, torch.nan]), torch.tensor([2.0, torch.nan])) == [""]
+
+
+def test_batches_of_ranks_are_joined_by_samples_in_the_order_of_the_ranks() -> None:
+    one = {"x": torch.zeros(2, 3), "names": ["a", "b"], "pair": Pair(torch.zeros(2), (torch.ones(2),)), "scale": 2}
+    two = {"x": torch.ones(1, 3), "names": ["c"], "pair": Pair(torch.ones(1), (torch.ones(1),)), "scale": 2}
+    both = joined([one, two])
+    assert both["x"].tolist() == [[0.0] * 3] * 2 + [[1.0] * 3]
+    assert both["names"] == ["a", "b", "c"]
+    assert isinstance(both["pair"], Pair)
+    assert both["pair"].image.tolist() == [0, 0, 1]
+    assert both["pair"].target[0].shape == (3,)
+    assert both["scale"] == 2
+
+
+@pytest.mark.parametrize("part", [torch.tensor(1.0), object()], ids=["a number", "an object"])
+def test_what_cannot_be_joined_is_refused(part: object) -> None:
+    with pytest.raises(ConfigurationError, match="it is not known how those of several ranks make one"):
+        joined([[part], [part]])
+    assert joined([part]) is part, "of one rank alone it is taken as it is"
+
+
+def test_global_batches_come_in_the_epochs_in_which_they_were_loaded(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / str(rank)).mkdir()
+        for index in range(3):
+            torch.save([torch.full((2,), 10.0 * rank + index)], tmp_path / f"{rank}/{index}.pt")
+    folders = [tmp_path / "0", tmp_path / "1"]
+    batches = SizedGlobalBatches(folders, ends=[2], length=2)
+    epochs = [[batch[0].tolist() for batch in batches] for _ in range(2)]
+    assert epochs == [[[0, 0, 10, 10], [1, 1, 11, 11]], [[2, 2, 12, 12]]]
+    assert len(batches) == 2
+    assert not hasattr(GlobalBatches(folders, []), "__len__"), "where the ranks' loaders have none"
+    assert samples(folders[0])[0] == 6
+    assert len(samples(folders[0])[1]) == 3
+
+
+def test_what_processes_do_each_in_their_own_way_is_turned_off_and_said() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.3), nn.MultiheadAttention(4, 2, 0.1))
+    said = settle(network)
+    network.train()
+    assert [layer.training for layer in network] == [True, False, True, True]
+    assert network[2].p == network[3].dropout == 0.0
+    assert len(said) == 2
+    assert settle(nn.Linear(2, 2)) == []

@@ -1,0 +1,134 @@
+"""Runs that are compared: equal, not equal and since when, or refused; from Python and by the command."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import cnnstrategies
+from cnnstrategies.verifying.verify import TrainingError
+
+
+class Data(LightningDataModule):
+    """Of 24 samples; with batches of 4 an epoch on two processes has 3 steps."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randn(24, 1, 6, 6, generator=generator)
+        targets = torch.randint(3, (24,), generator=generator)
+        return DataLoader(TensorDataset(images, targets), 4, shuffle=True)
+
+
+class Module(LightningModule):
+    """With a schedule that is as long as the run, another that counts epochs, and things that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Dropout(), nn.Linear(64, 3))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        self.log("mean", loss, on_step=False, on_epoch=True, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(self.trainer.estimated_stepping_batches))
+        return [optimizer], [
+            {"scheduler": cycle, "interval": "step"},
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5),
+        ]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid_pipeline"])
+def test_equal_is_said_with_what_was_compared(strategy: str) -> None:
+    verdict = cnnstrategies.verify(Module(), Data(), strategy, steps=5)
+    assert verdict.equal, verdict
+    said = str(verdict)
+    assert said.startswith("equal to one device\n")
+    for words in ("weights    equal: 6 compared", "schedules  equal: ", "1 dropout layers are off"):
+        assert words in said
+    if strategy == "ddp":
+        assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in said
+        assert "of rank 0's batches alone: loss (sync_dist=True makes a mean)" in said
+
+
+class Drifts(Module):
+    """From its third step on each process trains on something else."""
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = super().training_step(batch, index)
+        return loss * (1 + self.global_rank) if self.global_step > 1 else loss
+
+
+def test_where_they_differ_it_is_said_after_which_step_first_and_what() -> None:
+    verdict = cnnstrategies.verify(Drifts(), Data(), "ddp", steps=5)
+    assert not verdict.equal
+    said = str(verdict)
+    assert said.startswith("NOT equal to one device\n")
+    assert "first after step 3: weights: 6 of 6 differ, most of all net." in said
+    assert "unlike one device: random draws (as in dropout) are each process's own" in said
+
+
+class Single(Module):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(batch, index) + (self.net(batch[0]) @ torch.zeros(3, 1, dtype=torch.float32)).sum()
+
+
+def test_what_float64_cannot_train_is_compared_in_float32() -> None:
+    verdict = cnnstrategies.verify(Single(), Data(), "ddp", steps=2)
+    assert verdict.equal, verdict
+    assert "in float32, and so less exact; in float64: RuntimeError: expected m1 and m2" in str(verdict)
+
+
+class Still(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+class Fails(Module):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        raise ZeroDivisionError("of the user's own")
+
+
+def test_runs_without_training_or_that_fail_are_not_equal() -> None:
+    verdict = cnnstrategies.verify(Still(), Data(), "ddp", steps=2)
+    assert not verdict.equal
+    assert "; 0 weights have moved" in str(verdict)
+    with pytest.raises(TrainingError, match=r"under the strategy:\n(.*\n)*.*ZeroDivisionError: of the user's own"):
+        cnnstrategies.verify(Fails(), Data(), "ddp", steps=2)
+
+
+QUICK = ("verify", "--config=quickstart", "--steps=3")
+
+
+def test_the_command_says_so_by_its_exit_code_and_leaves_nothing_behind(run_cli: Any, tmp_path: Path) -> None:
+    code, said = run_cli(*QUICK, "--trainer.strategy=ddp_fork", "--trainer.accumulate_grad_batches=2")
+    assert code == 0, said
+    assert "3 on 192 samples, 192 of them different, loaded by 2 of 2 processes" in said
+    code, said = run_cli(*QUICK, "--trainer.strategy=parameter_server_async_fork")
+    assert code == 1, said
+    assert "unlike one device: each update is one worker's gradient on 32 images" in said
+    for refused in ("--trainer.devices=3", "--data.init_args.roots=x"):
+        code, said = run_cli(*QUICK, refused)
+        assert code == 2, said
+        assert said.startswith("cnnstrategies: error: ")
+        assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.cluster  # It takes long.
+def test_ranks_that_are_programs_belong_to_the_same_run() -> None:
+    ended = subprocess.run([sys.executable, str(ROOT / "cli.py"), *QUICK], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "loaded by 2 of 2 processes" in ended.stdout
