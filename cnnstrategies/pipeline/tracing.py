@@ -3,7 +3,7 @@
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -18,16 +18,33 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 
 
+class OfValues(Exception):
+    """A network's code decides something by the values of tensors."""
+
+
+class Traced(fx.Proxy):
+    """Stands for a value while a network's code runs; code that needs the number itself stops the trace."""
+
+    def __int__(self) -> int:
+        return self.tracer.to_bool(self)
+
+    __index__ = __float__ = __int__
+
+
 class LeafTracer(fx.Tracer):
     """Traces down to the modules of torch.nn and their subclasses.
 
     A subclass, such as timm's ``BatchNormAct2d``, stays whole too: what it does may depend on ``self.training``,
     which tracing would fix.
+
+    Args:
+        whole: Other modules that become one node each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, whole: Collection[nn.Module]) -> None:
         super().__init__()
         self._contexts = Contexts()
+        self._whole = whole
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -46,8 +63,24 @@ class LeafTracer(fx.Tracer):
         self._contexts.check(inside[-1] if inside else "the network's forward")
         return super().create_node(*args, **kwargs)
 
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """What the network's code computes with."""
+        return Traced(node, self)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Stop at a branch.
+
+        Raises:
+            OfValues: Each microbatch would decide by its own values, and one device does by those of the batch.
+        """
+        if not _is_of_shapes(obj.node):
+            raise OfValues(f"it decides by a value ({obj.node.name})")
+        return super().to_bool(obj)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node."""
+        if m in self._whole:
+            return True
         if isinstance(m, CONTAINERS):
             return False
         bases = type(m).__mro__[: type(m).__mro__.index(nn.Module)]
@@ -58,7 +91,8 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
     """Trace a network.
 
     What the network's own code decides by ``self.training`` is decided as for the mode given; the leaves, such as
-    Dropout and BatchNorm, keep looking at their mode when they run.
+    Dropout and BatchNorm, keep looking at their mode when they run. So does a module whose own code cannot be traced,
+    since it branches on shapes, say, or computes without gradients: it becomes a leaf, too.
 
     Args:
         network: Any module that maps images to its outputs: one tensor, or several where its ``forward`` has several
@@ -71,18 +105,24 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
     Raises:
         ConfigurationError: torch.fx cannot trace the network, or the trace would not be what it always does.
     """
-    tracer = LeafTracer()
-    with mode(network, training), same_each_time(network):
-        try:
-            graph = tracer.trace(network)
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            raise ConfigurationError(
-                f"torch.fx cannot trace {_where(network, error)}: "
-                f"{str(error).splitlines()[0] if str(error) else error!r}. A network that is cut into stages must not "
-                "branch on shapes or values of tensors: rewrite that module, or use strategy ddp"
-            ) from error
+    whole: set[nn.Module] = set()
+    graph = None
+    while graph is None:
+        with mode(network, training), same_each_time(network):
+            try:
+                graph = LeafTracer(whole).trace(network)
+            except Exception as error:
+                module, place = _where(network, error)
+                if module is not network and not isinstance(error, OfValues):
+                    whole.add(module)
+                elif isinstance(error, ConfigurationError):
+                    raise
+                else:
+                    raise ConfigurationError(
+                        f"torch.fx cannot trace {place}: {str(error).splitlines()[0] if str(error) else error!r}. A "
+                        "network that is cut into stages must not branch on values of tensors, and on their shapes "
+                        "in modules inside of it alone: rewrite that, or use strategy ddp"
+                    ) from error
     graph.lint()
     return fx.GraphModule(network, graph, type(network).__name__)
 
@@ -105,17 +145,27 @@ def network_inputs(network: nn.Module) -> list[str]:
     return [one.name for one in needed] or [one.name for one in every[:1]] or ["images"]
 
 
-def _where(network: nn.Module, error: Exception) -> str:
-    """The module whose own code could not be traced, and the line."""
-    names = {id(module): name for name, module in network.named_modules()}
-    name, kind, place = "", type(network).__name__, ""
+def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
+    """The innermost of a network's modules whose own code could not be traced, and its name and line."""
+    names = {module: name for name, module in network.named_modules()}
+    found, place = network, type(network).__name__
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and id(module) in names:
+        if isinstance(module, nn.Module) and module in names:
             file = frame.f_code.co_filename
+            found, name = module, ".".join(filter(None, (type(network).__name__, names[module])))
             code = linecache.getline(file, line).strip()
-            name, kind, place = names[id(module)], type(module).__name__, f", {Path(file).name}:{line}: {code!r}"
-    return f"{'.'.join(filter(None, (type(network).__name__, name)))} ({kind}{place})"
+            place = f"{name} ({type(module).__name__}, {Path(file).name}:{line}: {code!r})"
+    return found, place
+
+
+def _is_of_shapes(node: fx.Node) -> bool:
+    """Whether a value follows from the shapes of tensors alone."""
+    if node.op == "call_method" and node.target in ("size", "dim", "numel", "is_contiguous"):
+        return True
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device", "is_cuda") or _is_of_shapes(node.all_input_nodes[0])
+    return node.op == "call_function" and all(map(_is_of_shapes, node.all_input_nodes))
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:

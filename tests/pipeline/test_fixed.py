@@ -50,8 +50,8 @@ class Changing(nn.Module):
 @pytest.mark.parametrize(
     ("how", "message"),
     {
-        "no_grad": "block.0 computes under torch.no_grad or torch.enable_grad, .* use .detach()",
-        "autocast": "block.0 computes under torch.autocast",
+        "no_grad": "block computes under torch.no_grad or torch.enable_grad, .* use .detach()",
+        "autocast": "block computes under torch.autocast",
         "random": "Changing.forward draws random numbers with random to decide",
         "numpy": "Changing.forward draws random numbers with numpy.random",
         "torch": "Changing.forward draws random numbers with torch",

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide
+from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide, divide_by_names
 from cnnstrategies.pipeline.tracing import cut_positions, trace
+from cnnstrategies.strategies.hybrid_pipeline import comparison
 
 STAGES = 4
 TORCHVISION = [
@@ -167,29 +169,36 @@ def test_outputs_and_gradients_equal_the_whole_network(library: str, names: list
     assert run_apart(compare_all, library, names) == []
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 1)
-        self.gate = Gate()
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.gate(self.conv(images))
-
-
 class Gate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x
 
 
-class ByShape(Branching):
-    """It branches after its last module has run."""
+class Rounds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * int(x.max())
 
+
+class Halves(nn.Module):
+    """Branches on a shape, and computes a part without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            mean = self.conv(x)
+        return self.conv(x[..., : int(x.shape[-1]) // 2]).sum(-1) + mean.sum(-1) if x.shape[-1] > 3 else x
+
+
+class ByShape(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
-        x = self.conv(images)
-        if x.shape[1] > 3:
-            x = 2 * x
-        return x
+        return 2 * images if images.size(1) > 3 else images
+
+
+def with_inside(inside: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 1), inside, nn.Flatten(), nn.LazyLinear(2))
 
 
 class Shared(nn.Module):
@@ -202,13 +211,23 @@ class Shared(nn.Module):
         return self.first(self.second(self.first(images)).relu()).relu()
 
 
-def test_a_network_that_cannot_be_traced_is_refused_by_name() -> None:
-    where = r"cannot trace Branching.gate \(Gate, test_stage.py:\d+: 'return x if x.sum\(\) > 0 .*use strategy ddp"
+@pytest.mark.parametrize(("inside", "code"), [(Gate(), "return x if x.sum() > 0"), (Rounds(), "return x * int(")])
+def test_a_network_that_decides_by_values_is_refused_by_name(inside: nn.Module, code: str) -> None:
+    """Each microbatch would decide by its own."""
+    where = rf"cannot trace Sequential\.1 \({type(inside).__name__}, test_stage.py:\d+: '{re.escape(code)}"
     with pytest.raises(ConfigurationError, match=where):
-        trace(Branching())
-    with pytest.raises(
-        ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if x.shape\[1\]"
-    ):
+        trace(with_inside(inside))
+
+
+def test_a_module_that_cannot_be_traced_inside_stays_whole() -> None:
+    def compared() -> None:
+        network = with_inside(Halves()).double()
+        network(torch.randn(2, 3, 8, 8, dtype=torch.float64))
+        assert "call_module" in {node.op for node in trace(network).graph.nodes if node.target == "1"}
+        comparison.compare(divide_by_names(network, ["1"]), torch.randn(2, 3, 8, 8, dtype=torch.float64))
+
+    run_apart(compared)
+    with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'return 2 \* im"):
         trace(ByShape())
 
 
