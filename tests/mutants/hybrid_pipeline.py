@@ -5,6 +5,7 @@ from typing import Any
 
 import test_hybrid_pipeline_features
 import test_pipeline_comparison
+import test_pipeline_optimizers
 import torch
 from mutants.faulty import replaces
 from torch import Tensor
@@ -17,6 +18,7 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimizer
 from cnnstrategies.strategies.hybrid_pipeline.overflow import Overflow
 from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 
@@ -99,5 +101,12 @@ def another_loss_than_the_one_that_is_trained_is_returned_unnoticed(
 @replaces(compare, killed_by=test_pipeline_comparison.test_what_a_trace_has_fixed_is_refused_by_name)
 def stages_that_compute_something_else_are_trained(
     right: Callable[[Blueprint, Images], None], blueprint: Blueprint, images: Images
+) -> None:
+    pass
+
+
+@replaces(try_optimizer, killed_by=test_pipeline_optimizers.test_one_that_mixes_parameters_is_refused_and_no_other)
+def an_optimizer_knows_the_norm_of_its_stage_alone(
+    right: Callable[..., None], optimizer: Optimizer, device: torch.device
 ) -> None:
     pass

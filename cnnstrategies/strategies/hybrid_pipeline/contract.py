@@ -9,6 +9,7 @@ from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
+from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimizer
 
 
 def check_module(module: LightningModule, named: str | None = None) -> str:
@@ -67,8 +68,12 @@ def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
         )
 
 
-def check_optimizers(optimizers: list[Optimizer]) -> None:
+def check_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:
     """Refuse optimizers that need all parameters at once.
+
+    Args:
+        optimizers: The trainer's, which have the parameters of all stages.
+        device: Where they will step.
 
     Raises:
         ConfigurationError: There is one.
@@ -79,6 +84,7 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
                 "LBFGS needs the gradients of all stages at once: use SGD, Adam or another optimizer that treats each "
                 "parameter by itself, or strategy ddp"
             )
+        try_optimizer(optimizer, device)
 
 
 def check_loss(returned: Tensor, trained: float, by_method: bool) -> None:

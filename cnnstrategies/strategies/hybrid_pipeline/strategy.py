@@ -213,7 +213,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if fitting:
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers)
+            check_optimizers(self.optimizers, self.root_device)
             summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, choose_layout(self.request, trainer, path, self.root_device))
