@@ -28,17 +28,22 @@ def who_sees_gradients(module: LightningModule, callbacks: Iterable[Callback]) -
         module: What is trained.
         callbacks: The trainer's.
     """
-    return [f"{type(one).__name__}.{name}" for one in (module, *callbacks) for name in _own(one, GRADIENT_HOOKS)]
+    return [f"{type(one).__name__}.{name}" for one in (module, *callbacks) for name in own_hooks(one, GRADIENT_HOOKS)]
 
 
 def who_sees_weights(module: LightningModule, callbacks: Iterable[Callback]) -> list[str]:
     """The hooks that may read or change weights between two steps; see :func:`who_sees_gradients`."""
-    seen = [f"{type(one).__name__}.{name}" for one in (module, *callbacks) for name in _own(one, WEIGHT_HOOKS)]
+    seen = [f"{type(one).__name__}.{name}" for one in (module, *callbacks) for name in own_hooks(one, WEIGHT_HOOKS)]
     return seen + [type(one).__name__ for one in callbacks if isinstance(one, READERS)]
 
 
-def _own(one: object, hooks: Iterable[str]) -> list[str]:
-    """The hooks of a module or callback that are neither Lightning's nor this package's."""
+def own_hooks(one: object, hooks: Iterable[str]) -> list[str]:
+    """The hooks of a module or callback that are neither Lightning's nor this package's.
+
+    Args:
+        one: It.
+        hooks: The names among which to look.
+    """
     found = []
     for name in hooks:
         owner = next((kind for kind in type(one).__mro__ if name in vars(kind)), None)

@@ -1,12 +1,16 @@
 """What a strategy may do sooner or later than one device, because nobody looks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import test_parameter_server_own_code as own_code
+import test_pipeline_own_code as stages
 from lightning.pytorch import Callback, LightningModule
 from mutants.faulty import replaces
 
+from cnnstrategies.strategies.hybrid_pipeline.layers import Layers
+from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.readers import Readers
 
@@ -41,3 +45,32 @@ def weights_that_no_forward_of_their_own_reads_are_not_waited_for(
     right: Callable[..., Any], self: Readers, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
 ) -> Any:
     return func(*args, **(kwargs or {}))
+
+
+@replaces(HookWatch.watching, killed_by=stages.test_what_would_need_all_stages_is_refused_by_name)
+@contextmanager
+def hooks_take_the_norm_of_one_stage_for_that_of_all(
+    right: Callable[..., Any], self: HookWatch, hook: str, copies_alone: bool = False
+) -> Iterator[None]:
+    yield
+
+
+@replaces(HookWatch.paused, killed_by=stages.test_what_hooks_do_with_each_parameter_by_itself_is_done_as_on_one_device)
+@contextmanager
+def a_hook_may_not_even_ask_for_what_all_stages_do_together(
+    right: Callable[..., Any], self: HookWatch
+) -> Iterator[None]:
+    yield
+
+
+@replaces(
+    Layers.__getitem__, killed_by=stages.test_what_hooks_do_with_each_parameter_by_itself_is_done_as_on_one_device
+)
+def the_first_layer_is_the_first_one_of_a_stage(right: Callable[..., Any], self: Layers, key: Any) -> Any:
+    own = [child for child in self.children() if next(child.parameters(), None) is not None]
+    return own[key] if isinstance(key, slice) else own[min(key, len(own) - 1)]
+
+
+@replaces(Layers.__deepcopy__, killed_by=stages.test_what_would_need_all_stages_is_refused_by_name)
+def half_a_network_is_copied(right: Callable[..., Any], self: Layers, memo: Any) -> Any:
+    return self

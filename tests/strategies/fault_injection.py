@@ -33,7 +33,7 @@ class Fault(Callback):
         if trainer.current_epoch != 1 or batch_idx != 3 or trainer.global_rank != int(rank):
             return
         if kind == "exception":
-            next(iter(pl_module.network.children())).register_forward_pre_hook(fail)
+            (pl_module.network.head if int(rank) else pl_module.network.conv).register_forward_pre_hook(fail)
         elif kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind == "asleep":

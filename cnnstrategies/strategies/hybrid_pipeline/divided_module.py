@@ -81,9 +81,8 @@ class DividedModule:
                     "lightning.pytorch.callbacks.EMAWeightAveraging or WeightAveraging"
                 )
             for value in vars(callback).values():
-                if isinstance(value, AveragedModel):
+                if isinstance(value, AveragedModel) and isinstance(value.module, LightningModule):
                     copy = value.module
-                    assert isinstance(copy, LightningModule)
                     whole = copy.get_submodule(self.path)
                     part = blueprint.of(whole).build(stage).to(self.pipeline.device)
                     put_network(copy, self.path, NetworkStandIn(part, self.path, whole))
@@ -95,6 +94,11 @@ class DividedModule:
         names = set(self.pipeline.blueprint.state[self.pipeline.place.stage])
         parameters = self.pipeline.module.named_parameters(remove_duplicate=False)
         return {name: parameter for name, parameter in parameters if name in names}
+
+    @property
+    def names_of_parameters(self) -> dict[int, str]:
+        """The names of this stage's parameters by their ids; those that average them have the same."""
+        return {id(parameter): name for _, part, _ in self._divided for name, parameter in part.named_parameters()}
 
     def divide_optimizers(self, optimizers: Sequence[Optimizer], move: bool = True) -> None:
         """Leave each optimizer this stage's parameters alone.

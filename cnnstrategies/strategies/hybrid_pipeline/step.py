@@ -11,10 +11,10 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.fixed import Traced
 from cnnstrategies.pipeline.stage import StageModule
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
+from cnnstrategies.strategies.hybrid_pipeline.layers import Layers
 from cnnstrategies.strategies.hybrid_pipeline.network_call import one_of
 
 
@@ -61,7 +61,7 @@ def hand_over(
     return result
 
 
-class NetworkStandIn(Traced):
+class NetworkStandIn(Layers):
     """Takes the place of a LightningModule's network: this rank's part, under the network's parameter names.
 
     Called with images it returns the outputs that the pipeline has computed for the batch.
@@ -73,16 +73,10 @@ class NetworkStandIn(Traced):
     """
 
     def __init__(self, stage: StageModule, path: str, network: nn.Module) -> None:
-        super().__init__()
+        super().__init__(path, network, stage)
         self._path = path
         self._inputs = network_inputs(network)
         self._signature = inspect.signature(network.forward)
-        for name, child in stage.named_children():
-            self.add_module(name, child)
-        for name, parameter in stage.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in stage.named_buffers(recurse=False):
-            self.register_buffer(name, buffer, persistent=name in stage.state_dict())
         self.training = stage.training
         self._outputs: list[Any] = []
         self._computed: list[tuple[int, ...]] | None = None

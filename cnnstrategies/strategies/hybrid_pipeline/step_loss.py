@@ -1,6 +1,7 @@
 """The loss that the last stage trains: the module's own step for each microbatch, or its method ``loss``."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModul
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
 
 
 class StepLoss(WeighedLoss):
@@ -27,12 +29,14 @@ class StepLoss(WeighedLoss):
 
     Args:
         divided: The module.
+        watch: Looks at what its code does with weights.
         device: Where the stage runs.
     """
 
-    def __init__(self, divided: DividedModule, device: torch.device) -> None:
+    def __init__(self, divided: DividedModule, watch: HookWatch, device: torch.device) -> None:
         super().__init__(self._run, list(divided.own.values()))
         self._divided = divided
+        self._watch = watch
         self._device = device
         self._stand_in = divided.another_stand_in()
         self._metrics = copy_metrics(divided.module)
@@ -68,7 +72,8 @@ class StepLoss(WeighedLoss):
                 self._random.restore()
             else:
                 draws.start.restore(self._device)
-            return loss_of(divided.module, shadow.training_step(*args, **kwargs))
+            with self._watch.watching_step(copies_alone=True) if self.thorough else nullcontext():
+                return loss_of(divided.module, shadow.training_step(*args, **kwargs))
 
 
 def loss_of(module: LightningModule, output: Any) -> Tensor:
@@ -92,15 +97,16 @@ def loss_of(module: LightningModule, output: Any) -> Tensor:
     return loss
 
 
-def loss_for(divided: DividedModule, device: torch.device) -> PartialLoss:
+def loss_for(divided: DividedModule, watch: HookWatch, device: torch.device) -> PartialLoss:
     """How the loss of a divided module is computed in parts.
 
     Args:
         divided: The module.
+        watch: Looks at what its code does with weights.
         device: Where the stage runs.
     """
     module: Any = divided.module
-    return MeanLoss(module.loss, module.loss_weight) if has_mean_loss(module) else StepLoss(divided, device)
+    return MeanLoss(module.loss, module.loss_weight) if has_mean_loss(module) else StepLoss(divided, watch, device)
 
 
 def has_mean_loss(module: nn.Module) -> bool:

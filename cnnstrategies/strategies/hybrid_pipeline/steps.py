@@ -1,7 +1,7 @@
 """The steps of a divided module: from the batches that the first stage loads to what Lightning gets of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from cnnstrategies.strategies.hybrid_pipeline.overflow import Overflow
 from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws, RandomNumbers
 from cnnstrategies.strategies.hybrid_pipeline.step import hand_over
 from cnnstrategies.strategies.hybrid_pipeline.step_loss import StepLoss, loss_for, loss_of
+from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
 
 Announce = Callable[[str], AbstractContextManager[None]]
 
@@ -29,6 +30,7 @@ class Steps:
 
     Args:
         divided: The module.
+        watch: Looks at what its code does with weights.
         plugin: Lightning's precision plugin.
         device: Where the stage runs.
         announce: Tells the trainer's profiler of an action.
@@ -39,15 +41,22 @@ class Steps:
     """
 
     def __init__(
-        self, divided: DividedModule, plugin: Any, device: torch.device, announce: Announce, fitting: bool
+        self,
+        divided: DividedModule,
+        watch: HookWatch,
+        plugin: Any,
+        device: torch.device,
+        announce: Announce,
+        fitting: bool,
     ) -> None:
         self._divided = divided
+        self._watch = watch
         self._pipeline = divided.pipeline
         self._plugin = plugin
         self._device = device
         self._announce = announce
         self._inputs = Inputs(divided, plugin, device)
-        self._loss = loss_for(divided, device) if fitting else None
+        self._loss = loss_for(divided, watch, device) if fitting else None
         self._batch: Batch | None = None
         self._loss_checked = False
         self._accumulates = False
@@ -109,7 +118,9 @@ class Steps:
             gradients, local = pipeline.train(batch, self._loss, scale, self._accumulates, gather=True)
             if scaler is not None:
                 self.overflow.share(gradients, self._accumulates)
-            output = self._call("training_step", batch, self._gather(batch, local), args, kwargs, draws)
+            outputs = self._gather(batch, local)
+            with nullcontext() if self._loss_checked else self._watch.watching_step():
+                output = self._call("training_step", batch, outputs, args, kwargs, draws)
         loss = loss_of(self._divided.module, output)
         self._check_loss(loss)
         loss = hand_over(loss, gradients, scale, pipeline.parameters)

@@ -42,6 +42,7 @@ from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_ra
 from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
+from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
 from cnnstrategies.strategies.metric_states import own_metric_states
 from cnnstrategies.strategies.resumable import warn_of_weights_alone
 
@@ -128,6 +129,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._divided: DividedModule | None = None
         self._layout: tuple[nn.Module, ChosenLayout] | None = None
         self._steps: Steps | None = None
+        self._watch: HookWatch | None = None
         self._failed = False
         self._in_parts = False
 
@@ -225,7 +227,8 @@ class HybridPipelineStrategy(DDPStrategy):
             divided.divide_optimizers(self.optimizers)
             show_whole_network(callbacks, divided)
         self.setup_precision_plugin()
-        self._steps = Steps(divided, self.precision_plugin, self.root_device, self._announced, fitting)
+        self._watch = HookWatch(divided)
+        self._steps = Steps(divided, self._watch, self.precision_plugin, self.root_device, self._announced, fitting)
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm = self._clip_grad_by_norm  # The plugin's own knows this stage's gradients alone.
         scaler = getattr(plugin, "scaler", None)
@@ -246,6 +249,12 @@ class HybridPipelineStrategy(DDPStrategy):
         assert self._steps is not None, "the strategy has been set up"
         return self._steps
 
+    @property
+    def watch(self) -> HookWatch:
+        """What looks at the hooks, from the set-up to the end."""
+        assert self._watch is not None, "the strategy has been set up"
+        return self._watch
+
     # Steps
 
     @override
@@ -262,7 +271,13 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     @after_the_lost_rank
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.steps.train(args, kwargs)
+        with self.watch.paused():  # A hook of the optimizer's step may call it.
+            return self.steps.train(args, kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.watch.paused():
+            return super().optimizer_step(*args, **kwargs)
 
     @override
     @after_the_lost_rank
@@ -290,7 +305,8 @@ class HybridPipelineStrategy(DDPStrategy):
         return announced
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
+        with self.watch.paused():
+            clip_by_joint_norm(optimizer, clip_val, self._pipeline.place.replica == 0, self.root_device)
 
     # Collectives
 
@@ -322,8 +338,10 @@ class HybridPipelineStrategy(DDPStrategy):
                 "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
                 "save; go on from the last checkpoint"
             )
-        state = self.lightning_module.state_dict()
-        return state if self._divided is None else self._divided.whole_state(state)
+        if self._divided is None:
+            return self.lightning_module.state_dict()
+        with self.watch.paused():
+            return self._divided.whole_state(self.lightning_module.state_dict())
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -331,14 +349,19 @@ class HybridPipelineStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(self._divided.own_state(checkpoint["state_dict"]), strict=strict)
+        with self.watch.paused():
+            own = self._divided.own_state(checkpoint["state_dict"])
+            self.lightning_module.load_state_dict(own, strict=strict)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the optimizer's state over the whole network, as one process would save it; a collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        return optimizer.state_dict() if self._divided is None else self._divided.whole_optimizer_state(optimizer)
+        if self._divided is None:
+            return optimizer.state_dict()
+        with self.watch.paused():
+            return self._divided.whole_optimizer_state(optimizer)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -393,6 +416,8 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def teardown(self) -> None:
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
+        if self._watch is not None:
+            self._watch.end()
         if self._divided is not None:
             show_own_stage(self._divided.callbacks)
             self._divided.restore(merge=not self._failed)
@@ -401,6 +426,6 @@ class HybridPipelineStrategy(DDPStrategy):
                 self._checked = None
             else:
                 self._pipeline.close()
-        self.pipeline = self._divided = self._steps = None
+        self.pipeline = self._divided = self._steps = self._watch = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
         super().teardown()
