@@ -1,5 +1,6 @@
 """One stage's traffic with the others: inputs and outputs of its forwards, gradients of its backwards."""
 
+import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
@@ -61,7 +62,12 @@ class Channels:
         }
         self._received_headers: dict[Hashable, Header] = {}
         self._sent_headers: dict[Hashable, Header] = {}
-        self._coming: dict[tuple[str, int], list[tuple[int, Header, list[_Arriving]]]] = {}
+        # Ranks from and to which every value's gradient goes. To others it is told with each message which have one,
+        # as at first to all: a parameter that no gradient reaches has none, as on one device.
+        self._reached: set[tuple[str, int]] = set()
+        self._reached_now: dict[tuple[str, int], list[bool]] = {}
+        self._coming: dict[int, list[tuple[int, Header, list[_Arriving]]]] = {}
+        self._gradients_coming: dict[int, dict[int, list[_Arriving | None]]] = {}
         self._leaving: dict[int, list[Pending]] = {}
         self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
 
@@ -78,7 +84,7 @@ class Channels:
             Whether they are posted.
         """
         keys = [(source, self.placement.rank_of(source, microbatch), size) for source in self.sources]
-        if ("forward", microbatch) in self._coming:
+        if microbatch in self._coming:
             return True
         if headers_known_only and any(key not in self._received_headers for key in keys):
             return False
@@ -90,7 +96,7 @@ class Channels:
                 self._received_headers[key] = self.transport.receive_object(rank, what).on(self.device)
             header = self._received_headers[key]
             coming.append((source, header, [self._receive(spec, rank, FORWARD, what) for spec in header.tensors]))
-        self._coming["forward", microbatch] = coming
+        self._coming[microbatch] = coming
         return True
 
     def receive_forward(self, microbatch: int, size: Hashable) -> tuple[dict[str, Any], dict[int, list[Tensor]]]:
@@ -102,7 +108,7 @@ class Channels:
         self.expect_forward(microbatch, size, headers_known_only=False)
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
-        for source, header, pending in self._coming.pop(("forward", microbatch)):
+        for source, header, pending in self._coming.pop(microbatch):
             tensors = [one.wait() for one in pending]
             if torch.is_grad_enabled():
                 for tensor, spec in zip(tensors, header.tensors, strict=True):
@@ -164,24 +170,43 @@ class Channels:
             ]
         return roots
 
-    def expect_backward(self, microbatch: int, size: Hashable) -> None:
-        """Post the receives of the gradients that a backward starts from."""
-        if ("backward", microbatch) in self._coming:
-            return
-        coming = []
-        for target in self.targets:
-            rank = self.placement.rank_of(target, microbatch)
-            header = self._sent_headers[target, rank, size]
-            wanted = [spec for spec in header.tensors if spec.needs_gradient]
-            what = f"the gradients of microbatch {microbatch}"
-            coming.append((target, header, [self._receive(spec, rank, BACKWARD, what) for spec in wanted]))
-        self._coming["backward", microbatch] = coming
+    def expect_backward(self, microbatch: int, size: Hashable, known_only: bool) -> bool:
+        """Post the receives of the gradients that a backward starts from.
 
-    def receive_backward(self, microbatch: int, size: Hashable) -> dict[int, list[Tensor]]:
-        """For each target the gradients of what :meth:`send_forward` returned."""
-        self.expect_backward(microbatch, size)
-        coming = self._coming.pop(("backward", microbatch))
-        gradients = {target: [one.wait() for one in pending] for target, _, pending in coming}
+        Args:
+            microbatch: The microbatch.
+            size: What its shapes depend on.
+            known_only: Do nothing where it is not known yet which there are.
+
+        Returns:
+            Whether they are posted.
+        """
+        ranks = {target: self.placement.rank_of(target, microbatch) for target in self.targets}
+        if microbatch in self._gradients_coming:
+            return True
+        if known_only and any(("from", rank) not in self._reached for rank in ranks.values()):
+            return False
+        coming = self._gradients_coming[microbatch] = {}
+        for target, rank in ranks.items():
+            what = f"the gradients of microbatch {microbatch}"
+            wanted = [spec for spec in self._sent_headers[target, rank, size].tensors if spec.needs_gradient]
+            reached = [True] * len(wanted)
+            if ("from", rank) not in self._reached:
+                reached = self.transport.receive_object(rank, what)
+                self._note(("from", rank), reached)
+            coming[target] = [
+                self._receive(spec, rank, BACKWARD, what) if has else None
+                for spec, has in zip(wanted, reached, strict=True)
+            ]
+        return True
+
+    def receive_backward(self, microbatch: int, size: Hashable) -> dict[int, list[Tensor | None]]:
+        """For each target the gradients of what :meth:`send_forward` returned; None for what it does not train."""
+        self.expect_backward(microbatch, size, known_only=False)
+        coming = self._gradients_coming.pop(microbatch)
+        gradients = {
+            target: [None if one is None else one.wait() for one in arriving] for target, arriving in coming.items()
+        }
         self._sent(microbatch)  # Who has sent its gradients has had the activations.
         return gradients
 
@@ -191,7 +216,12 @@ class Channels:
             rank = self.placement.rank_of(source, microbatch)
             what = f"the gradients of microbatch {microbatch}"
             sends = []
-            for tensor in tensors:
+            reached = [True] * len(tensors)
+            if ("to", rank) not in self._reached:
+                reached = [tensor.grad is not None for tensor in tensors]
+                self._note(("to", rank), reached)
+                sends += self.transport.send_object(reached, rank, what)
+            for tensor in itertools.compress(tensors, reached):
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 sends.append(self.transport.send(on_the_wire(gradient, memory_format_of(tensor)), rank, BACKWARD, what))
             under_way = self._gradients_leaving.setdefault(rank, deque())
@@ -235,7 +265,13 @@ class Channels:
                 for one in sends:
                     one.wait()
         self._gradients_leaving.clear()
-        assert not self._coming, "everything that was expected was also received"
+        self._reached |= {key for key, reached in self._reached_now.items() if all(reached)}
+        self._reached_now.clear()
+        assert not {**self._coming, **self._gradients_coming}, "everything that was expected was also received"
+
+    def forget_reached(self) -> None:
+        """Find out anew which values have a gradient; every rank must."""
+        self._reached.clear()
 
     def forget_headers(self) -> None:
         """Have the next message of each kind begin with a header again; every rank must."""
@@ -248,6 +284,11 @@ class Channels:
             images if name == IMAGES and self.stage == 0 else values[name]
             for name in self.division.stages[self.stage].inputs
         )
+
+    def _note(self, key: tuple[str, int], reached: list[bool]) -> None:
+        """Take note of what a message of this step has."""
+        before = self._reached_now.get(key, [False] * len(reached))
+        self._reached_now[key] = [one or other for one, other in zip(before, reached, strict=True)]
 
     def _receive(self, spec: TensorSpec, rank: int, tag: int, what: str) -> "_Arriving":
         tensor = spec.empty(self.device)

@@ -138,6 +138,8 @@ class Pipeline:
         To be called by every rank, before the first step after the optimizer's.
         """
         self.reducer.abandon()
+        self.executor.channels[True].forget_reached()
+        self.executor.channels[False].forget_reached()
         trainable = self._trainable()
         changed = torch.tensor(int(not _same(trainable, self.parameters)), dtype=torch.int32)
         if self.placement.world_size > 1:

@@ -221,13 +221,13 @@ class Executor:
         """
         return self.reducer.group is None and self.device.type == "cpu"
 
-    def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor]]) -> None:
+    def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor | None]]) -> None:
         roots: list[GradientEdge] = []
         starts: list[Tensor | None] = []
         for target, edges in held.roots.items():
             arrived = [None] * len(edges) if target is None else gradients[target]
             for root, start in zip(edges, arrived, strict=True):
-                if root is not None:
+                if root is not None and (target is None or start is not None):
                     roots.append(root)
                     starts.append(start)
         if roots:
@@ -249,7 +249,7 @@ class Executor:
         now.restore()
 
     def _expect(self, step: Step, tasks: Sequence[Task]) -> None:
-        """Post receives early: of forwards up to the first whose header is not known, messages come in order.
+        """Post receives early, up to the first of which it is not known what comes: messages come in order.
 
         A backward is left out whose forward has not run, and with it those after it.
         """
@@ -258,8 +258,10 @@ class Executor:
             if task.kind == "forward":
                 if not step.channels.expect_forward(task.microbatch, size, headers_known_only=True):
                     return
-            elif task.microbatch in step.held:
-                step.channels.expect_backward(task.microbatch, size)
+            elif task.microbatch in step.held and not step.channels.expect_backward(
+                task.microbatch, size, known_only=True
+            ):
+                return
 
     def _named(self, step: Step, outputs: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(step.channels.division.stages[self.place.stage].outputs, outputs, strict=True))

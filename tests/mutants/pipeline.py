@@ -5,14 +5,17 @@ from typing import Any
 
 import test_engine
 import test_executor
+import test_hybrid_pipeline_modules
 import test_layouts
 import test_losses
 import test_step_calls
+import torch
 from mutants.faulty import replaces
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
+from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.connections import Edge, connection_rounds
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
@@ -112,3 +115,19 @@ def ranks_connect_when_they_first_need_each_other(
     right: Callable[[Iterable[Edge]], list[list[Edge]]], pairs: Iterable[Edge]
 ) -> list[list[Edge]]:
     return []
+
+
+@replaces(
+    Channels.send_backward,
+    killed_by=test_hybrid_pipeline_modules.test_trains_as_one_device_does,
+    kind=test_hybrid_pipeline_modules.Probe,
+)
+def weights_that_no_gradient_reaches_decay(
+    right: Callable[[Channels, int, dict[int, list[Tensor]]], None],
+    self: Channels,
+    microbatch: int,
+    leaves: dict[int, list[Tensor]],
+) -> None:
+    for leaf in (leaf for tensors in leaves.values() for leaf in tensors):
+        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    right(self, microbatch, leaves)

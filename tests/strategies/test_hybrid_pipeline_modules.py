@@ -1,5 +1,6 @@
 """Modules as people write them train as on one device, or are refused by name: never other weights in silence."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -50,6 +51,33 @@ class FrozenBeginning(Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__(network)
         network[0].requires_grad_(False)
+
+
+class Probed(nn.Module):
+    """A linear probe, with a second head on what is before it."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.body, self.head = whole[:4], whole[5]
+        self.other = copy.deepcopy(whole[5])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x).flatten(1)
+        return self.head(x.detach()), self.other(x)
+
+
+class Probe(Module):
+    """What no gradient reaches decays no weight, until the second head is trained, too."""
+
+    cut = "body.1"
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(Probed(network))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        probed, other = self.network(batch[0])
+        loss = F.cross_entropy(probed, batch[1])
+        return loss + F.cross_entropy(other, batch[1]) if self.global_step == 3 else loss
 
 
 class Unfreezing(Module):
@@ -189,10 +217,11 @@ def trained(kind: Any, replicas: Any, callbacks: Any = ()) -> Any:
 
 
 @pytest.mark.parametrize(
-    "kind", [FrozenBeginning, Unfreezing, AugmentingOnTheDevice, TiedModule, Renamed, UnequalSamples]
+    "kind", [FrozenBeginning, Probe, Unfreezing, AugmentingOnTheDevice, TiedModule, Renamed, UnequalSamples]
 )
 def test_trains_as_one_device_does(kind: Any) -> None:
-    expected, actual = run_apart(trained, kind, None), run_apart(trained, kind, [1, 2])
+    replicas = [1, 1] if kind is Probe else [1, 2]
+    expected, actual = run_apart(trained, kind, None), run_apart(trained, kind, replicas)
     assert isinstance(actual, dict), actual
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-12)
