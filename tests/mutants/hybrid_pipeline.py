@@ -1,6 +1,6 @@
 """The pipeline's strategy: Lightning gets from the stages together what it gets from one device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import test_hybrid_pipeline_features
@@ -18,6 +18,7 @@ from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
+from cnnstrategies.strategies.hybrid_pipeline.loader import PredictionLoader, StageLoader
 from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimizer
 from cnnstrategies.strategies.hybrid_pipeline.overflow import Overflow
 from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
@@ -110,3 +111,13 @@ def an_optimizer_knows_the_norm_of_its_stage_alone(
     right: Callable[..., None], optimizer: Optimizer, device: torch.device
 ) -> None:
     pass
+
+
+@replaces(
+    PredictionLoader.__iter__,
+    killed_by=test_hybrid_pipeline_features.test_ordinary_loaders_give_the_rows_of_one_process_in_order,
+)
+def a_writer_is_told_the_indices_of_one_replica(
+    right: Callable[[PredictionLoader], Iterator[Any]], self: PredictionLoader
+) -> Iterator[Any]:
+    return StageLoader.__iter__(self)

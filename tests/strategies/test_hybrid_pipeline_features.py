@@ -9,7 +9,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.plugins import MixedPrecision
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
@@ -122,11 +128,17 @@ class Metrics(Callback):
         values["epochs"] = trainer.current_epoch + 1
         torch.save(values, f"{trainer.default_root_dir}_rank{trainer.global_rank}.metrics")
 
-    def on_predict_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
-        self.rows = [*getattr(self, "rows", []), outputs]
 
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        torch.save(torch.cat(self.rows), f"{trainer.default_root_dir}_rank{trainer.global_rank}.rows")
+class Rows(BasePredictionWriter):
+    """Each rank's own predictions and their indices, in a file."""
+
+    def write_on_batch_end(self, trainer: Trainer, module: Any, prediction: Any, indices: Any, *_: Any) -> None:
+        self.indices = [*getattr(self, "indices", []), *indices]
+
+    def write_on_epoch_end(self, trainer: Trainer, module: Any, predictions: Any, batch_indices: Any) -> None:
+        assert [index for batch in batch_indices[0] for index in batch] == self.indices
+        path = f"{trainer.default_root_dir}_rank{trainer.global_rank}.rows"
+        torch.save((torch.cat([*predictions]), self.indices), path)
 
 
 def train(replicas: list[int] | None, name: str, batch_size: int = 16) -> dict[str, Any]:
@@ -184,17 +196,19 @@ def plain_loaders() -> list[Any]:
         trainer = trainer_of(replicas, use_distributed_sampler=True)
         _, val = loaders(size)
         metrics = trainer.validate(model, val, verbose=False)[0]
-        trainer_of(replicas, [Metrics()], str(size), use_distributed_sampler=True).predict(model, val)
+        writer = Rows("batch_and_epoch")
+        trainer_of(replicas, [writer], str(size), use_distributed_sampler=True).predict(model, val)
         results.append((metrics, [torch.load(path) for path in sorted(Path().glob(f"{size}_rank*.rows"))]))
     return results
 
 
 def test_ordinary_loaders_give_the_rows_of_one_process_in_order() -> None:
-    (metrics, [rows]), (piped_metrics, [piped_rows, *others]) = run_apart(plain_loaders)
+    (metrics, [(rows, indices)]), (piped_metrics, [(piped_rows, piped_indices), *others]) = run_apart(plain_loaders)
     assert piped_metrics == pytest.approx(metrics, rel=1e-6)
     assert metrics["val_rows"] == metrics["val_counted"] == 23
     assert torch.allclose(piped_rows, rows, rtol=1e-10, atol=1e-12)
-    assert [len(rows) for rows in others] == [0, 0], "each row is there once"
+    assert indices == piped_indices == list(range(23))
+    assert [(len(rows), indices) for rows, indices in others] == [(0, []), (0, [])], "each row is there once"
 
 
 class Reductions(Callback):
@@ -413,7 +427,8 @@ def test_a_module_of_ones_own_trains_and_the_parent_has_all_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "message"), [("other loss", "a pipeline trains loss\\(\\) alone"), ("twice", "called twice in a step")]
+    ("broken", "message"),
+    [("other loss", "a pipeline trains loss\\(\\) alone"), ("twice", "make one call of it with several inputs")],
 )
 def test_steps_that_a_pipeline_cannot_follow_are_refused(broken: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -119,13 +119,52 @@ class ResumableStageLoader(StageLoader):
         self.loader.load_state_dict(state_dict)
 
 
-def stage_loader(loader: Any, loads: bool, most: Callable[[int], int]) -> StageLoader:
+class PredictionLoader(StageLoader):
+    """A :class:`StageLoader` that tells Lightning's prediction writers what rows a rank has, all of them or none.
+
+    Args:
+        loader: The rank's own loader.
+        loads: Whether this rank loads.
+        most: The greatest of some numbers over all ranks; a collective.
+        has_rows: Whether it is the one that gets the predictions.
+    """
+
+    def __init__(self, loader: Any, loads: bool, most: Callable[[int], int], has_rows: bool) -> None:
+        super().__init__(loader, loads, most)
+        self.has_rows = has_rows
+
+    def __iter__(self) -> Iterator[Any]:
+        """As that of other loaders."""
+        sampler: Any = getattr(self.loader, "batch_sampler", None)
+        for place, batch in enumerate(super().__iter__()):
+            if sampler is not None and not self.has_rows:
+                sampler.seen_batch_indices = [[]] * (place + 1)
+            elif hasattr(sampler, "seen_batch_indices"):
+                own = sampler.seen_batch_indices[place]
+                sampler.seen_batch_indices[place] = _of_all_replicas(own, getattr(sampler, "sampler", None))
+            yield batch
+
+
+def _of_all_replicas(indices: list[int], sampler: object) -> list[int]:
+    """The indices of a batch of all replicas, from those of the first, which take turns."""
+    if not isinstance(sampler, DistributedSampler):
+        return indices
+    every = [first + replica for first in indices for replica in range(sampler.num_replicas)]
+    return [index for index in every if index < len(sampler.dataset)]  # type: ignore[arg-type]
+
+
+def stage_loader(
+    loader: Any, loads: bool, most: Callable[[int], int], has_predictions: bool | None = None
+) -> StageLoader:
     """Wrap a rank's loader; a collective.
 
     Args:
         loader: The rank's own loader.
         loads: Whether this rank loads.
         most: The greatest of some numbers over all ranks; a collective.
+        has_predictions: Where it is for predictions, whether this rank gets them.
     """
+    if has_predictions is not None:
+        return PredictionLoader(loader, loads, most, has_predictions)
     resumable = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
     return (ResumableStageLoader if resumable else StageLoader)(loader, loads, most)

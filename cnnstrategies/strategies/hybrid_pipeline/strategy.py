@@ -174,7 +174,9 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> StageLoader:
         loads = self.placement.place(self.global_rank).stage == 0
-        return stage_loader(dataloader, loads, self._most)
+        assert self.lightning_module is not None
+        predicts = self.lightning_module.trainer.state.fn == TrainerFn.PREDICTING
+        return stage_loader(dataloader, loads, self._most, self.is_global_zero if predicts else None)
 
     @override
     @after_the_lost_rank
