@@ -1,6 +1,7 @@
 """What strategies say of themselves, and what they do in another way than one device."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy, ParameterServerStrategy
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
-from cnnstrategies.strategies.hybrid_pipeline.description import warn_of_small_microbatches
+from cnnstrategies.strategies.hybrid_pipeline.description import differences_of_pipeline, warn_of_small_microbatches
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
 
 NORMALISED = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
@@ -32,6 +33,18 @@ def test_replicas_normalise_apart_unless_they_synchronise():
     ]
     unknown = differences_of_replicas(NORMALISED, 2, None, RANK_ZERO)
     assert unknown[0] == "BatchNorm normalises over each process's own images"
+
+
+def test_a_pipeline_says_what_each_microbatch_does_by_itself():
+    first, second = nn.Conv2d(1, 2, 3), nn.Conv2d(2, 2, 3)
+    for norm in (nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm):
+        network = nn.Sequential(copy.deepcopy(first), nn.BatchNorm2d(2), norm(copy.deepcopy(second)))
+        pipeline = SimpleNamespace(blueprint=SimpleNamespace(network=network))
+        assert differences_of_pipeline(pipeline, "deferred", None) == [
+            "BatchNorm normalises over each microbatch's own images",
+            "spectral norm makes a power iteration for each microbatch",
+            RANDOM,
+        ]
 
 
 @pytest.mark.parametrize(

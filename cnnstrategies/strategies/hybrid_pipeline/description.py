@@ -53,12 +53,14 @@ def differences_of_pipeline(pipeline: Pipeline, mode: BatchNormMode, batch_size:
         mode: Which running statistics batch normalisation keeps.
         batch_size: Samples of a batch in each replica of the first stage; None where they are not known.
     """
-    if not has_batch_norm(pipeline.blueprint.network):
-        return [RANDOM_DRAWS]
-    images = _images(pipeline, batch_size)
-    lines = [f"BatchNorm normalises over each microbatch's {'own images' if images is None else images}"]
-    if mode == "microbatch":
-        lines.append("BatchNorm's running statistics follow each microbatch")
+    lines = []
+    if has_batch_norm(pipeline.blueprint.network):
+        images = _images(pipeline, batch_size)
+        lines.append(f"BatchNorm normalises over each microbatch's {'own images' if images is None else images}")
+        if mode == "microbatch":
+            lines.append("BatchNorm's running statistics follow each microbatch")
+    if _has_spectral_norm(pipeline.blueprint.network):
+        lines.append("spectral norm makes a power iteration for each microbatch")
     return [*lines, RANDOM_DRAWS]
 
 
@@ -76,6 +78,12 @@ def warn_of_small_microbatches(network: nn.Module, split: Split) -> None:
             f"{split.microbatches} microbatches. With fewer than {NORMALISED_TOGETHER} its statistics are poor: lower "
             "microbatches or raise the batch size"
         )
+
+
+def _has_spectral_norm(network: nn.Module) -> bool:
+    """Whether it has the vectors of power iterations, which both of torch's spectral norms call the same."""
+    names = {name for name, _ in network.named_buffers()}
+    return any(name.endswith("_u") and f"{name[:-1]}v" in names for name in names)
 
 
 def _images(pipeline: Pipeline, batch_size: int | None) -> str | None:

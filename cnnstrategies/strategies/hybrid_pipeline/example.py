@@ -76,6 +76,7 @@ def _samples(loader: Any, size: int) -> Any:
 
 def _inputs(module: LightningModule, path: str, network: nn.Module, batch: Any) -> Images:
     shadow = shadow_of(module, path, network, copy_metrics(module))
+    batch = module.trainer.precision_plugin.convert_input(batch)  # As when it is loaded.
     batch = shadow.on_after_batch_transfer(shadow.on_before_batch_transfer(batch, 0), 0)
     wiring = find_wiring(module, path, network, "training_step", batch, 0, _CPU)
     leaves, _ = flatten(batch)
