@@ -108,7 +108,7 @@ def test_an_example_is_taken_from_a_plain_loader_and_nothing_is_used_up(monkeypa
     data = TensorDataset(torch.zeros(10), images)
     generator = torch.Generator().manual_seed(0)
     loader = DataLoader(data, 4, sampler=RandomSampler(data, generator=generator))
-    trainer = Trainer(accelerator="cpu", logger=False, barebones=True)
+    trainer = Trainer(accelerator="cpu", logger=False, barebones=True, precision="64-true")  # Whose type batches get.
     trainer.strategy.connect(module := Module())
     before, numbers = generator.get_state(), torch.get_rng_state()
     module.trainer = trainer
@@ -121,7 +121,11 @@ def test_an_example_is_taken_from_a_plain_loader_and_nothing_is_used_up(monkeypa
     ):
         monkeypatch.setattr(example, "train_loader", lambda trainer, given=given: given)
         found = example.example_images(trainer, "net", 3)
-        assert found is None if expected is None else torch.equal(found, expected)
+        assert found is None if expected is None else torch.equal(found, expected.double())
+    own = DataLoader(data, 4, collate_fn=lambda items: SimpleNamespace(images=torch.stack([one for _, one in items])))
+    monkeypatch.setattr(example, "train_loader", lambda trainer: own)
+    with pytest.raises(ConfigurationError, match=r"a batch is a SimpleNamespace, .* collate_fn return a tuple"):
+        example.example_images(trainer, "net", 3)
     trainer.datamodule = SimpleNamespace(image_shape=(1, 5, 5))  # type: ignore[attr-defined]
     found = example.example_images(trainer, "net", 3)
     assert isinstance(found, Tensor)

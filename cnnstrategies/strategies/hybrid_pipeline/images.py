@@ -146,5 +146,5 @@ def _refuse(name: str) -> NoReturn:
         "hybrid_pipeline the first stage alone has them, and a step may change them before it calls the network, but "
         "neither read values from them nor decide by them; do it in the network's forward, in the dataset, or in "
         "on_after_batch_transfer, which runs where they are (a loss that compares with the images needs them in the "
-        "batch a second time, as targets)"
+        "batch a second time, as targets; a second call of the network is to be a second input of the one call)"
     )

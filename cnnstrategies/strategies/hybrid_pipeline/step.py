@@ -100,9 +100,15 @@ class NetworkStandIn(Layers):
         """The network's outputs for the batch of this step.
 
         Raises:
-            RuntimeError: It is called a second time in a step, or outside of one.
-            ConfigurationError: It is called with something else than the images of the batch.
+            ConfigurationError: It is called with something else than the images of the batch, a second time in a step,
+                or outside of one.
         """
+        if not self._outputs:
+            raise ConfigurationError(
+                f"self.{self._path} was called twice in a step, or outside of a step: its stages run once for each "
+                f"batch; make one call of it with several inputs, such as self.{self._path}(left, right) for a network "
+                "whose forward takes both, in training_step, validation_step, test_step and predict_step alone"
+            )
         given = self._signature.bind(*args, **kwargs).arguments
         for number, name in enumerate(self._inputs):
             images = one_of(given.pop(name))
@@ -131,11 +137,6 @@ class NetworkStandIn(Layers):
                     "is cut into stages has its options from the beginning; set it in its __init__, or leave out the "
                     f"default of {name!r} if it is a tensor of the batch"
                 )
-        if not self._outputs:
-            raise RuntimeError(
-                f"self.{self._path} was called twice in a step, or outside of a step: in a pipeline it can be called "
-                "once, with the images of the batch, in training_step, validation_step, test_step and predict_step"
-            )
         self._called()
         return self._outputs.pop()
 

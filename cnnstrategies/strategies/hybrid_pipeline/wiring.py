@@ -88,6 +88,11 @@ def find_wiring(
     if all(len(found) == 1 for found in as_loaded) and not draws:
         return Wiring(tuple(index for found in as_loaded for index in found))
     if given is None or not sources:
+        if leaves[0] is batch and not isinstance(batch, Tensor):
+            raise ConfigurationError(
+                f"a batch is a {type(batch).__name__}, whose tensors strategy hybrid_pipeline does not find: have the "
+                "dataset or collate_fn return a tuple, list or dict of tensors with one row per sample"
+            )
         if len(tensors) < len(names):
             raise ConfigurationError(
                 f"a batch is a {_described(batch)}, and the network takes {' and '.join(names)}: strategy "
