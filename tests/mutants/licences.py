@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import test_hybrid_pipeline_modules
 import test_parameter_server_own_code as own_code
 import test_pipeline_own_code as stages
 from lightning.pytorch import Callback, LightningModule
 from mutants.faulty import replaces
 
+from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.layers import Layers
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
@@ -74,3 +76,15 @@ def the_first_layer_is_the_first_one_of_a_stage(right: Callable[..., Any], self:
 @replaces(Layers.__deepcopy__, killed_by=stages.test_what_would_need_all_stages_is_refused_by_name)
 def half_a_network_is_copied(right: Callable[..., Any], self: Layers, memo: Any) -> Any:
     return self
+
+
+@replaces(
+    DividedModule.check_groups,
+    killed_by=test_hybrid_pipeline_modules.test_what_would_train_other_weights_is_refused,
+    kind=test_hybrid_pipeline_modules.Adding,
+    message="SGD has other parameters",
+)
+def parameters_are_added_to_an_optimizer_that_other_stages_do_not_know(
+    right: Callable[[DividedModule], None], self: DividedModule
+) -> None:
+    pass

@@ -97,6 +97,15 @@ class UnfreezingLate(Module):
             self.network.requires_grad_(False)
 
 
+class Adding(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.network[-1].parameters(), lr=0.1)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.network[0].parameters())})
+
+
 class OtherImages(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.loss(self.network(torch.zeros(16, 1, 6, 6)), batch[1])
@@ -233,6 +242,7 @@ def test_trains_as_one_device_does(kind: Any) -> None:
         (OtherImages, r"called with a tensor of shape \(16, 1, 6, 6\) that is not the images of the batch"),
         (ScalarModule, r"returns a tensor of shape \(\) for 4 samples: .* one row per sample"),
         (NormalisingLayerModule, "0.norm normalises several times in one call of the layer that contains it"),
+        (Adding, "SGD has other parameters than configure_optimizers gave it: .*BaseFinetuning"),
         (UnfreezingLate, "frozen or unfrozen in the middle of an epoch"),
     ],
 )

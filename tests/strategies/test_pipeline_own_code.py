@@ -5,10 +5,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -16,8 +18,10 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm, pa
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
+from cnnstrategies.callbacks import Pruning
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_callbacks
 
 
 class Module(LightningModule):
@@ -163,3 +167,10 @@ def test_what_would_need_all_stages_is_refused_by_name() -> None:
     assert not last["last"]
     assert "self.net.2.weight is of another stage" in first["last"]
     assert "self.net.0.0.weight is of another stage" in last["first"]
+
+
+def test_callbacks_that_need_the_whole_network_are_refused() -> None:
+    check_callbacks([EMAWeightAveraging(), Asking(Module())])
+    for callback in (StochasticWeightAveraging(1e-2), Pruning()):
+        with pytest.raises(ConfigurationError, match=f"{type(callback).__name__} .* whole network"):
+            check_callbacks([callback])

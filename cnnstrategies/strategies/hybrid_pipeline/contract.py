@@ -1,7 +1,10 @@
 """What a pipeline asks of a LightningModule; checked before any process starts."""
 
+from collections.abc import Iterable
+
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -66,6 +69,28 @@ def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
             "the network's graph itself and runs the stages as they are; leave out torch.compile (compile_backend in "
             "ImageClassifier), or use strategy ddp"
         )
+
+
+def check_callbacks(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that need the whole network.
+
+    Args:
+        callbacks: The trainer's.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for callback in callbacks:
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigurationError(
+                "StochasticWeightAveraging averages whole networks: with strategy hybrid_pipeline use "
+                "lightning.pytorch.callbacks.EMAWeightAveraging or WeightAveraging"
+            )
+        if isinstance(callback, ModelPruning):
+            raise ConfigurationError(
+                f"{type(callback).__name__} chooses among the weights of the whole network and puts others in their "
+                "places: train with strategy hybrid_pipeline first, and prune with strategy ddp from the checkpoint"
+            )
 
 
 def check_optimizers(optimizers: list[Optimizer], device: torch.device) -> None:

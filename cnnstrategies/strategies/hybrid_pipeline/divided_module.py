@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -31,9 +30,6 @@ class DividedModule:
 
     Attributes:
         stand_in: What has the submodule's place now.
-
-    Raises:
-        ConfigurationError: A callback needs the whole network.
     """
 
     def __init__(self, module: LightningModule, path: str, pipeline: Pipeline, callbacks: Iterable[Any]) -> None:
@@ -75,11 +71,6 @@ class DividedModule:
     def _divide_averages(self) -> None:
         blueprint, stage = self.pipeline.blueprint, self.pipeline.place.stage
         for callback in self.callbacks:
-            if isinstance(callback, StochasticWeightAveraging):
-                raise ConfigurationError(
-                    "StochasticWeightAveraging averages whole networks: with strategy hybrid_pipeline use "
-                    "lightning.pytorch.callbacks.EMAWeightAveraging or WeightAveraging"
-                )
             for value in vars(callback).values():
                 if isinstance(value, AveragedModel) and isinstance(value.module, LightningModule):
                     copy = value.module
@@ -113,6 +104,22 @@ class DividedModule:
             hold(optimizer, self.own, groups)
             if move and optimizer.state:
                 optimizer.load_state_dict(optimizer.state_dict())  # Moves it to the parameters' device.
+
+    def check_groups(self) -> None:
+        """Refuse parameters that a hook has given to an optimizer.
+
+        Raises:
+            ConfigurationError: There are some: of other stages they would be missing.
+        """
+        own = self.own
+        for optimizer, groups in self._groups.items():
+            sizes = [len([name for name in names if name in own]) for names in groups]
+            if sizes != [len(group["params"]) for group in optimizer.param_groups]:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} has other parameters than configure_optimizers gave it: with strategy "
+                    "hybrid_pipeline give it all from the beginning and unfreeze some later, or add them with "
+                    "lightning.pytorch.callbacks.BaseFinetuning, which sees the whole network"
+                )
 
     @contextmanager
     def whole(self) -> Iterator[None]:

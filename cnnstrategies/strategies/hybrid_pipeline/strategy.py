@@ -27,7 +27,7 @@ from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.processes import failed_before
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_module, check_optimizers
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_callbacks, check_module, check_optimizers
 from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
     differences_of_pipeline,
@@ -210,19 +210,20 @@ class HybridPipelineStrategy(DDPStrategy):
         self._failed = False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
         path = check_module(self.lightning_module, self.network_path)
         network = self.lightning_module.get_submodule(path)
         broadcast_weights(network, self.time_limit)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
+            check_callbacks(callbacks)
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.root_device)
-            summarise_whole(trainer, self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
+            summarise_whole(trainer, self.lightning_module, callbacks)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, choose_layout(self.request, trainer, path, self.root_device))
         self.pipeline = build_pipeline(network, self._layout[1], self.request, self.root_device, self.time_limit)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
         self._divided = divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks)
         self.model_to_device()
         if fitting:
@@ -262,6 +263,8 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 0:
+            assert self._divided is not None
+            self._divided.check_groups()
             self.steps.begin_epoch()
 
     @override

@@ -3,6 +3,7 @@
 What would need those of all stages, such as a norm over all gradients or an average of the network, is refused.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -13,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
@@ -25,6 +25,7 @@ _HOOKS = (
     *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
     *{name for name in (*dir(Callback), *dir(LightningModule)) if name.startswith("on_") and name not in _ELSEWHERE},
 )
+_NOWHERE: frozenset[str] = frozenset()
 _READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__", "__complex__"})
 _PARTS = "with strategy hybrid_pipeline a rank has those of its own stage alone"
 _REMEDY = (
@@ -43,6 +44,7 @@ class HookWatch:
 
     def __init__(self, divided: DividedModule) -> None:
         self._divided = divided
+        self._own = divided.names_of_parameters
         self._running: list[_Watched] = []
         self._wrapped: list[tuple[Any, str]] = []
         self._handle = divided.stand_in.register_state_dict_pre_hook(self._refuse_state)  # type: ignore[no-untyped-call]
@@ -65,7 +67,7 @@ class HookWatch:
             hook: Its name, for the message.
             copies_alone: Refuse only what needs a copy of the network.
         """
-        watched = _Watched(hook, self._divided.path, self._divided.names_of_parameters, copies_alone)
+        watched = _Watched(hook, self._divided.path, self._own, copies_alone)
         self._running.append(watched)
         try:
             with watched:
@@ -120,7 +122,7 @@ class _Watched(TorchFunctionMode):
         self._own = own
         self._names = frozenset(own.values())
         self._copies_alone = copies_alone
-        self._origins: Any = WeakTensorKeyDictionary()
+        self._origins: dict[int, tuple[weakref.ref[Tensor], frozenset[str]]] = {}  # by id
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -151,6 +153,8 @@ class _Watched(TorchFunctionMode):
     def _origin(self, given: Iterable[Any], name: str) -> frozenset[str]:
         """From which parameters the values come; those of truth values count only where there are no others."""
         tensors = _tensors(given)
+        if len(tensors) < 2:
+            return self._all_of(tensors)
         numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]
         origin = self._all_of(numbers)
         own = origin & self._names
@@ -166,20 +170,20 @@ class _Watched(TorchFunctionMode):
         return origin or self._all_of(tensors)
 
     def _all_of(self, tensors: Iterable[Tensor]) -> frozenset[str]:
-        return frozenset().union(*(self._of(tensor) for tensor in tensors))
+        return _NOWHERE.union(*(self._of(tensor) for tensor in tensors))
 
     def _of(self, tensor: Tensor) -> frozenset[str]:
         if id(tensor) in self._own:
             return frozenset({self._own[id(tensor)]})
         if isinstance(tensor, nn.Parameter):
             return frozenset({f"parameter {id(tensor)}"})
-        found: frozenset[str] = self._origins.get(tensor, frozenset())
-        return found
+        noted = self._origins.get(id(tensor))
+        return noted[1] if noted is not None and noted[0]() is tensor else _NOWHERE
 
     def _note(self, origin: frozenset[str], *results: Any) -> None:
         for tensor in _tensors(results) if origin else []:
             if not isinstance(tensor, nn.Parameter):
-                self._origins[tensor] = origin
+                self._origins[id(tensor)] = weakref.ref(tensor), origin
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise ConfigurationError(f"{self.hook} {what}: {_PARTS}; {remedy}")
