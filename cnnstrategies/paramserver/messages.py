@@ -24,6 +24,7 @@ SMALL_BYTES = 1 << 18
 SERVER = 1 << 31  # added to a server's id where a sender is named
 NOBODY = (1 << 32) - 1
 NO_STEP = (1 << 64) - 1
+LARGEST_NUMBER = 1 << 63  # is no step or version any more
 ALONE = 1.0  # The weight of pulled values that no change is made from, where others are.
 
 _compact = json.JSONEncoder(separators=(",", ":")).encode
@@ -167,6 +168,8 @@ def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) 
         raise InvalidMessageError("a length that is wrong or too large")
     if key >= bounds.slices or not math.isfinite(weight) or weight < 0:
         raise InvalidMessageError("a key or weight out of range")
+    if step >= LARGEST_NUMBER and step != NO_STEP:  # The next one must fit, too.
+        raise InvalidMessageError("a step out of range")
     return Header(known, sender, run, sequence, coded, incarnation, key, size, meta, step, base, weight, rung, question)
 
 
@@ -199,7 +202,9 @@ def unpack_keys(payload: memoryview) -> list[int]:
     """The inverse of :func:`pack_keys`.
 
     Raises:
-        ValueError: It is of another size.
+        InvalidMessageError: It is of another size.
     """
+    if len(payload) % 4:
+        raise InvalidMessageError("keys of another size")
     keys: list[int] = np.frombuffer(payload, "<u4").tolist()
     return keys

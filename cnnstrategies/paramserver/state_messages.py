@@ -56,11 +56,14 @@ def unpack_state(described: dict[str, Any], raw: memoryview) -> tuple[str, State
     return name, from_bytes(raw, dtype).clone().view(shape)
 
 
-def check_room(name: str, state: Collection[str], slice_: Slice) -> None:
-    """Refuse a part beside more of them than a slice's state has.
+def check_part(name: str, state: Collection[str], slice_: Slice) -> None:
+    """Refuse a part of a slice's state that it does not have, and one beside more of them than it has.
 
     Raises:
         InvalidMessageError: So it is.
     """
+    place, slash, _ = name.partition("/")  # See `optimizers.named`.
+    if slash and not (place.isdecimal() and place.isascii() and int(place) < len(slice_.parts) > 1):
+        raise InvalidMessageError("a state of a part that its slice does not have")
     if name not in state and len(state) >= MOST_PARTS * len(slice_.parts):
         raise InvalidMessageError("too many parts of a state")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.light
 PLAIN = {"name": "SGD", "lr": 0.5}
 SERVERS = (ServerInfo(0, "0", since=5), ServerInfo(1, "1", since=6))
 NEWCOMER = MEMBER | {"first": 3, "given": False}
-NEW: dict[str, Any] = {"joins": True}
+NEW: dict[str, Any] = MEMBER | {"given": False}
 
 
 def snapshots(

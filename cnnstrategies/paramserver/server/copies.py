@@ -6,14 +6,22 @@ A copy follows by the primary's updates, in their order. Once it has missed one 
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes, check_length, from_bytes
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, unpack_json
+from cnnstrategies.paramserver.fields import Fields
+from cnnstrategies.paramserver.messages import (
+    LARGEST_NUMBER,
+    Encoding,
+    Header,
+    InvalidMessageError,
+    Kind,
+    unpack_json,
+)
 from cnnstrategies.paramserver.optimizers import StateValue
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Who, check_absent
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.specification import Options
-from cnnstrategies.paramserver.state_messages import check_room, pack_state, unpack_state
+from cnnstrategies.paramserver.state_messages import check_part, pack_state, unpack_state
 
 KNOWN = "what workers have"  # beside the parts of an optimizer's state, in a copy
 
@@ -141,15 +149,14 @@ class Copies:
         """
         self._from_primary(primary, header.key)
         slice_, changes = self._store.slices[header.key], self._store.changes
-        absent = int(unpack_json(payload, header)["absent"]) if header.meta else 0
+        absent = Fields.of(payload, header).integer("absent") if header.meta else 0
         check_absent(absent, slice_)
-        payload = payload[header.meta :]
-        size = len(payload)
+        update = payload[header.meta :]
         if changes is not None:  # What workers are sent stands behind the update.
             size = slice_.nbytes if header.encoding == Encoding.DENSE else 0
-            sent = payload[size:]
+            update, sent = update[:size], update[size:]
             known = changes.decoded(header.key, sent)
-        check_length(size, header.encoding, slice_.numel, slice_.dtype)
+        check_length(len(update), header.encoding, slice_.numel, slice_.dtype)
         if primary not in self._relayed_options:
             raise InvalidMessageError("an update without hyper-parameters")
         # After lost messages a whole copy comes before updates go on. What a snapshot has brought back, or another
@@ -157,35 +164,51 @@ class Copies:
         if header.key not in self._copied:
             return
         if self._store.versions[header.key] == header.weight - 1:
-            change = from_bytes(payload[:size], slice_.dtype) if header.encoding == Encoding.DENSE else None
+            change = from_bytes(update, slice_.dtype) if header.encoding == Encoding.DENSE else None
             self._store.apply({header.key: change}, self._relayed_options[primary], {header.key: absent})
             if changes is not None:
                 changes.apply(header.key, sent, known)
             self._store.seen[header.key][header.base & 0xFFFFFFFF, header.base >> 32] = header.step
             self.acknowledge(header.key)
 
-    def copied(self, primary: int, header: Header, described: dict[str, object], payload: memoryview) -> None:
+    def copied_state(self, primary: int, header: Header, payload: memoryview) -> None:
+        """Keep a part of a slice's optimizer state until its values come.
+
+        Raises:
+            InvalidMessageError: It is not the primary, or the payload does not fit.
+        """
+        self._from_primary(primary, header.key)
+        state = self._state_of(header)
+        name, value = unpack_state(unpack_json(payload, header), payload[header.meta :])
+        check_part(name, state, self._store.slices[header.key])
+        self._states[header.key] = header.base, {**state, name: value}
+
+    def _state_of(self, header: Header) -> dict[str, StateValue]:
+        """The parts that have come of a slice's optimizer state in the version of a message."""
+        version, state = self._states.get(header.key, (-1, {}))
+        return state if version == header.base else {}
+
+    def copied(self, primary: int, header: Header, said: Fields, raw: memoryview) -> None:
         """Take over a primary's copy of a slice, once all parts of its optimizer state have come.
+
+        Args:
+            primary: Who sends it.
+            header: The message's.
+            said: What belongs to the values.
+            raw: The values.
 
         Raises:
             InvalidMessageError: It is not the primary, the payload does not fit, or a part of the state was lost: it
                 comes again, since the primary hears of the gap.
         """
         self._from_primary(primary, header.key)
-        raw = payload[header.meta :]
-        version, state = self._states.get(header.key, (-1, {}))
-        if version != header.base:
-            state = {}
-        if header.kind == Kind.COPY_STATE:
-            name, value = unpack_state(described, raw)
-            check_room(name, state, self._store.slices[header.key])
-            self._states[header.key] = header.base, {**state, name: value}
-            return
+        state = self._state_of(header)
         slice_ = self._store.slices[header.key]
         check_length(len(raw), Encoding.DENSE, slice_.numel, slice_.dtype)
-        seen = described["seen"]
-        assert isinstance(seen, list)
-        if len(state) != described["parts"]:
+        seen, lineage, behind = said.table("seen", 3), said.integer("lineage"), said.flag("behind")
+        if header.base >= LARGEST_NUMBER:
+            raise InvalidMessageError("a version out of range")
+        if len(state) != said.integer("parts"):
             raise InvalidMessageError("a copy without all of its optimizer's state")
         changes, known = self._store.changes, state.pop(KNOWN, None)
         if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
@@ -194,10 +217,10 @@ class Copies:
         self._store.clear_state(header.key)  # The primary may have none of a part that a snapshot has brought here.
         for name, value in state.items():
             self._store.set_state(header.key, name, value)
-        self._store.seen[header.key] = {(int(worker), int(life)): int(step) for worker, life, step in seen}
+        self._store.seen[header.key] = {(worker, life): step for worker, life, step in seen}
         self._store.put(header.key, from_bytes(raw, slice_.dtype), header.base)
         if changes is not None and isinstance(known, Tensor):
-            changes.take_over(header.key, known, int(str(described["lineage"])), described["behind"] is True)
+            changes.take_over(header.key, known, lineage, behind)
         self._copied[header.key] = self._replicas.life(header.key)
         self.acknowledge(header.key)
 

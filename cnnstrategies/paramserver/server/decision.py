@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+from cnnstrategies.paramserver.fields import Fields
 from cnnstrategies.paramserver.messages import InvalidMessageError
+from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.server.pushes import Who
-from cnnstrategies.paramserver.specification import Options
+from cnnstrategies.paramserver.specification import Options, Specification
 
 
 @dataclass(frozen=True)
@@ -32,17 +34,21 @@ class Decision:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Decision":
-        """The inverse of :meth:`as_dict`.
+        """The inverse of :meth:`as_dict`, of a snapshot's."""
+        return cls(**{**values, "members": tuple(values["members"]), "lives": tuple(values["lives"])})
+
+    @classmethod
+    def of(cls, said: Fields, specification: Specification) -> "Decision":
+        """The one that another server tells.
 
         Raises:
-            InvalidMessageError: It holds other hyper-parameters.
+            InvalidMessageError: It is none of this run.
         """
-        scale = values["scale"]
-        options = values["options"]
-        if not isinstance(options, list) or not all(isinstance(group, dict) for group in options):
-            raise InvalidMessageError("hyper-parameters that are no list of objects")
-        members = tuple(int(worker) for worker in values["members"])
-        lives = tuple(int(life) for life in values["lives"])
+        members, lives = said.integers("members"), said.integers("lives")
         if len(lives) != len(members):
             raise InvalidMessageError("members without a life")
-        return cls(int(values["step"]), members, lives, options, None if scale is None else float(scale))
+        scale = None if said.values.get("scale") is None else said.real("scale")
+        if scale is None and specification.clip_norm is None:
+            raise InvalidMessageError("a step that waits for a factor although nothing is clipped")
+        options = check_options(said.values.get("options"), specification.groups)
+        return cls(said.integer("step"), members, lives, options, scale)

@@ -1,13 +1,13 @@
 """What a server does with each kind of message."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cnnstrategies.paramserver.compression import CHANGES
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.effects import Say
+from cnnstrategies.paramserver.fields import Fields
 from cnnstrategies.paramserver.messages import (
-    NO_STEP,
     Encoding,
     Header,
     InvalidMessageError,
@@ -18,7 +18,9 @@ from cnnstrategies.paramserver.messages import (
 )
 from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
+from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.gaps import Gaps
+from cnnstrategies.paramserver.server.hello import Hello
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.shard import Pull, Shard
@@ -64,7 +66,7 @@ class Handlers:
         self.lost_updates = 0
         self._lost: Counter[int] = Counter()  # by slice: workers tell of different ones
         self._dropped = dropped
-        self._groups = specification.groups
+        self._specification = specification
         self._pipelined = specification.pipelined
         self._server = server
         self._shard = shard
@@ -89,7 +91,7 @@ class Handlers:
             Kind.RELAY: self._shard.copies.relayed,
             Kind.ACKNOWLEDGE: lambda server, header, payload: self._shard.acknowledged(server, header.key, header.base),
             Kind.COPY: self._copied,
-            Kind.COPY_STATE: self._copied,
+            Kind.COPY_STATE: self._shard.copies.copied_state,
             Kind.PING: self._asked,
         }
 
@@ -120,32 +122,30 @@ class Handlers:
         if handler is not None:
             handler(peer, header, payload)
         elif isinstance(self._mode, Synchronous):
-            self._mode.from_server(peer, header, unpack_json(payload, header))
+            self._mode.from_server(peer, header, Fields.of(payload, header))
 
     # Of workers
 
     def _hello(self, worker: int, header: Header, payload: memoryview) -> None:
         if header.base > self._view:
             return  # It knows a newer view, and asks again until this server does too.
-        step = None if header.step == NO_STEP else header.step
-        said = unpack_json(payload, header)
+        said = Hello.of(header, payload)
+        step, first, request = said.step, said.first, said.request
         behind: dict[int, int] = {}
-        first = 0 if step is None else int(said["first"])
         if step is not None:
-            answered, given = frozenset(unpack_keys(payload[header.meta :])), said["given"] is True
+            answered, given = said.answered, said.given
             if not given and self._is_missed(step - 1):
                 answered = self._shard.owned  # As if it were there: a newcomer cannot push it, and would wait for ever.
             behind = self._behind((worker, header.incarnation), step if given else step - 1, answered, first)
             if not isinstance(self._mode, Synchronous):
                 self._mode.met((worker, header.incarnation), first)
         if self._restored and self._shard.attendance is not None:
-            behind = self._lag(said["had"], behind)
+            behind = self._lag(said.had, behind)
         if behind and self._restored:
             self._catch_up((worker, header.incarnation), behind, first)
             behind = {}
         # Only a question, at first: a newcomer becomes a member when it says from which step on.
-        joins, request = said.get("joins") is True, said.get("request")
-        begins = self._mode.join(worker, step) if joins else 0
+        begins = self._mode.join(worker, step) if said.joins else 0
         self._mode.here(worker)
         if begins is None:
             return  # It asks again until this server knows where the others are.
@@ -156,9 +156,9 @@ class Handlers:
             "asked": header.sequence,
             "counted": self._mode.clock.counts(worker),
             "deaf": self._deaf(),
-            "held": type(request) is int,
+            "held": request is not None,
         }
-        held = self._held((worker, header.incarnation), request) if type(request) is int else []
+        held = [] if request is None else self._held((worker, header.incarnation), request)
         self._outbox.to_worker(worker, Kind.WELCOME, pack_keys(held), step=begins, json=answer, encoding=Encoding.KEYS)
 
     def _held(self, who: Who, request: int) -> list[int]:
@@ -196,7 +196,7 @@ class Handlers:
                 missing[key] = last - max(store.seen[key].get(who, -1), first - 1)
         return {key: count for key, count in missing.items() if count > 0}
 
-    def _lag(self, had: list[list[int]], behind: dict[int, int]) -> dict[int, int]:
+    def _lag(self, had: Collection[tuple[int, ...]], behind: dict[int, int]) -> dict[int, int]:
         """The own slices that lack updates that nobody can push again where steps do not wait for all.
 
         Who has had them may be dead. A late worker may have had some that it did not wait for; and a step is decided
@@ -211,7 +211,7 @@ class Handlers:
         least = dict.fromkeys(self._shard.own, self._mode.decided)
         for key, version in had:
             if key in least:
-                least[key] = max(least[key], int(version))
+                least[key] = max(least[key], version)
         for key, version in least.items():
             missing = version - max(0, store.versions[key])
             if missing > lag.get(key, 0):
@@ -266,7 +266,7 @@ class Handlers:
         """A message's hyper-parameters: mostly those of the last one, since all workers have the same."""
         text = bytes(payload[: header.meta])
         if text != self._text:
-            self._options = check_options(unpack_json(payload, header)["options"], self._groups)
+            self._options = check_options(unpack_json(payload, header).get("options"), self._specification.groups)
             self._text = text
         return self._options
 
@@ -300,17 +300,19 @@ class Handlers:
         if not isinstance(self._mode, Synchronous):
             self._shard.copies.relay_begins(server, self._options_in(header, payload))
             return
-        values = unpack_json(payload, header)
-        self._shard.copies.relay_begins(server, check_options(values["options"], self._groups))
-        self._mode.told(values)
+        decision = Decision.of(Fields.of(payload, header), self._specification)
+        self._shard.copies.relay_begins(server, decision.options)
+        self._mode.adopt(decision)
 
     def _copied(self, server: int, header: Header, payload: memoryview) -> None:
-        described = unpack_json(payload, header)
-        self._shard.copies.copied(server, header, described, payload)
-        if header.kind == Kind.COPY and isinstance(self._mode, Synchronous):
+        said = Fields.of(payload, header)
+        decided = said.object("decided")
+        decision = None if decided is None else Decision.of(decided, self._specification)
+        self._shard.copies.copied(server, header, said, payload[header.meta :])
+        if isinstance(self._mode, Synchronous):
             self._mode.replaced(header.base)
-            if described["decided"] is not None:
-                self._mode.told(described["decided"])
+            if decision is not None:
+                self._mode.adopt(decision)
 
     def _asked(self, server: int, header: Header, payload: memoryview) -> None:
         if self._gaps.asked(server, header.base):

@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.server.quorum import Attendance
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.specification import Options, Specification
-from cnnstrategies.paramserver.state_messages import check_room, pack_state, unpack_state
+from cnnstrategies.paramserver.state_messages import check_part, pack_state, unpack_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,13 @@ class Shard:
             self.answer(key)
 
     def acknowledged(self, backup: int, key: int, version: int) -> None:
-        """A backup has a slice up to a version."""
+        """A backup has a slice up to a version.
+
+        Raises:
+            InvalidMessageError: It is no slice of this server.
+        """
+        if key not in self.store.slices:
+            raise InvalidMessageError("a slice of another server")
         if self._replicas.acknowledged(key, backup, version):
             text = f"server {self._server} has filled server {backup}: its slices have all their copies again"
             self._outbox.effects.append(Say(text, True))
@@ -243,7 +249,7 @@ class Shard:
     def _set_state(self, key: int, described: dict[str, object], raw: memoryview) -> None:
         name, value = unpack_state(described, raw)
         state = self.store.state(key)
-        check_room(name, state, self.store.slices[key])
+        check_part(name, state, self.store.slices[key])
         self.store.set_state(key, name, value)
 
     def send_state(self, worker: int, request: int) -> None:

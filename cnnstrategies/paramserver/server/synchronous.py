@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.fields import Fields
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.backlog import Backlog
 from cnnstrategies.paramserver.server.clipping import GlobalNorm
@@ -21,7 +22,7 @@ from cnnstrategies.paramserver.server.clocks import SyncClock
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
-from cnnstrategies.paramserver.server.reports import Reports
+from cnnstrategies.paramserver.server.reports import Entry, Reports
 from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.updater import Updater
@@ -49,6 +50,7 @@ class Synchronous:
         waits = specification.backup_workers == 0
         self.clock = SyncClock(specification.workers, None if waits else specification.quorum)
         self.roll = RollCall()
+        self._specification = specification
         self._clips = specification.clip_norm is not None
         self._pipelined = specification.pipelined
         self._server = server
@@ -402,42 +404,47 @@ class Synchronous:
             self._outbox.ask_again(worker)
         self._early.clear()
 
-    def from_server(self, server: int, header: Header, values: dict[str, Any]) -> None:
+    def from_server(self, server: int, header: Header, said: Fields) -> None:
         """Another server's message.
 
         Raises:
-            InvalidMessageError: It is not for this server.
+            InvalidMessageError: It is not for this server, or has other contents.
         """
         if header.kind in (Kind.DECIDE, Kind.SCALE) and server != self.leader:
             raise InvalidMessageError("a decision of a server that is not the leader")
         if header.kind == Kind.VOTE:
-            self._reports.add(server, header.base, _entries(values))
+            self._reports.add(server, header.base, self._entries(said))
             self._consider()
         elif header.kind == Kind.STATUS:
-            complete = _entries(values)
-            if values["decision"] is not None:
-                self._adopt(Decision.from_dict(values["decision"]))
+            complete, decision = self._entries(said), said.object("decision")
+            if decision is not None:
+                self.adopt(Decision.of(decision, self._specification))
             self._reports.add(server, header.base, complete)
             if self._decision is not None and self.leader == self._server:
                 self._outbox.to_server(server, Kind.DECIDE, json=self._decision.as_dict())
             self._consider()
         elif header.kind == Kind.DECIDE:
             before = self._decision
-            self._decide(Decision.from_dict(values))
+            self._decide(Decision.of(said, self._specification))
             if self._decision is before:
                 self._norm.sent = False  # The leader may have heard it before it knew of the step itself.
                 self._send_norm()
         elif header.kind == Kind.NORM and header.base == self._view.number:
-            self._add_norm(server, header.step, float(values["square"]))
+            self._add_norm(server, header.step, said.real("square"))
         elif header.kind == Kind.SCALE:
-            self._scale(header.step, float(values["factor"]))
+            self._scale(header.step, said.real("factor"))
 
-    def told(self, decided: dict[str, Any]) -> None:
-        """What has come from another server was made by a decision: maybe nobody lives any more who has told of it."""
-        self._adopt(Decision.from_dict(decided))
+    def _entries(self, said: Fields) -> set[Entry]:
+        complete = {(step, worker) for step, worker in said.table("complete", 2)}
+        if complete and self._pipelined:
+            raise InvalidMessageError("a vote although the leader alone looks who has begun")
+        return complete
 
-    def _adopt(self, decision: Decision) -> None:
-        """Take over what was decided; as a new leader tell the others, too."""
+    def adopt(self, decision: Decision) -> None:
+        """Take over what was decided; as a new leader tell the others, too.
+
+        It may come with what was made by it: maybe nobody lives any more who has told of it.
+        """
         before = self._decision
         self._decide(decision)
         if self._decision is not before and self.leader == self._server:
@@ -492,7 +499,3 @@ class Synchronous:
         decision = self._decision
         if decision is not None and decision.step == step and decision.scale is None:
             self._decide(replace(decision, scale=factor))
-
-
-def _entries(values: dict[str, Any]) -> set[tuple[int, int]]:
-    return {(int(step), int(worker)) for step, worker in values["complete"]}
