@@ -1,16 +1,23 @@
 """Whatever comes over the control plane's wire, the coordinator neither fails nor keeps it, and the run goes on."""
 
+import contextlib
+import functools
 import json
 import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from changed_values import changed
 
 from cnnstrategies.paramserver.control import TAG, encode, parse
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import REFUSED
 from cnnstrategies.paramserver.drivers.loop import Loop
+from cnnstrategies.paramserver.simulation import control
 
 pytestmark = pytest.mark.light
 KINDS = [
@@ -69,6 +76,74 @@ def test_nonsense_is_refused_or_dropped_and_members_go_on():
     sent.clear()
     loop.message(me, Message("take", {"session": 0, "floor": 9}, (), 9))
     assert [(peer, message.kind) for peer, message in sent] == [(me, REFUSED)], "an answer, not silence"
+
+
+RUNS = 40
+Life = tuple[Any, list[tuple[str, tuple[Any, ...]]]]
+"""A role as it was made, and what its driver has called of it, one after the other."""
+
+
+@contextlib.contextmanager
+def noting(kind: Any, lives: list[Life]) -> Iterator[None]:
+    """All roles of a kind that are made meanwhile are noted."""
+    calls: dict[Any, list[tuple[str, tuple[Any, ...]]]] = {}
+    made = kind.__init__
+
+    def make(self: Any, *args: Any, **more: Any) -> None:
+        made(self, *args, **more)
+        calls[self] = []
+        lives.append((functools.partial(kind, *args, **more), calls[self]))
+
+    def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any) -> Any:
+            calls[self].append((name, args))
+            return right(self, *args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__init__", make)
+        for name in ("start", "on_message", "on_timer", "on_call"):
+            patch.setattr(kind, name, noted(name, getattr(kind, name)))
+        yield
+
+
+def wrong(message: Message, chance: random.Random) -> Message:
+    """What a peer has said, with something changed."""
+    fields, frames = json.loads(json.dumps(message.fields)), [bytes(one) for one in message.frames]
+    place = chance.randrange(2 * len(frames)) if frames else len(frames)
+    if place >= len(frames):
+        fields = changed(fields, chance)
+    elif frames[place].startswith(b"{"):
+        frames[place] = json.dumps(changed(json.loads(frames[place]), chance)).encode()
+    else:
+        frames[place] = chance.choice([b"", frames[place][:-1], frames[place] + bytes(24), b"\xff" * 24])
+    frames = frames if chance.random() < 0.9 else chance.choice([[], frames[:1], frames * 2])
+    fields = fields if isinstance(fields, dict) else {}
+    some = {"session": 0} if chance.random() < 0.8 else {}
+    return Message(message.kind, fields | some, frames, chance.choice([message.request, chance.randrange(9)]))
+
+
+@pytest.mark.parametrize("kind", [Coordinator, Participant])
+def test_nothing_that_a_peer_says_fails_later(kind: type) -> None:
+    """What runs with deaths and restarts of the coordinator have told a role, with changed messages among it."""
+    chance = random.Random(0)
+    lives: list[Life] = []
+    with noting(kind, lives):
+        for seed in range(RUNS):
+            control.simulate(seed)
+    for make, calls in lives:
+        role = make()
+        for name, args in calls:
+            if name != "on_message":
+                getattr(role, name)(*args)
+                continue
+            now, sender, message = args
+            rare = message.kind in ("give", "leave", "view", "lacks") or "report" in message.fields
+            said = [message] if chance.random() > (0.5 if rare else 0.02) else [wrong(message, chance), message]
+            for one in said:
+                with contextlib.suppress(ControlError):
+                    role.on_message(now, sender, one)
 
 
 def test_what_is_sent_is_what_comes():

@@ -336,12 +336,11 @@ def test_nobody_takes_the_place_of_a_member_that_lives() -> None:
 
 
 def test_a_member_does_what_its_role_does() -> None:
-    """A server ends no run, and a worker stops no coordinator."""
-    role = Coordinator(CoordinatorSettings("ipc://", 1, 1))
-    role.start(0.0)
+    """A server publishes nothing, and a worker stops no coordinator."""
     about = {"session": 0, "process": 1, "host": "", "endpoint": "", "public_key": ""}
-    for name, allowed in (("server", {"get"}), ("worker", {"put", "get", "end"})):
-        peer = Peer(name, 0, 0, 5)
+    for name, allowed in (("server", {"get", "end"}), ("worker", {"put", "get", "end"})):
+        role, peer = Coordinator(CoordinatorSettings("ipc://", 1, 1)), Peer(name, 0, 0, 5)
+        role.start(0.0)
         role.on_message(0.0, peer, Message("hello", about, request=1))
         for number, kind in enumerate(("put", "get", "end", "stop", "died", "status"), 2):
             fields = {

@@ -88,15 +88,7 @@ class Admission:
         """
         if self._roster.find(peer) is not None:
             return
-        member = Member(
-            peer,
-            message.integer("process"),
-            message.string("host")[:255],
-            now,
-            message.string("endpoint"),
-            message.string("public_key"),
-            came=now,
-        )
+        member = Member.of(peer, message, now)
         is_first = not self._roster.has_appeared(peer.role, peer.id)
         self._roster.add(member)
         self.history.came(now, member, returns=not self._roster.is_elastic(peer.role, peer.id))

@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from cnnstrategies.paramserver.coordinator.memory import Taken
 from cnnstrategies.paramserver.core.node import ControlError
+
+if TYPE_CHECKING:
+    from cnnstrategies.paramserver.coordinator.memory import Taken
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Epoch:
     shares: dict[int, Share] = field(default_factory=dict)
 
 
-def given(taken: Taken) -> Iterator[Chunk]:
+def given(taken: "Taken") -> Iterator[Chunk]:
     """The chunks that a worker was given."""
     numbers = taken.chunks
     for place in range(0, len(numbers) - 2, 3):

@@ -40,7 +40,7 @@ REQUESTS = {
     WORKER: frozenset(
         {"leave", "collect", "put", "get", "epoch", "take", "give_back", "progress", "notice", "end", "give"}
     ),
-    SERVER: frozenset({"leave", "get", "give", "notice"}),
+    SERVER: frozenset({"leave", "get", "give", "notice", "end"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 
@@ -240,7 +240,7 @@ class Coordinator:
             return
         try:
             self._handlers[message.kind](now, member, message)
-        except (ControlError, KeyError, TypeError) as error:
+        except ControlError as error:
             text = f"`{message.kind}` has other contents: {error}"
             self._answer(member.peer, Message(REFUSED, {"message": text}, request=message.request))
 
@@ -312,8 +312,10 @@ class Coordinator:
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
         figures = figures_of(message)
-        member.acknowledged = max(member.acknowledged, message.integer("seen"))
-        member.here, member.told = message.integer("here"), max(member.told, message.integer("told"))
+        seen, here, told = (message.integer(name) for name in ("seen", "here", "told"))
+        notices = message.integer("notices")
+        member.acknowledged, member.here = max(member.acknowledged, seen), here
+        member.told = max(member.told, told)
         if figures is not None:
             member.figures, member.measured = figures, now
         self.restart.ask(member.peer)
@@ -321,9 +323,9 @@ class Coordinator:
         if self.ended is not None:
             self._send(member.peer, self.ended)
             return
-        if message.integer("here") < self.roster.number:
+        if here < self.roster.number:
             self._send(member.peer, self.roster.view_message)
-        if message.integer("notices") < len(self.restart.notices):
+        if notices < len(self.restart.notices):
             self._send(member.peer, self._handouts.news())
 
     def _forget(self, now: float, member: Member) -> None:
@@ -428,10 +430,10 @@ class Coordinator:
 
     def _stop(self, now: float, sender: Peer, message: Message) -> None:
         """End, once the members of other nodes know why; those of the sender's it has ended itself."""
+        ended = {(role, identity) for role, identity in message.table("members", str, int)}
         self._send(sender, Message(DONE, request=message.request))
         self._finish("the run is over", clean=True)
         self._stopping = now if self._stopping is None else self._stopping
-        ended = {(one[0], one[1]) for one in message.fields["members"]}
         for place in ended:
             self.roster.account_for(*place)
         for member in self.roster.members:

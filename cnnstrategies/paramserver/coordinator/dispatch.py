@@ -45,13 +45,13 @@ class Dispatcher:
             return
         if number < max(self._epochs, default=number):
             return  # One that is started again begins to load before it has heard where the others are.
+        before = set(places(done))
         left: list[Chunk] = []
         for old in [other for other in self._epochs if other < number]:
             left += self._epochs[old].waiting
             self._epochs[old].waiting.clear()
             if old < number - 1:
                 del self._epochs[old]
-        before = set(places(done))
         starts = [start for start in range(0, samples, chunk) if start // chunk not in before]
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
         self._epochs[number] = Epoch(deque(left + cut), samples, chunk)

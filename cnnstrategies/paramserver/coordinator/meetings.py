@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from cnnstrategies.paramserver.coordinator.memory import MIDWAY
 from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, Wait
-from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
+from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
 # What all do after a boundary that has let somebody in: that one begins, and with it they go on.
@@ -303,11 +303,17 @@ class Rounds:
         self._outside = {one for one in self._behind if told[one] <= self._roster.sealed_at < sequence - 1}
 
     def give(self, now: float, message: Message) -> str | None:
-        """Take a result that a member has handed over; why the run cannot go on, if it cannot."""
+        """Take a result that a member has handed over; why the run cannot go on, if it cannot.
+
+        Raises:
+            ControlError: It is none.
+        """
         sequence, view = message.integer("sequence"), message.integer("view")
         if sequence not in self._lacks:
             return None
         ids, sizes, admitted = (message.integers(name) for name in ("ids", "sizes", "admitted"))
+        if len(ids) != len(sizes) or sum(sizes) != len(message.frames):
+            raise ControlError(f"{message.kind}: a result of {len(ids)} workers in {len(message.frames)} buffers")
         result = _Result(sequence, ids, sizes, now, view, list(message.frames), admitted)
         if not self._roster.sealed or sequence < self._roster.sealed_at:
             self._log[sequence] = result

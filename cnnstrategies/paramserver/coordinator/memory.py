@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from cnnstrategies.paramserver.coordinator.chunks import places
 from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message
 
 EPOCHS = 3  # of data dispatch; what a worker left behind that died comes in the next but one at the latest
@@ -69,34 +70,30 @@ class Report(NamedTuple):
         Raises:
             ControlError: It has other fields.
         """
-        told = message.fields.get("report")
-        if told is None:
+        if message.fields.get("report") is None:
             return None
-        try:
-            lengths = [int(one[6]) for one in told["epochs"]]
-            chunks = array("q")
-            chunks.frombytes(bytes(message.frames[1]))
-            if sum(lengths) != len(chunks) or min([0, *lengths, *chunks]) < 0:
-                raise ValueError("other chunks")
-            epochs, first = {}, 0
-            for (number, *counts, done, _), length in zip(told["epochs"], lengths, strict=True):
-                taken = chunks[first : first + length]
-                samples, chunk, processed, asked = map(int, counts)
-                int(done or "0", 16)
-                epochs[int(number)] = Taken(samples, chunk, processed, asked, taken, done)
-                first += length
-            return cls(
-                int(told["number"]),
-                bytes(message.frames[0]),
-                int(told["seen"]),
-                int(told["sequence"]),
-                [int(one) for one in told["rounds"]],
-                {str(name): got is True for name, got in told["values"].items()},
-                {str(name): int(value) for name, value in told["notices"].items()},
-                epochs,
-            )
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise ControlError(f"report: {type(error).__name__}: {error}") from error
+        told = Message("report", message.object("report"))
+        if len(message.frames) != 2 or len(message.frames[1]) % array("q").itemsize:
+            raise ControlError("report: buffers of another form")
+        chunks = array("q", bytes(message.frames[1]))
+        listed = told.table("epochs", int, int, int, int, int, str, int)
+        if sum(one[-1] for one in listed) != len(chunks) or min([0, *chunks]) < 0:
+            raise ControlError("report: other chunks")
+        epochs, first = {}, 0
+        for number, samples, chunk, processed, asked, done, length in listed:
+            epochs[number] = Taken(samples, chunk, processed, asked, chunks[first : first + length], done)
+            places(done)  # checks it
+            first += length
+        return cls(
+            told.integer("number", -1),
+            bytes(message.frames[0]),
+            told.integer("seen"),
+            told.integer("sequence"),
+            told.integers("rounds"),
+            {name: got is True for name, got in told.object("values").items()},
+            told.numbers("notices"),
+            epochs,
+        )
 
 
 class Memory:
@@ -165,6 +162,9 @@ class Memory:
             if MIDWAY in asked.fields:
                 self._last = Message(reply.kind, {**reply.fields, "admitted": []}, reply.frames)
             return
+        for name in ("ids", "sizes", "admitted"):
+            reply.integers(name)  # It may have to be handed over.
+        reply.integer("view")
         self._last = reply
         if not self._sealed and not reply.flag("joined"):
             self._setup[reply.integer("sequence")] = reply

@@ -5,7 +5,7 @@ from typing import Any
 
 from cnnstrategies.paramserver.coordinator.memory import Memory
 from cnnstrategies.paramserver.coordinator.settings import Address
-from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Return, Send, Timer
+from cnnstrategies.paramserver.core.node import Call, Effects, End, Message, Peer, Return, Send, Timer
 from cnnstrategies.paramserver.core.requests import MOST, REFUSED, REPLIES, TIMER, Asking, Request
 from cnnstrategies.paramserver.core.view import View
 
@@ -106,7 +106,7 @@ class Participant:
         if message.kind == "ended":
             return self._told_end(message)
         if message.kind == "notices":
-            self.notices = {name: value for name, value in message.fields["notices"].items() if type(value) is int}
+            self.notices = message.numbers("notices")
         return []
 
     def on_timer(self, now: float, name: str) -> Effects:
@@ -192,10 +192,7 @@ class Participant:
         return [Return(request.call, message)]
 
     def _take_view(self, message: Message) -> Effects:
-        try:
-            view = View.from_dict(message.fields["view"])
-        except (TypeError, KeyError, ValueError) as error:
-            raise ControlError(f"view: {error}") from error
+        view = View.from_dict(message.object("view"))
         if self.view is not None and view.number <= self.view.number:
             return []
         self.view = view
@@ -206,7 +203,7 @@ class Participant:
         """Hand over what the coordinator lacks."""
         given = {one.message.fields.get("item") for one in self.asking.open.values()}
         effects: Effects = []
-        for name in message.fields["items"]:
+        for name in message.names("items"):
             item = self.memory.item(name) if name not in given else None
             if item is not None:
                 effects += self.asking.ask(now, "give", {"item": name, **item[0]}, item[1])

@@ -1,13 +1,13 @@
 """How a coordinator that follows one that was killed learns what that one knew: the members tell it."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cnnstrategies.paramserver.coordinator.memory import ROUND, VALUE, Report, Taken
-from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, RosterState
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+from cnnstrategies.paramserver.core.view import ServerInfo, View
 
 Life = tuple[str, int, int]
 
@@ -42,6 +42,10 @@ class Recovery:
         timeout: Seconds to wait at most.
         appear: Seconds to wait at most while nobody has reported a view.
         elastic: How many workers may have joined beside those of the run.
+
+    Attributes:
+        view: The newest view that was reported; one without members if nobody knows one.
+        state: What the coordinator that was killed has told with it; None likewise.
     """
 
     def __init__(
@@ -55,7 +59,8 @@ class Recovery:
         self._others = [(WORKER, workers + one) for one in range(elastic)]
         self._until, self._latest = began + timeout, began + appear
         self._number = -1
-        self._newest: dict[str, dict[str, Any]] = {}
+        self.view = View(-1, (), ())
+        self.state: RosterState | None = None
 
     def hear(self, now: float, sender: Peer, message: Message) -> None:
         """A process says hello.
@@ -65,20 +70,22 @@ class Recovery:
         """
         if (sender.role, sender.id) not in self._places + self._others:
             return
+        Member.of(sender, message, now)  # checks it: it is acted on when all have reported
         report = Report.of(message)
+        told = None if report is None else _newest(report)
         older = [peer for peer in self.hellos if peer[:2] == sender[:2] and peer != sender]
         if any(peer.life >= sender.life for peer in older):
             return
         for peer in older:
             self.leave(peer)
         self.hellos[sender], self.seen[sender] = message, now
-        if report is not None:
+        if report is not None and told is not None:
             self.reports[sender] = report
-            newest = _newest(report)
+            view, state = told
             # Who has joined before training says nothing of those that are waited for.
-            says = (sender.role, sender.id) in self._places or newest["roster"]["sealed"] >= 0
+            says = (sender.role, sender.id) in self._places or state.sealed >= 0
             if report.number > self._number and says:
-                self._newest = newest
+                self.view, self.state = view, state
                 self._number = report.number
 
     def leave(self, peer: Peer) -> None:
@@ -97,12 +104,12 @@ class Recovery:
         Views name no workers before training, and who comes to a collective changes no view.
         """
         lives = {peer[:2]: peer.life for peer in self.hellos}
-        if self._number < 0:
+        if self.state is None:
             return [(*place, 0) for place in self._places if place not in lives]
         ended = {life[:2]: life[2] for life in sorted(self.fates)}
-        members = {(role, identity): life for role, identity, life in self.state["members"]}
-        members |= {(WORKER, one["id"]): one["incarnation"] for one in self.view["workers"]}
-        if self.state["sealed"] < 0:
+        members = {(role, identity): life for role, identity, life in self.state.members}
+        members |= {(WORKER, one.id): one.incarnation for one in self.view.workers}
+        if self.state.sealed < 0:
             members = dict.fromkeys(self._places, 0) | members
         return [
             (*place, life)
@@ -115,7 +122,7 @@ class Recovery:
 
         Nobody is told of these then, and they may have been told that training begins.
         """
-        if self._number < 0 or self.state["sealed"] >= 0:
+        if self.state is None or self.state.sealed >= 0:
             return []
         lives = {peer[:2]: peer.life for peer in self.hellos}
         last = {life[:2]: fate for life, fate in sorted(self.fates.items())}
@@ -132,23 +139,13 @@ class Recovery:
         """Of the newest view; -1 if nobody knows one."""
         return self._number
 
-    @property
-    def view(self) -> Mapping[str, Any]:
-        """The newest view; empty if nobody knows one."""
-        return self._newest.get("view", {})
-
-    @property
-    def state(self) -> Mapping[str, Any]:
-        """What the coordinator that was killed has told beside the view; see `Roster.follow`."""
-        return self._newest.get("roster", {})
-
     def since(self, server: Peer) -> int | None:
         """Since which view a server is there; None if the newest view has not this very process."""
         report = self.reports.get(server)
         if report is None:
             return None
         own = _own(report, server)
-        return next((one["since"] for one in self.view["servers"] if [one] == own), None)
+        return next((one.since for one in self.view.servers if [one] == own), None)
 
     def told(self) -> dict[int, int]:
         """How many collectives each worker knows the results of."""
@@ -197,29 +194,23 @@ def begun(message: Message) -> int:
         ControlError: Its report has other fields.
     """
     report = Report.of(message)
-    return 0 if report is None else int(_newest(report)["view"]["begun"])
+    return 0 if report is None else _newest(report)[0].begun
 
 
-def _own(report: Report, server: Peer) -> list[Any]:
-    return [one for one in _newest(report)["view"]["servers"] if one["id"] == server.id]
+def _own(report: Report, server: Peer) -> list[ServerInfo]:
+    return [one for one in _newest(report)[0].servers if one.id == server.id]
 
 
-def _newest(report: Report) -> dict[str, dict[str, Any]]:
+def _newest(report: Report) -> tuple[View, RosterState]:
     """The newest view that a member knows, and what it was told with it.
 
     Raises:
         ControlError: That is none.
     """
     try:
-        newest = json.loads(report.newest)
-        view, state = newest["view"], newest["roster"]
-        numbers = [one for place in (*state["members"], *state["begun"]) for one in place[1:]]
-        numbers += [*state["group"], *state["lost"], state["sealed"], state["reached"], view["begun"]]
-        numbers += [one[name] for one in view["servers"] for name in ("id", "since")]
-        numbers += [one[name] for one in view["workers"] for name in ("id", "incarnation")]
-        numbers += [number for one in state.get("done", ()) for number in (*one[:2], int(one[2], 16))]
-        if any(type(number) is not int for number in numbers) or any(len(one) != 5 for one in state["gone"]):
-            raise ValueError("no numbers")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ControlError(f"report: {type(error).__name__}: {error}") from error
-    return {"view": view, "roster": state}
+        told = Message("report", json.loads(report.newest))
+    except (ValueError, RecursionError) as error:
+        raise ControlError(f"report: {error}") from error
+    if not isinstance(told.fields, dict):
+        raise ControlError("report: no JSON object")
+    return View.from_dict(told.object("view")), RosterState.of(told.object("roster"))

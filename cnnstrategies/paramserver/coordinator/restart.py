@@ -120,7 +120,7 @@ class Restart:
     def _take_up(self, now: float, recovery: Recovery) -> None:
         roster, admission = self._parts.roster, self._parts.admission
         missing = recovery.missing()
-        roster.follow(self._settings.term, recovery.view.get("begun", 0), recovery.state)
+        roster.follow(self._settings.term, recovery.view.begun, recovery.state)
         for fate in recovery.fates.values():
             if fate.how is None:
                 self._left(fate.life)
@@ -133,7 +133,9 @@ class Restart:
         self._parts.rounds.follow(sequence, told, lacks)
         # What these had not worked on the last coordinator has given out again, and maybe to others.
         let_go = [peer for peer in recovery.reports if self._was_let_go(peer)]
-        self._parts.dispatcher.follow(recovery.epochs(but=let_go), recovery.state.get("done", ()))
+        self._parts.dispatcher.follow(
+            recovery.epochs(but=let_go), () if recovery.state is None else recovery.state.done
+        )
         self.notices.update(recovery.notices())
         for peer, message in recovery.hellos.items():
             if peer in recovery.reports and not roster.is_over(peer):
@@ -174,7 +176,7 @@ class Restart:
     def _sweep(self, now: float, recovery: Recovery) -> None:
         """Take those out of the group that are no members any more."""
         roster = self._parts.roster
-        lives = {one["id"]: one["incarnation"] for one in recovery.view.get("workers", ())}
+        lives = {one.id: one.incarnation for one in recovery.view.workers}
         for worker in sorted(roster.group) if roster.sealed else ():
             member, life = roster.at(WORKER, worker), lives.get(worker, 0)
             if member is None or member.peer.life != life:
@@ -199,18 +201,8 @@ class Restart:
         if since is None:
             return  # It is new to all others.
         seen, report = recovery.seen[peer], recovery.reports[peer]
-        member = Member(
-            peer,
-            message.integer("process"),
-            message.string("host")[:255],
-            seen,
-            message.string("endpoint"),
-            message.string("public_key"),
-            acknowledged=report.seen,
-            came=seen,
-            since=since,
-            told=report.sequence,
-        )
+        member = Member.of(peer, message, seen)
+        member.acknowledged, member.since, member.told = report.seen, since, report.sequence
         roster.add(member)
         self._parts.admission.history.was_here(seen, peer)
         if peer.role == SERVER:

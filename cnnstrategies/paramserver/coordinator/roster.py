@@ -3,8 +3,9 @@
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from cnnstrategies.paramserver.coordinator.chunks import places
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerInfo
 
@@ -47,8 +48,64 @@ class Member:
     figures: Mapping[str, float] = field(default_factory=dict)
     measured: float = 0.0
 
+    @classmethod
+    def of(cls, peer: Peer, hello: Message, now: float) -> "Member":
+        """A process that says hello.
+
+        Raises:
+            ControlError: It has other fields.
+        """
+        host, endpoint, key = (hello.string(name) for name in ("host", "endpoint", "public_key"))
+        return cls(peer, hello.integer("process"), host[:255], now, endpoint, key, came=now)
+
     def __str__(self) -> str:
         return f"{self.peer} (process {self.process} on {self.host})"
+
+
+class RosterState(NamedTuple):
+    """What a coordinator that follows another has to know beside the view: the members keep it with that.
+
+    Attributes:
+        group: See :class:`Roster`.
+        sealed: Its `sealed_at`.
+        reached: See :class:`Roster`.
+        members: Role, id and life of each.
+        begun: Role, id and the first life that is not over of each place whose first process is.
+        gone: Role, id, life and process of each that is a member no longer, and whether it left.
+        lost: Its `lost_servers`.
+        done: See :class:`Roster`; empty where nobody may join.
+    """
+
+    group: list[int]
+    sealed: int
+    reached: int
+    members: list[tuple[str, int, int]]
+    begun: list[tuple[str, int, int]]
+    gone: list[tuple[str, int, int, int, bool]]
+    lost: list[int]
+    done: list[tuple[int, int, str]]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "RosterState":
+        """The one that a member has kept.
+
+        Raises:
+            ControlError: It has other fields.
+        """
+        said = Message("report", values)
+        done = said.table("done", int, int, str)
+        for _, _, text in done:
+            places(text)  # checks it
+        return cls(
+            said.integers("group"),
+            said.integer("sealed", -1),
+            said.integer("reached"),
+            said.table("members", str, int, int),
+            said.table("begun", str, int, int),
+            said.table("gone", str, int, int, int, bool),
+            said.integers("lost"),
+            done,
+        )
 
 
 class Roster:
@@ -244,40 +301,38 @@ class Roster:
             self._send(member.peer, message)
 
     def _message(self) -> Message:
-        return Message("view", {"view": self._view.as_dict(), "roster": self._state()})
+        return Message("view", {"view": self._view.as_dict(), "roster": self._state()._asdict()})
 
     # Terms
 
-    def _state(self) -> dict[str, Any]:
-        """What a coordinator that follows this one has to know beside the view."""
-        done = {} if self.done is None else {"done": self.done()}
-        return {
-            **done,
-            "group": sorted(self.group),
-            "sealed": self.sealed_at,
-            "reached": self.reached,
-            "members": [one.peer[:3] for one in self.members],
-            "begun": [[*place, life] for place, life in self._first_life.items() if life],
-            "gone": [[*peer, left] for peer, left in self.gone.items()],
-            "lost": sorted(self.lost_servers),
-        }
+    def _state(self) -> RosterState:
+        return RosterState(
+            sorted(self.group),
+            self.sealed_at,
+            self.reached,
+            [one.peer[:3] for one in self.members],
+            [(*place, life) for place, life in self._first_life.items() if life],
+            [(*peer, left) for peer, left in self.gone.items()],
+            sorted(self.lost_servers),
+            [] if self.done is None else list(self.done()),
+        )
 
-    def follow(self, term: int, begun: int, state: Mapping[str, Any]) -> None:
+    def follow(self, term: int, begun: int, state: RosterState | None) -> None:
         """Go on where a coordinator has stopped that was killed.
 
         Args:
             term: How many there were before.
             begun: Number of the first view of training.
-            state: What the last one has told the members beside the view.
+            state: What the last one has told the members beside the view, if it has told any.
         """
         self._view = View(term * TERM, (), (), begun=begun)
-        if not state:
+        if state is None:
             return
-        self.group = set(state["group"])
-        self.sealed_at, self.reached = state["sealed"], state["reached"]
-        self.lost_servers = set(state["lost"])
-        self.gone = {Peer(*one[:4]): bool(one[4]) for one in state["gone"]}
-        self._first_life = {(role, identity): life for role, identity, life in state["begun"]}
+        self.group = set(state.group)
+        self.sealed_at, self.reached = state.sealed, state.reached
+        self.lost_servers = set(state.lost)
+        self.gone = {Peer(*one[:4]): one[4] for one in state.gone}
+        self._first_life = {(role, identity): life for role, identity, life in state.begun}
         # All workers have met at the end of the set-up. That a server has been there its report shows, or its loss.
         workers = itertools.product((WORKER,), range(self._workers) if self.sealed else ())
         lost = itertools.product((SERVER,), self.lost_servers)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 Buffer = bytes | bytearray | memoryview
+LARGEST = 1 << 63  # is no number of a message any more
 
 
 class ControlError(ValueError):
@@ -48,10 +49,10 @@ class Message(NamedTuple):
     frames: Sequence[Buffer] = ()
     request: int = 0
 
-    def integer(self, name: str) -> int:
-        """A field that is an integer of at most 63 bits and not negative."""
+    def integer(self, name: str, least: int = 0) -> int:
+        """A field that is an integer of at most 63 bits and not below the least."""
         value = self.fields.get(name)
-        if type(value) is not int or not 0 <= value < 1 << 63:
+        if type(value) is not int or not least <= value < LARGEST:
             raise ControlError(f"{self.kind}: {name}={value!r} is not a number")
         return value
 
@@ -72,6 +73,43 @@ class Message(NamedTuple):
         if not isinstance(value, list) or len(value) > 1 << 16 or any(type(one) is not int for one in value):
             raise ControlError(f"{self.kind}: {name} is not a list of numbers")
         return value
+
+    def names(self, name: str) -> list[str]:
+        """A field that is a list of strings."""
+        value = self.fields.get(name)
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise ControlError(f"{self.kind}: {name} is not a list of strings")
+        return value
+
+    def object(self, name: str) -> Mapping[str, Any]:
+        """A field that is an object."""
+        value = self.fields.get(name)
+        if not isinstance(value, dict):
+            raise ControlError(f"{self.kind}: {name} is not an object")
+        return value
+
+    def numbers(self, name: str) -> dict[str, int]:
+        """A field that is an object of integers, as in :meth:`integer`."""
+        values = Message(self.kind, self.object(name))
+        return {one: values.integer(one) for one in values.fields}
+
+    def table(self, name: str, *columns: type) -> list[tuple[Any, ...]]:
+        """A field that is a list of lists, each with an integer, as in :meth:`integer`, or other value for each column.
+
+        Args:
+            name: The field's.
+            columns: The types of the values.
+        """
+        value = self.fields.get(name)
+        if not isinstance(value, list) or not all(_is_row(row, columns) for row in value):
+            raise ControlError(f"{self.kind}: {name} is not a table of {len(columns)} columns")
+        return [tuple(row) for row in value]
+
+
+def _is_row(row: Any, columns: Sequence[type]) -> bool:
+    if not isinstance(row, list | tuple) or tuple(map(type, row)) != columns:
+        return False
+    return all(type(one) is not int or 0 <= one < LARGEST for one in row)
 
 
 class Send(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cnnstrategies.paramserver.core.node import Buffer, Effects, Message, Peer, Send, Timer
+from cnnstrategies.paramserver.core.node import Buffer, ControlError, Effects, Message, Peer, Send, Timer
 
 DONE, REFUSED, HELD, UNKNOWN, PROBE = "done", "refused", "held", "unknown", "probe"
 REPLIES = frozenset((DONE, REFUSED, HELD, UNKNOWN))
@@ -82,7 +82,7 @@ class Asking:
             ControlError: It has other fields.
         """
         if message.kind == HELD:
-            for number, blames in zip(message.integers("ids"), message.fields["blames"], strict=False):
+            for number, blames in zip(message.integers("ids"), _blames(message), strict=False):
                 if number in self.open:
                     self.open[number].blames = blames
                     self.open[number].progress = now
@@ -112,6 +112,14 @@ class Asking:
     def drop(self, kind: str) -> None:
         """Wait no longer for the answers to requests of a kind."""
         self.open = {number: one for number, one in self.open.items() if one.message.kind != kind}
+
+
+def _blames(message: Message) -> list[list[str]]:
+    """Of each request that is held, who is waited for."""
+    found = message.fields.get("blames")
+    if not isinstance(found, list):
+        raise ControlError(f"{HELD}: blames is not a list")
+    return [Message(HELD, {"blames": one}).names("blames") for one in found]
 
 
 @dataclass

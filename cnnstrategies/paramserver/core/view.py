@@ -1,7 +1,10 @@
 """Who takes part: numbered views of the membership, and where a process gets them from."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol, TypeVar
+
+from cnnstrategies.paramserver.core.node import ControlError, Message
 
 TERM = 1 << 20  # views of one coordinator: those of the next have higher numbers
 
@@ -68,19 +71,35 @@ class View:
 
     def as_dict(self) -> dict[str, Any]:
         """This view as what JSON can hold."""
-        return asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "View":
+    def from_dict(cls, values: Mapping[str, Any]) -> "View":
         """The view that :meth:`as_dict` described.
 
         Raises:
-            TypeError: A field is missing or unknown.
+            ControlError: A field is missing, unknown or of another type.
         """
-        servers = tuple(ServerInfo(**server) for server in values["servers"])
-        workers = tuple(WorkerInfo(**worker) for worker in values["workers"])
-        lost = tuple(int(server) for server in values["lost"])
-        return cls(int(values["number"]), servers, workers, lost, int(values["begun"]))
+        said = Message("view", values)
+        servers, workers = _infos(ServerInfo, said), _infos(WorkerInfo, said)
+        return cls(said.integer("number"), servers, workers, tuple(said.integers("lost")), said.integer("begun"))
+
+
+Info = TypeVar("Info", ServerInfo, WorkerInfo)
+
+
+def _infos(kind: type[Info], said: Message) -> tuple[Info, ...]:
+    listed, types = said.fields.get(_LISTS[kind]), _TYPES[kind]
+    if not isinstance(listed, list):
+        raise ControlError(f"a view without {_LISTS[kind]}")
+    for one in listed:
+        if not isinstance(one, dict) or {name: type(value) for name, value in one.items()} != types:
+            raise ControlError(f"a view with {_LISTS[kind]} of another form")
+    return tuple(kind(**one) for one in listed)
+
+
+_LISTS: dict[type, str] = {ServerInfo: "servers", WorkerInfo: "workers"}
+_TYPES = {kind: {field.name: field.type for field in fields(kind)} for kind in (ServerInfo, WorkerInfo)}
 
 
 class RunEnded(RuntimeError):  # noqa: N818 - an end, not always an error

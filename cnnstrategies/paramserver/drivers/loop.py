@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from cnnstrategies.paramserver.core.node import (
     Call,
-    ControlError,
     Effects,
     End,
     Message,
@@ -52,12 +51,9 @@ class Loop:
         """A message has come.
 
         Raises:
-            ControlError: It is none.
+            ControlError: It is none. Whatever else is raised is a mistake of the role's own.
         """
-        try:
-            self._act(self.role.on_message(time.monotonic(), sender, message))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ControlError(f"{message.kind}: {type(error).__name__}: {error}") from error
+        self._act(self.role.on_message(time.monotonic(), sender, message))
 
     def call(self, call: Call) -> None:
         """This process asks for something."""

@@ -62,7 +62,7 @@ class Bindings:
             raise ControlError(f"{message.kind}: another one's key")
 
     def _register(self, key: str, sender: Peer, own: str) -> None:
-        if key != self._run or sender.role not in MEMBERS or sender.process != fingerprint(own):
+        if key != self._run or sender.role not in MEMBERS or not own.isascii() or sender.process != fingerprint(own):
             raise ControlError("a key is registered in another one's name")
         if self.bound.setdefault(own, sender) != sender:
             raise ControlError("a key is one member's, for one life")
