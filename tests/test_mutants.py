@@ -14,6 +14,7 @@ for name in (
     "hybrid_pipeline",
     "licences",
     "modules",
+    "own_mistakes",
     "parameter_server",
     "pipeline",
     "planning",

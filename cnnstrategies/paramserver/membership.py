@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from cnnstrategies.paramserver.coordinator.participant import VIEW, Participant
@@ -267,7 +268,9 @@ class Membership:
         try:
             self._serve(line)
         except Exception as error:  # The main thread must hear of it, whatever it is.
-            self._set_ended(End(f"the heartbeat thread failed: {type(error).__name__}: {error}", clean=False))
+            traceback.print_exc()
+            reason = f"{self._name}: the heartbeat thread failed: {type(error).__name__}: {error}"
+            self._set_ended(End(reason, clean=False))
         finally:
             line.close()
 

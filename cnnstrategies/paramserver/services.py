@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any, Literal, NoReturn
@@ -83,6 +84,7 @@ class ServerProcess:
 
         Raises:
             RunEnded: The run cannot go on; the message says why.
+            ConfigurationError: It cannot serve this run. As of any other error, all processes of the run are told.
         """
         if self.starter is not None:
             end_with_parent(self.starter)
@@ -114,6 +116,11 @@ class ServerProcess:
         except RunEnded as ended:
             if not ended.clean:
                 raise
+        except Exception as error:
+            # From here, for nobody may watch this process: and to leave without a word is to have done one's part.
+            reason = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
+            membership.end(f"server {self.address.id} failed: {reason}")
+            raise
         finally:
             listener.close()
             membership.close()
@@ -221,6 +228,9 @@ def serve(service: Service, dedicated: bool = False) -> int:
         return 1
     except (ConfigurationError, OSError, zmq.ZMQError) as error:
         print(f"{type(service).__name__} cannot start: {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception:  # Here, too: at a regular end sockets that are left open could be waited for.
+        traceback.print_exc()
         return 1
     return 0
 

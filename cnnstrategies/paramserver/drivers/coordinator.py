@@ -85,9 +85,21 @@ class CoordinatorService:
     def run(self, orphaned: Callable[[], bool] = lambda: False) -> None:
         """Serve until told to stop.
 
+        What fails in it ends it, and all who have said hello are told: none of them waits for its silence.
+
         Args:
             orphaned: Asked several times a second; True ends the service.
         """
+        try:
+            self._serve(orphaned)
+        except Exception as error:
+            text = f"the coordinator failed: {type(error).__name__}: {error}"
+            ended = Message("ended", {"message": text, "clean": False})
+            for peer in self.routes:
+                self.send(peer, ended)
+            raise
+
+    def _serve(self, orphaned: Callable[[], bool]) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         if self._gatekeeper is not None:

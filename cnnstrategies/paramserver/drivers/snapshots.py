@@ -25,6 +25,7 @@ class SnapshotWriter:
         self.files = SnapshotFiles(directory, specification.session, server) if wanted and directory else None
         self._writer: threading.Thread | None = None
         self._error: str | None = None
+        self._failure: Exception | None = None  # is no disk's, but a mistake in here
 
     def begin(self, contents: dict[str, Any]) -> None:
         """Begin to write one."""
@@ -39,6 +40,8 @@ class SnapshotWriter:
             self.files.write(contents)
         except OSError as error:
             self._error = str(error)
+        except Exception as error:
+            self._failure = error
 
     @property
     def done(self) -> bool:
@@ -46,10 +49,17 @@ class SnapshotWriter:
         return self._writer is not None and not self._writer.is_alive()
 
     def result(self) -> str | None:
-        """Wait for the one that was begun; why it could not be written, or None."""
+        """Wait for the one that was begun; why it could not be written, or None.
+
+        Raises:
+            Exception: What else its thread has failed with.
+        """
         if self._writer is not None:
             self._writer.join()
             self._writer = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         return self._error
 
     def load(self, store: Store) -> bool:
