@@ -9,8 +9,9 @@ from typing import Any
 
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateFinder
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint, Timer
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
@@ -20,6 +21,7 @@ __all__ = [
     "GlobalState",
     "MultiProcessingLauncher",
     "ScriptLauncher",
+    "acts_within_epochs",
     "built_by_cli",
     "check_start",
     "end_observation",
@@ -29,7 +31,19 @@ __all__ = [
     "script_command",
     "set_batches_that_stepped",
     "train_loader",
+    "wrapped_sampler",
 ]
+
+
+def acts_within_epochs(callback: Callback) -> str | None:
+    """By which argument a callback of Lightning has all ranks do something together between two batches of an epoch."""
+    if isinstance(callback, ModelCheckpoint):
+        if callback._every_n_train_steps:
+            return f"every_n_train_steps={callback._every_n_train_steps}"
+        return None if callback._train_time_interval is None else f"train_time_interval={callback._train_time_interval}"
+    if isinstance(callback, Timer) and callback.time_remaining() is not None and callback._interval == "step":
+        return "interval='step' (max_time)"
+    return None
 
 
 def built_by_cli() -> bool:
@@ -86,6 +100,11 @@ def train_loader(trainer: Trainer) -> Any:
     """What a trainer will fit on, before it has made its loaders: given to ``fit``, or by a hook, which is called."""
     source = trainer.fit_loop._data_source
     return None if source.instance is None or not source.is_defined() else source.dataloader()
+
+
+def wrapped_sampler(wrapper: DistributedSamplerWrapper) -> Any:
+    """The user's own sampler in the one that Lightning has put in its place."""
+    return wrapper.dataset._sampler  # type: ignore[attr-defined]
 
 
 def ranks_are_children(launcher: Any) -> bool:

@@ -8,12 +8,14 @@ from typing import Any
 
 import test_combiner
 import test_compression
+import test_given_out_samples
 import test_momentum_correction
 import test_outer_step
 import test_security
 import test_snapshots
 import torch
 import zmq
+from lightning.pytorch import Trainer
 from mutants.faulty import replaces
 from torch import Tensor
 
@@ -24,7 +26,12 @@ from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.drivers.snapshot_files import DamagedSnapshotError, SnapshotFiles, read
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
 from cnnstrategies.paramserver.worker.momentum import MomentumCorrection
+from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
+from cnnstrategies.strategies.parameter_server.group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
+from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
+from cnnstrategies.strategies.parameter_server.sample_order import check_order, items_of
 
 # Nodes that push once
 
@@ -64,6 +71,48 @@ def servers_keep_the_momentum_that_workers_make(
 ) -> Sequence[dict[str, Any]]:
     right(self, options)
     return options
+
+
+# Batches that are given out
+
+
+@replaces(
+    items_of, killed_by=test_given_out_samples.test_all_workers_know_the_same_order_of_an_epoch,
+    make=test_given_out_samples.Shuffled,
+)  # fmt: skip
+def each_worker_gives_out_an_order_of_its_own(
+    right: Callable[[Any, int], list[Any]], sampler: Any, epoch: int
+) -> list[Any]:
+    return [list(sampler.sampler)[place::4] for place in range(4)]
+
+
+@replaces(check_order, killed_by=test_given_out_samples.test_a_sampler_without_an_order_that_all_know_is_refused)
+def a_sampler_may_give_another_order_each_time(
+    right: Callable[[Any, WorkerGroup], None], sampler: Any, group: WorkerGroup
+) -> None:
+    pass
+
+
+@replaces(BatchDispatch.loader, killed_by=test_given_out_samples.test_one_loader_is_given_out_and_several_are_refused)
+def two_loaders_share_the_batches_of_one(
+    right: Callable[[BatchDispatch, object, Trainer], DispatchedLoader],
+    self: BatchDispatch,
+    dataloader: object,
+    trainer: Trainer,
+) -> DispatchedLoader:
+    self.has_loader = False
+    return right(self, dataloader, trainer)
+
+
+@replaces(
+    check_dispatch,
+    killed_by=test_given_out_samples.test_what_counts_steps_is_refused_where_workers_make_different_numbers_of_them,
+)
+def workers_save_together_at_steps_that_they_make_at_different_times(
+    right: Callable[[Trainer, Options], None], trainer: Trainer, options: Options
+) -> None:
+    if not trainer.checkpoint_callbacks:
+        right(trainer, options)
 
 
 # Snapshots' files

@@ -288,8 +288,8 @@ def test_another_number_of_batches_is_not_the_runs():
         def take(self, number, processed):
             return Chunk(number, 0, 0)
 
-    visitor = SimpleNamespace(group=SimpleNamespace(collectives=Run()), is_in=True, leaving=False)
-    trainer = SimpleNamespace(val_check_interval=1.0, fit_loop=SimpleNamespace(epoch_progress=None), current_epoch=0)
+    visitor = SimpleNamespace(group=SimpleNamespace(collectives=Run(), rank=0), is_in=True, leaving=False)
+    trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_progress=None), current_epoch=0)
 
     def begin(batches):
         data = range(batches)

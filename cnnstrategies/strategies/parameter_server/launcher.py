@@ -37,6 +37,7 @@ from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.processes import end_with_parent
+from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
 from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import INCARNATION, Layout, choose_place, open_supervision
@@ -105,12 +106,13 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
         Raises:
             RunEnded: The run could not go on; the message says who died.
             ProcessRaisedException: It raised on a rank.
-            ConfigurationError: A callback of the trainer cannot do its work here, nor its clipping.
+            ConfigurationError: A callback or an option of the trainer cannot do its work here, nor its clipping.
         """
         check_start(self._start_method)
         training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             check_callbacks(trainer.callbacks, self._options, returns=False)  # type: ignore[attr-defined]
+            check_dispatch(trainer, self._options)
             self._options.check_clipping(trainer.gradient_clip_val)
         if self._already_fit and training:
             raise NotImplementedError(
@@ -230,10 +232,11 @@ class WatchingScriptLauncher(ScriptLauncher):
 
         Raises:
             SystemExit: In the process that has watched the ranks: it has nothing more to do.
-            ConfigurationError: A callback of the trainer cannot do its work here, nor its clipping.
+            ConfigurationError: A callback or an option of the trainer cannot do its work here, nor its clipping.
         """
         if trainer is not None:
             check_callbacks(trainer.callbacks, self._options, returns=True)  # type: ignore[attr-defined]
+            check_dispatch(trainer, self._options)
             self._options.check_clipping(trainer.gradient_clip_val)
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -1,14 +1,15 @@
 """A training loader whose batches are given out by the coordinator, to whoever asks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.sample_order import check_order, distributed, items_of
 
 
 class ChunkSampler:
@@ -36,20 +37,9 @@ class ChunkSampler:
         """Give out that epoch from now on."""
         self.epoch = epoch
 
-    def items(self, epoch: int) -> Sequence[Any]:
-        """All items of an epoch, those of all ranks in turn."""
-        inner = distributed(self.sampler)
-        inner.set_epoch(epoch)
-        own, shares = inner.rank, []
-        for rank in range(inner.num_replicas):
-            inner.rank = rank
-            shares.append(list(self.sampler))
-        inner.rank = own
-        return [share[place] for place in range(len(shares[0])) for share in shares if place < len(share)]
-
     def __iter__(self) -> Iterator[Any]:
         """The items of this worker, while there are some."""
-        epochs = {self.epoch: self.items(self.epoch)}
+        epochs = {self.epoch: items_of(self.sampler, self.epoch)}
         self.count = len(epochs[self.epoch])
         epoch, count, done = self.before
         if epoch == self.epoch and count != self.count:
@@ -61,23 +51,8 @@ class ChunkSampler:
         while chunk := self.take(self.epoch):
             if chunk.epoch not in epochs:
                 # Left behind by a worker that died at the end of an earlier epoch.
-                epochs[chunk.epoch] = self.items(chunk.epoch)
+                epochs[chunk.epoch] = items_of(self.sampler, chunk.epoch)
             yield from epochs[chunk.epoch][chunk.start : chunk.stop]
-
-
-def distributed(sampler: Any) -> DistributedSampler[Any]:
-    """The distributed sampler in a batch sampler or sampler.
-
-    Raises:
-        ConfigurationError: There is none, so workers would not agree on what a position means.
-    """
-    inner = getattr(sampler, "sampler", sampler)
-    if not isinstance(inner, DistributedSampler):
-        raise ConfigurationError(
-            f"the training data is sampled by {type(inner).__name__}: data_dispatch: dynamic needs a "
-            "DistributedSampler, which Lightning puts in place unless use_distributed_sampler is false"
-        )
-    return inner
 
 
 class BatchDispatch:
@@ -89,31 +64,35 @@ class BatchDispatch:
     Attributes:
         seen: Batches of the present epoch that were worked on.
         processed: Those of them whose gradients have left.
+        has_loader: Whether this training has a loader already.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
         self.seen = self.processed = 0
+        self.has_loader = False
         self._group = group
 
     def loader(self, dataloader: object, trainer: Trainer) -> "DispatchedLoader":
         """The training loader in which batches are given out.
 
         Raises:
-            ConfigurationError: Validation within an epoch would have workers wait for each other, or the samples have
-                no order that all workers know.
+            ConfigurationError: It is one of several, or the samples have no order that all workers know.
         """
-        if trainer.val_check_interval != 1.0:
+        if self.has_loader:
             raise ConfigurationError(
-                f"val_check_interval={trainer.val_check_interval}: with data_dispatch: dynamic workers make different "
-                "numbers of steps, so they validate at the end of an epoch; use 1.0, or data_dispatch: static"
+                "training has several loaders (CombinedLoader): data_dispatch: dynamic gives out the batches of one, "
+                "and those of the others would be given to nobody; use data_dispatch: static"
             )
+        self.has_loader = True
         progress = trainer.fit_loop.epoch_progress
 
         def epoch() -> int:
             # `current_epoch` lags behind when a resumed run begins to load.
             return int(progress.current.processed)  # type: ignore[attr-defined]
 
-        return DispatchedLoader(dataloader, epoch, self._begin, self._take, self._progress)
+        dispatched = DispatchedLoader(dataloader, epoch, self._begin, self._take, self._progress)
+        check_order(dispatched.sampler.sampler, self._group)
+        return dispatched
 
     def _begin(self, epoch: int, batches: int, done: str) -> None:
         workers = self._group.world_size

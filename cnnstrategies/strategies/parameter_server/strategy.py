@@ -210,6 +210,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             self._outer_state = None
+            self._dispatch.has_loader = False
             self.options.check_momentum(check_optimizers(self.optimizers))
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
@@ -227,7 +228,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if self.options.data_dispatch == "static" or not trainer.training or trainer.train_dataloader is not None:
+        if self.options.data_dispatch == "static" or not trainer.training:
             return dataloader
         return self._dispatch.loader(dataloader, trainer)
 

@@ -1,0 +1,107 @@
+"""Batches that are given out one by one: every sample once whatever the sampler, or a refusal by name."""
+
+import random
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import ParameterServerStrategy
+from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
+from cnnstrategies.strategies.parameter_server.sample_order import check_order, items_of
+
+CHOSEN = range(5, 37)
+
+
+class Shuffled(Sampler[int]):
+    """Shuffled by the generators that are not torch's."""
+
+    def __len__(self) -> int:
+        return len(CHOSEN)
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.permutation(CHOSEN).tolist()
+        return iter(random.sample(order, len(order)))
+
+
+def in_worker(rank: int, sampler: Sampler[int], batch: int = 4) -> BatchSampler:
+    """What Lightning makes of a sampler of the user's own."""
+    return BatchSampler(DistributedSamplerWrapper(sampler, num_replicas=2, rank=rank, shuffle=False), batch, False)
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("make", [lambda: SubsetRandomSampler(CHOSEN), Shuffled])
+def test_all_workers_know_the_same_order_of_an_epoch(make):
+    """Though they have drawn different numbers before; and what the user draws afterwards is not changed."""
+    orders = []
+    for rank in range(2):
+        for seed in (torch.default_generator.manual_seed, np.random.seed, random.seed):
+            seed(rank)
+        before = torch.get_rng_state()
+        orders.append([items_of(in_worker(rank, make()), epoch) for epoch in range(2)])
+        assert torch.equal(torch.get_rng_state(), before)
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1], "each epoch has another"
+    for epoch in orders[0]:
+        assert sorted(sample for batch in epoch for sample in batch) == list(CHOSEN)
+
+
+@pytest.mark.light
+def test_a_sampler_without_an_order_that_all_know_is_refused():
+    def check(sampler: Sampler[int], told: int | None = None) -> None:
+        group: Any = SimpleNamespace(gather=lambda value, name: {0: value, 1: value if told is None else told})
+        check_order(in_worker(0, sampler), group)
+
+    check(SubsetRandomSampler(CHOSEN))
+    with pytest.raises(ConfigurationError, match=r"SubsetRandomSampler gives another order .* each time it is asked"):
+        check(SubsetRandomSampler(CHOSEN, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(ConfigurationError, match="SubsetRandomSampler gives the samples in another order in each"):
+        check(SubsetRandomSampler(CHOSEN), told=1)
+
+
+@pytest.mark.light
+def test_one_loader_is_given_out_and_several_are_refused():
+    data: Any = range(8)
+    dispatch = BatchDispatch(SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(fit_loop=SimpleNamespace(epoch_progress=None))
+    loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))
+    dispatch.loader(loader, trainer)
+    with pytest.raises(ConfigurationError, match=r"several loaders \(CombinedLoader\)"):
+        dispatch.loader(loader, trainer)
+
+
+COUNTED: list[tuple[dict[str, Any], str]] = [
+    ({"val_check_interval": 0.5}, r"val_check_interval=0\.5: .*use 1\.0"),
+    ({"max_steps": 11}, "max_steps=11: .*use max_epochs"),
+    ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs=1: "),
+    ({"max_time": timedelta(hours=1)}, r"Timer with interval='step' \(max_time\): .*interval: epoch"),
+    ({"callbacks": [ModelCheckpoint(every_n_train_steps=5)]}, "ModelCheckpoint with every_n_train_steps=5: "),
+    ({"callbacks": [ModelCheckpoint(train_time_interval=timedelta(1))]}, "train_time_interval=1 day.* every_n_epochs"),
+    ({"callbacks": [LearningRateFinder()]}, "LearningRateFinder: .*a run of its own"),
+]
+
+
+def test_what_counts_steps_is_refused_where_workers_make_different_numbers_of_them():
+    def check(dispatch: str, **more: Any) -> None:
+        strategy = ParameterServerStrategy(mode="async", data_dispatch=dispatch)  # type: ignore[arg-type]
+        trainer = Trainer(accelerator="cpu", logger=False, **{"max_epochs": 1, "enable_progress_bar": False, **more})
+        trainer.state.fn = TrainerFn.FITTING
+        check_dispatch(trainer, strategy.options)
+
+    check("dynamic", callbacks=[ModelCheckpoint()])
+    check("dynamic", fast_dev_run=2)
+    for arguments, message in COUNTED:
+        check("static", **arguments)
+        with pytest.raises(ConfigurationError, match=message):
+            check("dynamic", **arguments)
