@@ -7,6 +7,7 @@ from typing import Any
 import test_dispatch
 import test_join
 import test_simulation
+import test_watchdog
 from mutants.faulty import replaces
 
 from cnnstrategies.paramserver.coordinator.admission import Admission
@@ -17,6 +18,7 @@ from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.memory import Taken
 from cnnstrategies.paramserver.coordinator.recovery import Recovery
 from cnnstrategies.paramserver.coordinator.roster import Roster
+from cnnstrategies.paramserver.coordinator.watchdog import Wait, behind
 from cnnstrategies.paramserver.core.node import Effects, Message, Peer, Send
 from cnnstrategies.paramserver.core.requests import HELD, UNKNOWN, Answering, Asking, Request
 
@@ -144,3 +146,13 @@ def batches_that_were_given_out_before_a_restart_are_given_out_again(
     done: Iterable[Sequence[Any]] = (),
 ) -> None:
     right(self, {}, done)
+
+
+@replaces(behind, killed_by=test_watchdog.test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run)
+def who_has_ended_its_epoch_is_waited_for_without_end(
+    right: Callable[[Collection[int], Collection[int], Mapping[int, Mapping[str, float]]], list[Wait]],
+    waiting: Collection[int],
+    others: Collection[int],
+    figures: Mapping[int, Mapping[str, float]],
+) -> list[Wait]:
+    return []

@@ -165,6 +165,19 @@ def test_what_cannot_be_done_to_the_servers_parameters_is_refused(kind: type[Mod
         verify(kind(), loader(8), "parameter_server", devices=1, steps=STEPS)
 
 
+class StopsAlone(Module):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = self.global_rank == 1 and self.global_step == 2
+
+
+@pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "local", "sync_every": 1}], ids=["sync", "local"])
+def test_one_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
+    strategy = ParameterServerStrategy(**options, heartbeat=0.1, timeout=0.5, start_method="fork")
+    with pytest.raises(AssertionError) as error:
+        fit(StopsAlone, strategy, 2)
+    assert "worker 0 in `step 2` for worker 1: one has ended an epoch, or training, that another" in str(error.value)
+
+
 class Looks(Callback):
     def on_train_batch_end(self, *_: Any) -> None: ...
 

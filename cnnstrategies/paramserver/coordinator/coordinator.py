@@ -29,7 +29,7 @@ from cnnstrategies.paramserver.coordinator.restart import Parts, Restart
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
-from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog
+from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog, behind
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER, Window
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
@@ -256,7 +256,10 @@ class Coordinator:
     def _waits(self) -> list[Wait]:
         workers = tuple(f"{WORKER} {one}" for one in sorted(self.roster.group))
         gets = [Wait(f"get {name}", who, workers, False) for name, who in self.values.waiting.items()]
-        return self._rounds.waits + gets
+        figures = {member.peer.id: member.figures for member in self.roster.members if member.peer.role == WORKER}
+        here = self._rounds.here
+        steps = behind(here, sorted(self.roster.group.difference(here)), figures)
+        return self._rounds.waits + gets + steps
 
     def _send(self, peer: Peer, message: Message) -> None:
         self._effects.append(Send(peer, message))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from cnnstrategies.paramserver.coordinator.memory import MIDWAY
 from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
-from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, Wait
+from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, UNEVEN, Wait
 from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
@@ -147,7 +147,7 @@ class Rounds:
         if other is not None and other[1].operation != operation:
             return (
                 f"worker {other[0]} is at `{other[1].operation}` and worker {identity} at `{operation}`: every "
-                "worker must call the same collectives in the same order"
+                f"worker must call the same collectives in the same order; maybe {UNEVEN}"
             )
         self._pending[identity] = contribution
         self._roster.reached = max(self._roster.reached, sequence)
@@ -253,6 +253,11 @@ class Rounds:
             if now - result.at > seconds:
                 return result.view, self._roster.not_seen(result.view)
         return 0, []
+
+    @property
+    def here(self) -> list[int]:
+        """Who has come to the present collective."""
+        return sorted(self._pending)
 
     @property
     def waits(self) -> list[Wait]:

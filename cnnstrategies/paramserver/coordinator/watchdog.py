@@ -1,9 +1,14 @@
 """What must not be waited for without end: members that were promised, and members that wait for each other."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_NAMED = 4
+UNEVEN = (
+    "one has ended an epoch, or training, that another goes on with; give all workers the same number of batches, and "
+    "stop all at the same step (trainer.should_stop)"
+)
 
 
 @dataclass(frozen=True)
@@ -15,12 +20,14 @@ class Wait:
         who: Those that wait.
         others: For whom.
         everyone: Whether for all of these, and not for any.
+        cause: How that may have come about, and what helps.
     """
 
     what: str
     who: tuple[str, ...]
     others: tuple[str, ...]
     everyone: bool = True
+    cause: str = ""
 
     def __str__(self) -> str:
         return f"{named(self.who)} in `{self.what}` for {named(self.others)}"
@@ -46,6 +53,21 @@ def stuck(waits: Sequence[Wait]) -> list[Wait]:
 def _can_end(wait: Wait, waiting: set[str]) -> bool:
     blocked = [other in waiting for other in wait.others]
     return not blocked or not (any(blocked) if wait.everyone else all(blocked))
+
+
+def behind(waiting: Collection[int], others: Collection[int], figures: Mapping[int, Mapping[str, float]]) -> list[Wait]:
+    """Workers that need a step of those who wait in a collective, in which they have not made it.
+
+    Args:
+        waiting: Who has come to the collective.
+        others: Who has not.
+        figures: What workers have said of themselves, by number.
+    """
+    pushed = {one: figures[one]["pushed"] for one in waiting if "pushed" in figures.get(one, {})}
+    least = min(pushed.values(), default=math.inf)
+    ahead = tuple(f"worker {one}" for one in others if figures.get(one, {}).get("needs", 0) > least)
+    last = tuple(f"worker {one}" for one, count in pushed.items() if count == least)
+    return [Wait(f"step {least:.0f}", ahead, last, cause=UNEVEN)] if ahead else []
 
 
 class Watchdog:
@@ -91,4 +113,5 @@ class Watchdog:
             self._circle, self._since = circle, now
         if not circle or now - self._since <= self._timeout:
             return None
-        return f"nobody can go on: {'; '.join(map(str, circle))}"
+        causes = dict.fromkeys(wait.cause for wait in circle if wait.cause)
+        return ": ".join(["nobody can go on", "; ".join(map(str, circle)), *causes])

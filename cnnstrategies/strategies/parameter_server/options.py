@@ -156,6 +156,12 @@ class Options:
         return self.mode == "sync" or (self.mode == "ssp" and not self.staleness)
 
     @property
+    def waits_for_pushes(self) -> bool:
+        """Whether each worker waits for the gradients of all others, or for those of some steps before."""
+        is_bound = self.mode == "ssp" or self.steps_together
+        return is_bound and not self.backup_workers and self.on_partition == "end"
+
+    @property
     def comes_midway(self) -> bool:
         """Whether a worker that was started again may begin in the middle of an epoch: it finds batches there."""
         return self.data_dispatch == "dynamic" and not self.steps_together

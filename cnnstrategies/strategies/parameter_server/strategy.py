@@ -246,7 +246,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._outer_state,
         )  # fmt: skip
         self._admitted = start.joined
-        self.group.membership.tell(lambda: start.worker.counters.figures())
+        self.group.membership.tell(lambda: self._figures(start.worker))
         self._stepper = self._stepper_of(start.worker, start.specification, start.own_steps)
 
     def _stepper_of(
@@ -267,6 +267,15 @@ class ParameterServerStrategy(CoordinatedStrategy):
             catches_up=self.leaves_out_steps,
             workers=self._count_workers if self.options.outer_steps_alone else None,
         )
+
+    def _figures(self, worker: Worker | CombinedWorker) -> dict[str, float]:
+        """What this worker says of itself; called in another thread."""
+        figures = worker.counters.figures()
+        options = self.options
+        if options.waits_for_pushes and not self._has_left:
+            pushed = worker.step
+            figures |= {"pushed": pushed, "needs": max(0, pushed - options.staleness)}
+        return figures
 
     def _who_sees_weights(self) -> list[str]:
         """Who may look at weights between two steps; in mode ``local``, where they are the worker's own, an average."""
