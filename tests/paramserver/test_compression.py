@@ -1,11 +1,19 @@
 """Encodings give back what they should, and error feedback makes up for what they leave out."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.compression import SAMPLE, Encoder, as_bytes, check_length, decode, largest, rounded
+from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.messages import Encoding, InvalidMessageError
-from cnnstrategies.paramserver.specification import Compression
+from cnnstrategies.paramserver.slicing import cut
+from cnnstrategies.paramserver.specification import Compression, Specification, hyperparameters
+from cnnstrategies.paramserver.worker.outgoing import Outgoing
 
 pytestmark = pytest.mark.light
 
@@ -33,6 +41,29 @@ def test_half_precision_rounds(compression: Compression) -> None:
 def test_parameters_beyond_the_range_of_fp16_become_its_largest_number() -> None:
     payload = as_bytes(rounded(torch.tensor([1e6, -1e6, 0.5]), Encoding.FP16))
     assert decode(payload, Encoding.FP16, 3, torch.float32).tolist() == [65504, -65504, 0.5]
+
+
+@pytest.mark.parametrize("width", [4, 4000])
+def test_a_gradient_beyond_the_range_of_fp16_is_refused_by_its_name(width: int) -> None:
+    """In a slice of its own or of several; what is no finite number goes on as it is, as everywhere."""
+    network = nn.Sequential(nn.Linear(width, 1), nn.Linear(1, 1))
+    optimizer, sink = torch.optim.SGD(network.parameters(), 0.1), lambda *_, **__: 0
+    to: Any = SimpleNamespace(view=SimpleNamespace(servers=()), send=sink, primary=sink)
+
+    def push(compression: Compression, value: float) -> None:
+        specification = Specification.of(network.named_parameters(), optimizer, 1, compression=compression)
+        parameters = list(network.parameters())
+        outgoing = Outgoing(specification, cut(specification), parameters, to, to, Counters())
+        outgoing.begin(7, hyperparameters(optimizer), 1.0)
+        for index, parameter in enumerate(parameters):
+            outgoing.push(index, torch.full_like(parameter, 1.0 if index else value))
+        outgoing.finish()
+
+    for value in (65504.0, float("inf"), float("nan")):
+        push("fp16", value)
+    push("bf16", 1e6)
+    with pytest.raises(ConfigurationError, match=r"step 7: what is sent of 0\.weight is as large as 1e\+06.*bf16"):
+        push("fp16", -1e6)
 
 
 def test_topk_sends_the_largest_elements_first() -> None:

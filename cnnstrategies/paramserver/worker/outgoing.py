@@ -19,6 +19,8 @@ from cnnstrategies.paramserver.worker.momentum import MomentumCorrection, share
 from cnnstrategies.paramserver.worker.placement import Placement
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
+LARGEST_FP16 = torch.finfo(torch.float16).max
+
 
 class Outgoing:
     """Sends a step's pushes, and keeps each until it is answered, so that it can be sent again.
@@ -194,6 +196,9 @@ class Outgoing:
 
     def _encode_slice(self, key: int, values: Tensor, absent: int = 0) -> None:
         encoder = self._encoders[key]
+        if encoder.encoding == Encoding.FP16:
+            assert self._begin is not None
+            check_range(self._slices[key], values, self._specification, self._begin[0])
         payload = self._correction.encode(encoder, self._slices[key], values)
         self._unanswered[key] = payload, encoder.encoding, absent
         self._send(key)
@@ -215,6 +220,31 @@ class Outgoing:
             self._placement.primary(key), Kind.PUSH, payload, key=key, step=self._begin[0], encoding=encoding,
             base=absent,
         )  # fmt: skip
+
+
+def check_range(slice_: Slice, values: Tensor, specification: Specification, step: int) -> None:
+    """Refuse what would be infinite in fp16. What is no finite number itself is the module's affair.
+
+    Args:
+        slice_: The slice.
+        values: What is to be sent of it.
+        specification: Names its parameters.
+        step: In which step.
+
+    Raises:
+        ConfigurationError: Some would; its parameter is named.
+    """
+    low, high = (float(one) for one in values.aminmax())
+    if not LARGEST_FP16 < max(-low, high) < math.inf:
+        return
+    for part, view in zip(slice_.parts, slice_.views(values), strict=True):
+        largest = float(view.abs().max())
+        if largest > LARGEST_FP16:
+            raise ConfigurationError(
+                f"step {step}: what is sent of {specification.parameters[part.parameter].name} is as large as "
+                f"{largest:.3g}, and fp16 holds {LARGEST_FP16:g} at most: use compression: bf16, which has the range "
+                "of float32"
+            )
 
 
 class Filling:
