@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.strategies import StrategyRegistry
 
-from cnnstrategies.commands.early import ACCELERATORS, check_name, given, unknown_key
+from cnnstrategies.commands.early import ACCELERATORS, check_name, given, signature_of, unknown_key
 from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
@@ -71,6 +71,8 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         if names == ["ckpt_path"]:
             return "no ckpt_path: give the checkpoint, --ckpt_path FILE"
         missing = " and ".join(names)
+        if not any("." in name for name in match[1].split(", ")):  # Those of a command have its name before them.
+            return _explain_missing(names, args)
         return f"no {missing}: give a configuration, --config FILE, or the name of a recipe, as in --config quickstart"
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
         why = in_one_line(_OTHER_TYPES.split(match[2])[0])
@@ -79,7 +81,8 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         return f"{where}no class {match[1]!r}{_classes_for(key)}"
     if match := re.search(r"Given value: (.*)$", message, re.DOTALL):
         types = re.search(r"Subtypes: \[(.*)\]\s*\n", message)
-        return f"{where}{in_one_line(match[1])!r} is not accepted; it must be {_types(types[1] if types else '')}"
+        value, expected = in_one_line(match[1]), _types(types[1] if types else "")
+        return f"{where}{value!r} is not accepted; it must be {expected}{_other_package(value)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
         return f"{where}{in_one_line(match[2])!r} is not accepted; it must be {_types(match[1])}"
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
@@ -98,6 +101,33 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
         if one.path == key or one.path.endswith("." + key):
             return unknown_key(one.path, one.owner)
     return f"unknown option {key}; `cnnstrategies fit --help` lists the options"
+
+
+def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
+    """Name the class in the configuration that needs some arguments."""
+    needs = f"needs {' and '.join(names)}"
+    for one in given(args):
+        signature = signature_of(one.value)
+        if signature is not None and set(names) <= signature.parameters.keys():
+            key = one.path.removesuffix(".class_path")
+            return f"{key}: {one.value} {needs}: give {' and '.join(f'--{key}.{name}' for name in names)}"
+    return f"a class in the configuration {needs}: give that among its init_args"
+
+
+def _other_package(class_path: str) -> str:
+    """What helps where a class is made from one of the package that `lightning` was before."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        bases = getattr(importlib.import_module(module), name).__mro__
+    except (ImportError, AttributeError, ValueError):
+        return ""
+    old = next((base for base in bases if base.__module__.startswith("pytorch_lightning.")), None)
+    if old is None:
+        return ""
+    return (
+        f". It is a {old.__name__} of pytorch_lightning, which this package does not use: write `from "
+        f"lightning.pytorch import {old.__name__}` in place of `from pytorch_lightning import {old.__name__}`"
+    )
 
 
 def _full_key(key: str, args: Sequence[str]) -> str:

@@ -224,9 +224,15 @@ class Worker:
             gradient: Its gradient, of its shape and type; in mode ``local`` its value.
 
         Raises:
-            ConfigurationError: It has another shape or type: servers would drop it, and the step never end.
+            ConfigurationError: It has another shape or type, or is sparse: servers would drop it, and the step never
+                end. Or it is beyond the range of fp16, where that is its encoding.
         """
         parameter = self._parameters[index]
+        if gradient.layout != torch.strided:
+            raise ConfigurationError(
+                f"the gradient of {self._specification.parameters[index].name} is sparse, and the servers take dense "
+                "ones: use sparse=False where it is computed"
+            )
         if gradient.shape != parameter.shape or gradient.dtype != parameter.dtype:
             raise ConfigurationError(
                 f"parameter {self._specification.parameters[index].name} is {parameter.dtype} of shape "

@@ -72,6 +72,11 @@ def is_local(endpoint: str) -> bool:
     match = re.fullmatch(r"tcp://\[?([^\]]+?)\]?:(\d+|\*)", endpoint)
     if match is None:
         raise ConfigurationError(f"endpoint {endpoint!r}: use ipc://path or tcp://address:port")
+    if ":" in match[1]:
+        raise ConfigurationError(
+            f"endpoint {endpoint!r}: the parameter server speaks IPv4 only: give an IPv4 address of that machine, or a "
+            "name that leads to one, here or as the main address (MASTER_ADDR)"
+        )
     if match[1] == "localhost":
         return True
     try:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands import lightning_cli
+from cnnstrategies.commands.errors import explain_parse_error
 from cnnstrategies.commands.failures import explain_build_error, explain_run_error, refusal_in
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
@@ -102,6 +104,30 @@ def test_what_cannot_run_is_refused_in_a_line(run_cli, quick, words, monkeypatch
     assert code == 2
     assert output.splitlines()[-1].startswith(f"cnnstrategies: error: {REFUSED[words]}")
     assert output.count("\n") == 1
+
+
+def test_what_a_class_in_the_configuration_lacks_is_named_with_the_class():
+    missing = "the following arguments are required: in_channels, kernel_size"
+    assert explain_parse_error(missing, ["--model.network=torch.nn.Conv2d"]) == (
+        "model.network: torch.nn.Conv2d needs in_channels and kernel_size: give --model.network.in_channels and "
+        "--model.network.kernel_size"
+    )
+    assert explain_parse_error(
+        "the following arguments are required: monitor", ["--trainer.callbacks+=EarlyStopping"]
+    ) == ("trainer.callbacks: EarlyStopping needs monitor: give --trainer.callbacks.monitor")
+    assert explain_parse_error(missing, []).startswith("a class in the configuration needs in_channels and kernel_size")
+
+
+def test_a_module_of_the_other_package_is_told_what_to_import(monkeypatch):
+    old = type("LightningModule", (), {"__module__": "pytorch_lightning.core.module"})
+    monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(Old=type("Old", (old,), {})))
+    message = "Subtypes: [<class 'lightning.pytorch.core.module.LightningModule'>]\n  Given value: {}"
+    said = explain_parse_error(message.format("mine.Old"), [])
+    assert said.startswith(
+        "'mine.Old' is not accepted; it must be LightningModule. It is a LightningModule of pytorch_l"
+    )
+    assert "write `from lightning.pytorch import LightningModule` in place of" in said
+    assert explain_parse_error(message.format("torch.nn.Conv2d"), []).endswith("it must be LightningModule")
 
 
 def test_a_run_without_a_configuration_is_told_of_the_recipes(run_cli):

@@ -11,6 +11,7 @@ import test_compression
 import test_given_out_samples
 import test_momentum_correction
 import test_outer_step
+import test_parameter_server_own_code as own_code
 import test_security
 import test_snapshots
 import torch
@@ -18,6 +19,7 @@ import zmq
 from lightning.pytorch import Trainer
 from mutants.faulty import replaces
 from torch import Tensor
+from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.combiner.board import Board
 from cnnstrategies.paramserver.compression import Encoder
@@ -25,10 +27,14 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.drivers.snapshot_files import DamagedSnapshotError, SnapshotFiles, read
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
+from cnnstrategies.paramserver.slicing import Slice
+from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.momentum import MomentumCorrection
+from cnnstrategies.paramserver.worker.outgoing import check_range
 from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
+from cnnstrategies.strategies.parameter_server.module_checks import check_optimizers
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 from cnnstrategies.strategies.parameter_server.sample_order import check_order, items_of
@@ -59,6 +65,19 @@ def what_compression_leaves_out_is_lost(
     right: Callable[[Encoder, Tensor], Any], self: Encoder, gradient: Tensor
 ) -> Any:
     return right(copy.copy(self), gradient)
+
+
+@replaces(
+    check_range, killed_by=test_compression.test_a_gradient_beyond_the_range_of_fp16_is_refused_by_its_name, width=4
+)
+def a_gradient_becomes_infinite_on_its_way(
+    right: Callable[[Slice, Tensor, Specification, int], None],
+    slice_: Slice,
+    values: Tensor,
+    specification: Specification,
+    step: int,
+) -> None:
+    pass
 
 
 @replaces(
@@ -113,6 +132,19 @@ def workers_save_together_at_steps_that_they_make_at_different_times(
 ) -> None:
     if not trainer.checkpoint_callbacks:
         right(trainer, options)
+
+
+# Optimizers
+
+
+@replaces(
+    check_optimizers, killed_by=own_code.test_what_servers_cannot_take_is_refused_with_a_remedy,
+    message=next(text for text in own_code.REFUSED if "growth_rate" in text),
+)  # fmt: skip
+def options_that_are_not_finite_go_to_servers(
+    right: Callable[[list[Optimizer], Options], Optimizer], optimizers: list[Optimizer], options: Options
+) -> Optimizer:
+    return optimizers[0]
 
 
 # Snapshots' files

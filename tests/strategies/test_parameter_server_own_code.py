@@ -1,6 +1,7 @@
 """Modules whose own code reads and changes gradients and weights: as on one device, or refused by name."""
 
 import copy
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,8 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
-from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module
+from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module, check_optimizers
+from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.verifying import verify
 
@@ -121,6 +123,15 @@ class Rewritten(Module):
         return super().training_step(batch, index)
 
 
+class Sparse(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Parameter(torch.ones(3, 5, dtype=torch.float64))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(batch, index) + F.embedding(torch.tensor([1]), self.words, sparse=True).sum()
+
+
 def double(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad *= 2
@@ -157,6 +168,7 @@ class Sudden(Module):
         ),
         (Rewritten, "net.head.weight was changed between two steps"),
         (Sudden, "net.stem.weight_v was used without a forward of its own module"),
+        (Sparse, "the gradient of words is sparse"),
         (Unseen, "the gradient of net.attention.out_proj.weight was changed after backward"),
     ],
 )
@@ -235,6 +247,61 @@ def test_what_is_not_right_with_servers_is_refused_before_they_start() -> None:
     check_module(Clips(), ParameterServerStrategy(mode="local").options)
     with pytest.raises(ConfigurationError, match="StochasticWeightAveraging puts averaged weights into the network"):
         check_callbacks([StochasticWeightAveraging(0.1)], ParameterServerStrategy().options, returns=True)
+
+
+class WithModes(torch.optim.SGD):
+    """As schedulefree has it."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def with_option(value: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(Module().parameters(), 0.1)
+    optimizer.param_groups[0]["growth_rate"] = value
+    return optimizer
+
+
+def sparse() -> Module:
+    module = Module()
+    module.words = nn.Embedding(3, 2, sparse=True)
+    return module
+
+
+def servers(**options: Any) -> Options:
+    return ParameterServerStrategy(**options).options
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    r"endpoint 'tcp://\[::1\]:80': the parameter server speaks IPv4 only": lambda: servers(
+        coordinator="tcp://[::1]:80"
+    ),
+    r"endpoint 'tcp://fe80::1:80': the .* \(MASTER_ADDR\)": lambda: servers(
+        endpoints=["tcp://fe80::1:80"], coordinator="tcp://10.0.0.1:80", security="none"
+    ),
+    "SGD has growth_rate=inf in parameter group 0.* local or strategy ddp": lambda: check_optimizers(
+        [with_option(math.inf)], servers()
+    ),
+    "WithModes keeps other weights .* mode: local": lambda: check_optimizers(
+        [WithModes(Module().parameters(), 0.1)], servers(mode="async")
+    ),
+    r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(sparse(), servers()),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_servers_cannot_take_is_refused_with_a_remedy(message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        REFUSED[message]()
+
+
+def test_what_a_worker_does_for_itself_in_mode_local_is_not_refused() -> None:
+    local = servers(mode="local")
+    check_module(sparse(), local)
+    for optimizer in (with_option(math.inf), WithModes(Module().parameters(), 0.1)):
+        check_optimizers([optimizer], local)
+    check_optimizers([with_option(2.0)], servers())
 
 
 def test_hooks_of_lightning_and_of_this_package_are_known_and_all_others_are_named() -> None:

@@ -1,14 +1,17 @@
 """Modules, callbacks and optimizers that the parameter server cannot train or use."""
 
+import math
 from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from cnnstrategies._lightning_private import ends_after_search
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.parameter_server.options import Options
 
 
@@ -20,7 +23,7 @@ def check_module(module: LightningModule, options: Options) -> None:
         options: The strategy's.
 
     Raises:
-        ConfigurationError: It optimises by hand, or clips gradients that it does not have.
+        ConfigurationError: It optimises by hand, clips gradients that it does not have, or has sparse ones.
     """
     if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
         raise ConfigurationError(
@@ -33,6 +36,12 @@ def check_module(module: LightningModule, options: Options) -> None:
             f"{type(module).__name__} sets automatic_optimization=False: with strategy parameter_server the servers "
             "make the optimizer's step; leave it on, or use strategy ddp"
         )
+    for name, child in module.named_modules():
+        if options.mode != "local" and isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+            raise ConfigurationError(
+                f"{name} is {type(child).__name__}(sparse=True), and the servers take dense gradients: use "
+                "sparse=False, mode: local, or strategy ddp"
+            )
 
 
 def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bool) -> None:
@@ -80,14 +89,19 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
             )
 
 
-def check_optimizers(optimizers: list[Optimizer]) -> Optimizer:
+def check_optimizers(optimizers: list[Optimizer], options: Options) -> Optimizer:
     """Refuse what the servers cannot do.
+
+    Args:
+        optimizers: The trainer's.
+        options: The strategy's.
 
     Returns:
         The only optimizer.
 
     Raises:
-        ConfigurationError: There is none or more than one, or one that evaluates the loss itself.
+        ConfigurationError: There is none or more than one, or one that evaluates the loss itself, is told whether it
+            trains, or has an option that is no finite number.
     """
     if len(optimizers) != 1:
         raise ConfigurationError(
@@ -98,4 +112,22 @@ def check_optimizers(optimizers: list[Optimizer]) -> Optimizer:
             "LBFGS evaluates the loss several times in a step, which servers cannot: use SGD, Adam or another "
             "optimizer that takes one gradient, or strategy ddp"
         )
+    if options.mode != "local":  # There each worker runs its own.
+        _check_served(optimizers[0])
     return optimizers[0]
+
+
+def _check_served(optimizer: Optimizer) -> None:
+    name = type(optimizer).__name__
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigurationError(
+            f"{name} keeps other weights for training than for evaluation (its methods train and eval), and servers "
+            "have one set: use mode: local, or strategy ddp"
+        )
+    for number, group in enumerate(hyperparameters(optimizer)):
+        for option, value in group.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigurationError(
+                    f"{name} has {option}={value} in parameter group {number}: the servers take finite numbers only; "
+                    "give another, or use mode: local or strategy ddp"
+                )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.security import check_endpoint
+from cnnstrategies.paramserver.security import check_endpoint, is_local
 
 if TYPE_CHECKING:
     from cnnstrategies.strategies.parameter_server.options import Options
@@ -180,6 +180,9 @@ def _check_places(options: "Options") -> None:
                 f"endpoint {endpoint!r}: name where the dedicated server listens as tcp://address:port"
             )
         check_endpoint(endpoint, encrypted=options.security != "none", insecure=options.security == "none")
+        is_local(endpoint)  # Raises if nothing can listen there.
+    if options.coordinator is not None:
+        is_local(options.coordinator)
     if options.endpoints and options.coordinator is None:
         raise ConfigurationError(
             "endpoints: dedicated servers must find the coordinator, which the machine of rank 0 runs: set "

@@ -211,7 +211,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.setup_optimizers(trainer)
             self._outer_state = None
             self._dispatch.has_loader = False
-            self.options.check_momentum(check_optimizers(self.optimizers))
+            self.options.check_momentum(check_optimizers(self.optimizers, self.options))
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
