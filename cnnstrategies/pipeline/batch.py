@@ -18,6 +18,7 @@ from cnnstrategies.pipeline.transport import TARGETS, Pending, Transport
 
 HEADER_BYTES = 1024
 WORD = 8  # bytes
+ENDED = (1 << 63) - 1  # in place of a header's length, by a rank that has no further batch
 
 Spec = tuple[tuple[int, ...], torch.dtype]  # shape and type of a row of a tensor
 
@@ -176,11 +177,36 @@ def _all_headers(header: Header | None, placement: Placement, transport: Transpo
     data = b"" if header is None else pickle.dumps(header)
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(one[:WORD], "little") for one in table]
+    _check_ends(lengths)
     found = [one[WORD : WORD + length] for one, length in zip(table, lengths, strict=True)]
     if max(lengths) > HEADER_BYTES - WORD:  # Names of files and the like.
         table = _gather_bytes(data, max(lengths), transport)
         found = [one[:length] for one, length in zip(table, lengths, strict=True)]
     return [_read(found[rank]) for rank in placement.ranks(0)]
+
+
+def end_together(transport: Transport) -> None:
+    """See that no rank shares a further batch; a collective, in the place of :func:`share_batch`.
+
+    Raises:
+        ConfigurationError: One does; it is raised on all ranks, and names those that do not.
+    """
+    table = _gather_bytes(ENDED.to_bytes(WORD, "little"), HEADER_BYTES, transport)
+    _check_ends([int.from_bytes(one[:WORD], "little") for one in table])
+
+
+def _check_ends(lengths: Sequence[int]) -> None:
+    ended = [rank for rank, length in enumerate(lengths) if length == ENDED]
+    if 0 < len(ended) < len(lengths):
+        others = [rank for rank, length in enumerate(lengths) if length != ENDED]
+        raise ConfigurationError(
+            f"{_ranks(ended)} ended an epoch, or training, where {_ranks(others)} went on with a further batch: stop "
+            "all ranks at the same step, as with trainer.should_stop on each of them"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:

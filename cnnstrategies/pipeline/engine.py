@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.allocation import reuse_freed_memory
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.batch import Batch, Images, share_batch
+from cnnstrategies.pipeline.batch import Batch, Images, end_together, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
@@ -177,6 +177,15 @@ class Pipeline:
             return share_batch(
                 images, rest, form, self.microbatches, self.placement, self.transport, self.device, everywhere, usual
             )
+
+    def end_together(self) -> None:
+        """See that no rank shares a further batch, where this one has no more; a collective.
+
+        Raises:
+            ConfigurationError: One does; it is raised on all ranks.
+        """
+        with self.transport.collective("ending an epoch"):
+            end_together(self.transport)
 
     def collect(self, value: Any) -> list[Any] | None:
         """Each stage's value, from its first replica, on rank 0; a collective.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import test_hybrid_pipeline_features
+import test_hybrid_pipeline_modules
 import test_pipeline_comparison
 import test_pipeline_optimizers
 import torch
@@ -13,6 +14,7 @@ from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.stage import Blueprint
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
@@ -121,3 +123,11 @@ def a_writer_is_told_the_indices_of_one_replica(
     right: Callable[[PredictionLoader], Iterator[Any]], self: PredictionLoader
 ) -> Iterator[Any]:
     return StageLoader.__iter__(self)
+
+
+@replaces(
+    Pipeline.end_together,
+    killed_by=test_hybrid_pipeline_modules.test_a_rank_that_has_no_further_batch_is_named_on_every_rank,
+)
+def a_rank_that_has_ended_counts_as_one_without_samples(right: Callable[[Pipeline], None], self: Pipeline) -> None:
+    self.share(None)

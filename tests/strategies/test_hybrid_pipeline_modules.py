@@ -12,6 +12,7 @@ from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.strategies import HybridPipelineStrategy
 
@@ -104,6 +105,13 @@ class Adding(Module):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.trainer.optimizers[0].add_param_group({"params": list(self.network[0].parameters())})
+
+
+class StoppingAlone(Module):
+    """After the first of two batches, which the rest of the ranks do not see."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.trainer.should_stop = self.global_rank == 1
 
 
 class OtherImages(Module):
@@ -243,6 +251,7 @@ def test_trains_as_one_device_does(kind: Any) -> None:
         (ScalarModule, r"returns a tensor of shape \(\) for 4 samples: .* one row per sample"),
         (NormalisingLayerModule, "0.norm normalises several times in one call of the layer that contains it"),
         (Adding, "SGD has other parameters than configure_optimizers gave it: .*BaseFinetuning"),
+        (StoppingAlone, "rank 1 ended an epoch, or training, where rank 0 went on with a further batch"),
         (UnfreezingLate, "frozen or unfrozen in the middle of an epoch"),
     ],
 )
@@ -334,3 +343,29 @@ def test_a_replicated_stage_has_no_gradient_where_one_device_has_none_and_one_se
     assert any("parametrizations" in name for name in one)
     for name, buffer in one.items():
         assert torch.equal(other[name], buffer), name
+
+
+def test_a_rank_that_has_no_further_batch_is_named_on_every_rank() -> None:
+    def said(pipeline: Pipeline, ends: bool) -> str | None:
+        images = torch.zeros(8, 1, 6, 6, dtype=torch.float64)
+        try:
+            if ends:
+                pipeline.end_together()
+            else:
+                pipeline.share(images, everywhere=False)
+        except ConfigurationError as error:
+            return str(error)
+        return None
+
+    def run() -> list[str | None]:
+        pipeline = Pipeline(network(), ["1", "3"], [1, 1, 1], 2)
+        rank = dist.get_rank()
+        found = [said(pipeline, ends) for ends in (True, rank > 0, rank == 0)]
+        pipeline.close()
+        return found
+
+    alone = "ended an epoch, or training, where rank{} went on with a further batch"
+    for one in run_ranks(3, run):
+        assert one[0] is None, "all end together"
+        assert "ranks 1, 2 " + alone.format(" 0") in str(one[1])
+        assert "rank 0 " + alone.format("s 1, 2") in str(one[2])

@@ -35,6 +35,7 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
 )
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.division import broadcast_weights, build_pipeline, choose_layout
+from cnnstrategies.strategies.hybrid_pipeline.end_together import EndTogether
 from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
@@ -131,6 +132,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._steps: Steps | None = None
         self._watch: HookWatch | None = None
         self._failed = False
+        self._callbacks: list[Any] = []  # the trainer's own, while it trains
         self._in_parts = False
 
     # Before the processes start
@@ -229,6 +231,8 @@ class HybridPipelineStrategy(DDPStrategy):
         if fitting:
             divided.divide_optimizers(self.optimizers)
             show_whole_network(callbacks, divided)
+            callbacks.insert(0, EndTogether(self._end_together))
+            self._callbacks = callbacks
         self.setup_precision_plugin()
         self._watch = HookWatch(divided)
         self._steps = Steps(divided, self._watch, self.precision_plugin, self.root_device, self._announced, fitting)
@@ -272,6 +276,11 @@ class HybridPipelineStrategy(DDPStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         with self.steps.accumulating():
             yield
+
+    def _end_together(self) -> None:
+        if self.world_size > 1:
+            dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)  # As Lightning for a batch.
+        self._pipeline.end_together()
 
     @override
     @after_the_lost_rank
@@ -423,6 +432,8 @@ class HybridPipelineStrategy(DDPStrategy):
         """Put the whole network back, with its weights on every rank; after a failure, what this rank has."""
         if self._watch is not None:
             self._watch.end()
+        self._callbacks[:] = [one for one in self._callbacks if not isinstance(one, EndTogether)]
+        self._callbacks = []
         if self._divided is not None:
             show_own_stage(self._divided.callbacks)
             self._divided.restore(merge=not self._failed)
