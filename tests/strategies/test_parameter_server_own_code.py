@@ -182,7 +182,7 @@ class StopsAlone(Module):
         self.trainer.should_stop = self.global_rank == 1 and self.global_step == 2
 
 
-@pytest.mark.parametrize("options", [{"mode": "sync"}, {"mode": "local", "sync_every": 1}], ids=["sync", "local"])
+@pytest.mark.parametrize("options", [{}, {"combine": True}, {"mode": "local"}], ids=["sync", "combined", "local"])
 def test_one_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
     strategy = ParameterServerStrategy(**options, heartbeat=0.1, timeout=0.5, start_method="fork")
     with pytest.raises(AssertionError) as error:

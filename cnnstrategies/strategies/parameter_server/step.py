@@ -139,6 +139,11 @@ class Stepper:
             self._begin()
 
     @property
+    def begun(self) -> int:
+        """How many common steps this worker has pushed, or is pushing; where a node pushes as one it waits in that."""
+        return self.worker.step + self._in_step
+
+    @property
     def all_pushed(self) -> bool:
         """Whether all that this worker has computed has left it."""
         return self.outer is None or not self.outer.left()

@@ -271,10 +271,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def _figures(self, worker: Worker | CombinedWorker) -> dict[str, float]:
         """What this worker says of itself; called in another thread."""
         figures = worker.counters.figures()
-        options = self.options
-        if options.waits_for_pushes and not self._has_left:
-            pushed = worker.step
-            figures |= {"pushed": pushed, "needs": max(0, pushed - options.staleness)}
+        if self._stepper is not None and self.options.waits_for_pushes and not self._has_left:
+            pushed = self._stepper.begun
+            figures |= {"pushed": pushed, "needs": max(0, pushed - self.options.staleness)}
         return figures
 
     def _who_sees_weights(self) -> list[str]:
