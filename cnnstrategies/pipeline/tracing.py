@@ -18,7 +18,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
 
 
-class OfValues(Exception):
+class DependsOnValuesError(Exception):
     """A network's code decides something by the values of tensors."""
 
 
@@ -71,10 +71,10 @@ class LeafTracer(fx.Tracer):
         """Stop at a branch.
 
         Raises:
-            OfValues: Each microbatch would decide by its own values, and one device does by those of the batch.
+            DependsOnValuesError: Each microbatch would decide by its own values.
         """
         if not _is_of_shapes(obj.node):
-            raise OfValues(f"it decides by a value ({obj.node.name})")
+            raise DependsOnValuesError(f"it decides by a value ({obj.node.name})")
         return super().to_bool(obj)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -113,7 +113,7 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
                 graph = LeafTracer(whole).trace(network)
             except Exception as error:
                 module, place = _where(network, error)
-                if module is not network and not isinstance(error, OfValues):
+                if module is not network and not isinstance(error, DependsOnValuesError):
                     whole.add(module)
                 elif isinstance(error, ConfigurationError):
                     raise
