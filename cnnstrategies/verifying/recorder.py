@@ -19,7 +19,8 @@ from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks import panel_rows as panel
 from cnnstrategies.verifying.batches import GlobalBatches, Keeps, SizedGlobalBatches
 
-DROPS = ("p", "drop_prob", "dropout")  # Attributes of layers that drop at random.
+DROPS = ("p", "drop_prob", "dropout")  # Attributes of layers that drop at random, by which they do.
+RATES = ("drop_rate", "dropout_rate", "dropout_p")  # Those of networks that have functions for it.
 END = "end.ckpt"
 
 
@@ -135,11 +136,11 @@ def settle(module: nn.Module) -> list[str]:
     """
     drops = norms = 0
     for layer in module.modules():
-        if "drop" in type(layer).__name__.lower() or isinstance(layer, nn.MultiheadAttention):
-            for name in DROPS:
-                if isinstance(value := getattr(layer, name, None), float) and value > 0:
-                    setattr(layer, name, 0.0)
-                    drops += 1
+        drops_itself = "drop" in type(layer).__name__.lower() or isinstance(layer, nn.MultiheadAttention)
+        for name in (*RATES, *DROPS * drops_itself):
+            if isinstance(value := getattr(layer, name, None), float) and value > 0:
+                setattr(layer, name, 0.0)
+                drops += 1
         if isinstance(layer, _BatchNorm) and layer.track_running_stats:
             layer.eval()
             layer.train = partial(_stays, layer)  # type: ignore[assignment]  # whoever asks

@@ -10,6 +10,7 @@ import test_pipeline_own_code as stages
 from lightning.pytorch import Callback, LightningModule
 from mutants.faulty import replaces
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.layers import Layers
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
@@ -21,7 +22,7 @@ Seen = Callable[[LightningModule, Iterable[Callback]], list[str]]
 
 @replaces(
     who_sees_gradients, killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
-    kind=own_code.Hooks, callbacks=(own_code.Scaled(),),
+    kind=own_code.Hooks, callbacks=(own_code.Scaled(),), noticed_by=(ConfigurationError,),
 )  # fmt: skip
 def gradients_leave_before_the_hooks_have_run(
     right: Seen, module: LightningModule, callbacks: Iterable[Callback]
@@ -41,7 +42,7 @@ def values_come_after_hooks_have_looked_at_them(
 
 @replaces(
     Readers.__torch_function__, killed_by=own_code.test_what_a_module_does_is_done_on_one_device,
-    kind=own_code.Module, callbacks=(),
+    kind=own_code.Module, callbacks=(), noticed_by=(ConfigurationError,),
 )  # fmt: skip
 def weights_that_no_forward_of_their_own_reads_are_not_waited_for(
     right: Callable[..., Any], self: Readers, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None

@@ -110,7 +110,7 @@ def a_step_waits_for_the_device_to_learn_its_loss(
     return part
 
 
-@replaces(connection_rounds, killed_by=test_layouts.test_random_layouts_equal_one_process, part=1)
+@replaces(connection_rounds, killed_by=test_layouts.test_connections_are_made_in_disjoint_rounds, replicas=(2, 1))
 def ranks_connect_when_they_first_need_each_other(
     right: Callable[[Iterable[Edge]], list[list[Edge]]], pairs: Iterable[Edge]
 ) -> list[list[Edge]]:

@@ -82,9 +82,10 @@ def test_global_batches_come_in_the_epochs_in_which_they_were_loaded(tmp_path: P
 
 def test_what_processes_do_each_in_their_own_way_is_turned_off_and_said() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.3), nn.MultiheadAttention(4, 2, 0.1))
+    network[0].drop_rate = 0.2  # As of networks that call F.dropout.
     said = settle(network)
     network.train()
     assert [layer.training for layer in network] == [True, False, True, True]
-    assert network[2].p == network[3].dropout == 0.0
+    assert network[2].p == network[3].dropout == network[0].drop_rate == 0.0
     assert len(said) == 2
     assert settle(nn.Linear(2, 2)) == []
