@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate long-run faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate long-run faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -39,6 +39,16 @@ test-extras:
 	$(MAKE) VENV=$(EXTRAS_VENV) EXTRAS=test,wandb,mlflow,export,serve,mpich $(EXTRAS_VENV)/.installed
 	$(EXTRAS_VENV)/bin/python tests/cluster/containerfile_steps.py
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
+
+# Published networks and modules under every strategy, by verify, in an environment that has them; PART=3/10 takes a
+# tenth. See tests/zoo; the results go to build/zoo, and docs/zoo.md is made of them.
+ZOO_VENV ?= .venv-zoo
+PART ?= 1/1
+test-zoo:
+	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
+	CNNSTRATEGIES_ZOO_PART=$(PART) PYTHONPATH=tests/zoo $(ZOO_VENV)/bin/python -m pytest --numprocesses 2 \
+		tests/zoo/networks.py tests/zoo/modules.py
+	$(ZOO_VENV)/bin/python tests/zoo/table.py docs/zoo.md
 
 # The same on less capable processors, as far as this one can play them, and with other random numbers.
 test-portable: $(INSTALLED)

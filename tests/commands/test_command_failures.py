@@ -238,10 +238,10 @@ def test_a_killed_rank_is_named_in_one_line():
 def test_why_a_parameter_servers_worker_cannot_go_on_is_one_line(
     error: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail() -> None:
+    def fail(_: object) -> None:
         raise error("worker 1 had no answer")
 
-    monkeypatch.setattr(lightning_cli, "CLI", fail)
+    monkeypatch.setattr(lightning_cli.CLI, "__init__", fail)
     with pytest.raises(SystemExit) as ended:
         lightning_cli.main(["fit"])
     assert ended.value.code == 1

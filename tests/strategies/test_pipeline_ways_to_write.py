@@ -392,7 +392,8 @@ class Finetuned(Module):
 
     def on_train_end(self) -> None:
         groups = self.trainer.optimizers[0].param_groups
-        self.named = [group["lr"] for group in groups], self.trainer.callbacks[0].state_dict()
+        tuning = next(one for one in self.trainer.callbacks if isinstance(one, BaseFinetuning))
+        self.named = [group["lr"] for group in groups], tuning.state_dict()
 
 
 WAYS = (
