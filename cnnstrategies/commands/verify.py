@@ -17,7 +17,7 @@ from cnnstrategies.commands.errors import check_trainer_names
 from cnnstrategies.commands.refuse import show
 from cnnstrategies.commands.verify_options import VerifyOptions
 from cnnstrategies.verifying.recorder import Recorder, Role, replay, settle
-from cnnstrategies.verifying.verify import QUIET, TrainingError, keeper, verdict_of
+from cnnstrategies.verifying.runs import QUIET, TrainingError, keeper, verdict_of
 
 ROLE = "CNNSTRATEGIES_VERIFY"  # Environment variable: which of the runs the processes of a strategy belong to.
 

@@ -22,7 +22,7 @@ from cnnstrategies.strategies.parameter_server.module_checks import check_callba
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.verifying import verify
-from cnnstrategies.verifying.verify import TrainingError
+from cnnstrategies.verifying.runs import TrainingError
 
 SAMPLES, STEPS = 32, 4
 

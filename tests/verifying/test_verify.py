@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cnnstrategies
-from cnnstrategies.verifying.verify import TrainingError
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.verifying import runs
+from cnnstrategies.verifying.runs import TrainingError
 
 
 class Data(LightningDataModule):
@@ -61,6 +63,17 @@ def test_equal_is_said_with_what_was_compared(strategy: str) -> None:
     if strategy == "ddp":
         assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in said
         assert "of rank 0's batches alone: loss (sync_dist=True makes a mean)" in said
+
+
+@pytest.mark.light
+def test_strategies_are_forked_and_others_are_refused() -> None:
+    assert [runs.forked(name) for name in ("ddp", "ddp_fork", "ddp_find_unused_parameters_true")] == [
+        "ddp_fork",
+        "ddp_fork",
+        "ddp_fork_find_unused_parameters_true",
+    ]
+    with pytest.raises(ConfigurationError, match="strategy=fsdp: verify runs a strategy in processes that it forks"):
+        cnnstrategies.verify(Module(), Data(), "fsdp")
 
 
 class Drifts(Module):

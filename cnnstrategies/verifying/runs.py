@@ -74,8 +74,8 @@ def verify(
         ConfigurationError: The strategy refuses the module; the message is the strategy's.
         TrainingError: The training fails, under the strategy or on one device.
     """
-    if isinstance(strategy, str) and f"{strategy}_fork" in StrategyRegistry:
-        strategy = f"{strategy}_fork"
+    if isinstance(strategy, str):
+        strategy = forked(strategy)
 
     def train(role: Role) -> None:
         seed_everything(0, verbose=False)
@@ -98,6 +98,21 @@ def verify(
         Trainer(plugins=[keeper(role)], callbacks=[*own, Recorder(role, settled)], **settings).fit(module, **given)
 
     return verdict_of(train)
+
+
+def forked(name: str) -> str:
+    """The strategy of a kind whose processes are forked; those that are programs would run the user's script again.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    for one in (name, f"{name}_fork", name.replace("ddp", "ddp_fork", 1)):
+        if one in StrategyRegistry and "_fork" in one:
+            return one
+    raise ConfigurationError(
+        f"strategy={name}: verify runs a strategy in processes that it forks, and none of this name has such; give one "
+        "that has, such as ddp, hybrid_pipeline or parameter_server, or use the command line's verify"
+    )
 
 
 def keeper(role: Role) -> Keeps:
