@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +19,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
+from cnnstrategies.strategies.parameter_server.gradient_watch import GradientWatch
 from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
@@ -95,7 +97,7 @@ class Scaled(Callback):
     def on_after_backward(self, trainer: Trainer, module: LightningModule) -> None:
         for parameter in module.parameters():
             if parameter.grad is not None:
-                parameter.grad.clamp_(-1e6, 1e6).mul_(0.5)
+                parameter.grad.mul_(0.5)
 
 
 def loader(batch: int) -> DataLoader[Any]:
@@ -160,6 +162,18 @@ class Sudden(Module):
         return loss
 
 
+class Clips(Module):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+def test_a_hook_that_clips_each_workers_own_gradient_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Clips\.on_before_optimizer_step computes _foreach_norm of the"):
+        verify(Clips(), loader(4), "parameter_server", steps=STEPS)
+    verdict = verify(Clips(), loader(8), "parameter_server", devices=1, steps=STEPS)
+    assert verdict.equal, "of one worker they are all there is"
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -189,6 +203,54 @@ def test_one_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any
     with pytest.raises(TrainingError) as error:
         verify(StopsAlone(), loader(4), strategy, steps=STEPS)
     assert "worker 0 in `step 2` for worker 1: one has ended an epoch, or training, that another" in str(error.value)
+
+
+class Asks(Callback):
+    """Does things to gradients, and keeps what was refused."""
+
+    def __init__(self) -> None:
+        self.refused: dict[str, str] = {}
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        gradients = [parameter.grad for parameter in module.parameters()]
+        first, second = gradients
+        things: dict[str, Callable[[], object]] = {
+            "scaled": lambda: first.mul_(2).div_(3),
+            "masked": lambda: first.masked_fill_(torch.ones(1, 2, dtype=torch.bool), 0.0),
+            "of a slice": lambda: first.__setitem__((slice(None), 0), 0.0),
+            "centralised": lambda: first.sub_(first.mean()),
+            "scaled at once": lambda: torch._foreach_mul_(gradients, 0.5),
+            "replaced": lambda: setattr(module.net.bias, "grad", 2 * second.detach().clone()),
+            "left out": lambda: module.zero_grad(),
+            "clamped": lambda: first.clamp_(-1, 1),
+            "normalised": lambda: first / first.abs().max(),
+            "squared": lambda: first * first,
+            "tested": lambda: bool(first.isnan().any()),
+            "compared": lambda: first[first > 0],
+            "read": lambda: first.sum().item(),
+            "clipped": lambda: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+            "logged": lambda: grad_norm(module, 2),
+        }
+        for name, thing in things.items():
+            module.net(torch.ones(1, 2)).sum().backward() if module.net.weight.grad is None else None
+            try:
+                thing()
+            except ConfigurationError as error:
+                self.refused[name] = str(error)
+
+
+def test_only_what_is_linear_may_be_done_to_a_workers_own_gradients() -> None:
+    module, asks = LightningModule(), Asks()
+    module.net = nn.Linear(2, 1)
+    module.net(torch.ones(1, 2)).sum().backward()
+    watch = GradientWatch(module, [asks])
+    asks.on_after_backward(None, module)
+    assert list(asks.refused) == ["clamped", "normalised", "squared", "tested", "compared", "read", "clipped", "logged"]
+    assert asks.refused["clamped"].startswith("Asks.on_after_backward computes clamp_ of the gradient of net.weight: ")
+    watch.end()
+    asks.refused.clear()
+    asks.on_after_backward(None, module)
+    assert not asks.refused, "the watch is over"
 
 
 class Looks(Callback):

@@ -26,6 +26,7 @@ from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weigh
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
+from cnnstrategies.strategies.parameter_server.gradient_watch import GradientWatch
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.module_checks import check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import (
@@ -172,6 +173,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._has_trained = False
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
+        self._watch: GradientWatch | None = None
 
     @property
     @override
@@ -245,6 +247,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.group, self.options, self.lightning_module, trainer, optimizer, self.num_nodes, self.num_processes,
             self._outer_state,
         )  # fmt: skip
+        if self.options.mode == "sync" and self.world_size > 1:
+            self._watch = GradientWatch(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         self._admitted = start.joined
         self.group.membership.tell(lambda: self._figures(start.worker))
         self._stepper = self._stepper_of(start.worker, start.specification, start.own_steps)
@@ -556,6 +560,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
     def teardown(self) -> None:
         for name in CLIPPING:
             vars(self.precision_plugin).pop(name, None)  # Another Trainer may be given the same plugin.
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         super().teardown()
 
     def _leave_servers(self) -> None:
