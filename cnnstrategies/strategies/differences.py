@@ -1,10 +1,13 @@
 """What a run on several processes does in another way than one device, in words."""
 
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
+from cnnstrategies.strategies.mean_loss import has_mean_loss
 
 RANK_ZERO = "those of rank 0"
+OWN_MEANS = "a loss that is no mean over images (class weights, ignore_index) is a mean of each process's own"
 RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
 
@@ -22,11 +25,13 @@ def differences_of_replicas(network: nn.Module, processes: int, batch_size: int 
     """
     if processes == 1:
         return []
+    rest = [OWN_MEANS] if isinstance(network, LightningModule) and not has_mean_loss(network) else []
+    rest.append(RANDOM_DRAWS)
     if not has_batch_norm(network):
-        return [RANDOM_DRAWS]
+        return rest
     images = "own images" if batch_size is None else f"{batch_size} images"
     return [
         f"BatchNorm normalises over each process's {images}",
         f"BatchNorm's running statistics are {statistics}",
-        RANDOM_DRAWS,
+        *rest,
     ]

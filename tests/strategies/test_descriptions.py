@@ -9,10 +9,11 @@ from conftest import PlainCNN
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from cnnstrategies import ImageClassifier
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy, ParameterServerStrategy
-from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
+from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.hybrid_pipeline.description import differences_of_pipeline, warn_of_small_microbatches
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
 
@@ -24,6 +25,9 @@ def test_replicas_normalise_apart_unless_they_synchronise():
     synchronised = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(NORMALISED))
     assert differences_of_replicas(NORMALISED, 1, 32, RANK_ZERO) == []
     assert differences_of_replicas(PlainCNN(), 2, 32, RANK_ZERO) == [RANDOM]
+    assert differences_of_replicas(ImageClassifier(PlainCNN(), 10), 2, 32, RANK_ZERO) == [RANDOM]
+    assert differences_of_replicas(LightningModule(), 2, 32, RANK_ZERO) == [OWN_MEANS, RANDOM]
+    assert differences_of_replicas(LightningModule(), 1, 32, RANK_ZERO) == []
     assert differences_of_replicas(copy.deepcopy(NORMALISED).eval(), 2, 32, RANK_ZERO) == [RANDOM], "frozen"
     assert differences_of_replicas(synchronised, 2, 32, RANK_ZERO) == [RANDOM]
     assert differences_of_replicas(NORMALISED, 2, 32, RANK_ZERO) == [

@@ -228,6 +228,7 @@ class Asks(Callback):
             "tested": lambda: bool(first.isnan().any()),
             "compared": lambda: first[first > 0],
             "read": lambda: first.sum().item(),
+            "a number": lambda: float(first.mean()),
             "clipped": lambda: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
             "logged": lambda: grad_norm(module, 2),
         }
@@ -245,7 +246,17 @@ def test_only_what_is_linear_may_be_done_to_a_workers_own_gradients() -> None:
     module.net(torch.ones(1, 2)).sum().backward()
     watch = GradientWatch(module, [asks])
     asks.on_after_backward(None, module)
-    assert list(asks.refused) == ["clamped", "normalised", "squared", "tested", "compared", "read", "clipped", "logged"]
+    assert list(asks.refused) == [
+        "clamped",
+        "normalised",
+        "squared",
+        "tested",
+        "compared",
+        "read",
+        "a number",
+        "clipped",
+        "logged",
+    ]
     assert asks.refused["clamped"].startswith("Asks.on_after_backward computes clamp_ of the gradient of net.weight: ")
     watch.end()
     asks.refused.clear()

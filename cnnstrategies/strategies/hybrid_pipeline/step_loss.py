@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
@@ -19,6 +19,7 @@ from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws
 from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
+from cnnstrategies.strategies.mean_loss import has_mean_loss
 
 
 class StepLoss(WeighedLoss):
@@ -107,16 +108,3 @@ def loss_for(divided: DividedModule, watch: HookWatch, device: torch.device) -> 
     """
     module: Any = divided.module
     return MeanLoss(module.loss, module.loss_weight) if has_mean_loss(module) else StepLoss(divided, watch, device)
-
-
-def has_mean_loss(module: nn.Module) -> bool:
-    """Whether a module says with ``loss_weight(targets)`` how its ``loss(outputs, targets)`` is divided.
-
-    A class that replaces ``loss`` alone does not.
-    """
-    for kind in type(module).__mro__:
-        if "loss_weight" in vars(kind):
-            return callable(getattr(module, "loss", None))
-        if "loss" in vars(kind):
-            return False
-    return False

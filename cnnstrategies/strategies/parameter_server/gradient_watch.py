@@ -17,6 +17,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.licences import own_hooks
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
+READS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "item", "tolist", "numpy")
 # By the names of torch's functions, without those of the forms that are in place or operators.
 PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")
 LINEAR = (
@@ -90,6 +91,8 @@ class Linear(TorchFunctionMode):
         return result
 
     def _is_linear(self, func: Any, args: Sequence[Any], found: Sequence[str]) -> bool:
+        if func.__name__ in READS:
+            return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
         if name in ("div", "truediv", "true_divide", "itruediv"):
             return len(found) == 1 and not any(self._of(tensor) for tensor in _tensors(args[1:]))
