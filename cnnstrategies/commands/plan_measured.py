@@ -22,7 +22,7 @@ from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
+from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, ordered_nodes, trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.cluster_file import read_cluster
@@ -79,7 +79,8 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     devices = _count(trainer.devices) * int(trainer.num_nodes)
     described = read_cluster(options.cluster, devices) if options.cluster is not None else None
     asked = None if options.search else _asked(trainer.strategy)
-    traced = trace(network.to(device))
+    decide_by_shapes(network.to(device), lambda size: _images(data)[0][:size].to(device))
+    traced = trace(network)
     loading = asked.replicas_on(devices)[0] if asked else devices
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))
     if options.profile is not None:

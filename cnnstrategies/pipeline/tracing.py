@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import Contexts, same_each_time
+from cnnstrategies.pipeline.shapes import SAMPLES, Decided, UndecidedError, hold_to, is_of_shapes, known, number
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
@@ -23,12 +24,17 @@ class DependsOnValuesError(Exception):
 
 
 class Traced(fx.Proxy):
-    """Stands for a value while a network's code runs; code that needs the number itself stops the trace."""
+    """Stands for a value while a network's code runs, which may need the number itself."""
+
+    tracer: "LeafTracer"
 
     def __int__(self) -> int:
-        return self.tracer.to_bool(self)
+        return int(self.tracer.number(self))
 
-    __index__ = __float__ = __int__
+    def __float__(self) -> float:
+        return float(self.tracer.number(self))
+
+    __index__ = __int__
 
 
 class LeafTracer(fx.Tracer):
@@ -39,12 +45,14 @@ class LeafTracer(fx.Tracer):
 
     Args:
         whole: Other modules that become one node each.
+        numbers: What the network's own forward asks for, as far as it is known.
     """
 
-    def __init__(self, whole: Collection[nn.Module]) -> None:
+    def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
         super().__init__()
         self._contexts = Contexts()
         self._whole = whole
+        self._numbers = iter(numbers)
 
     def create_args_for_root(
         self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
@@ -68,14 +76,21 @@ class LeafTracer(fx.Tracer):
         return Traced(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Stop at a branch.
+        """Which way a branch goes."""
+        return bool(self.number(obj))
+
+    def number(self, asked: fx.Proxy) -> Any:
+        """A number that the network's code needs.
 
         Raises:
             DependsOnValuesError: Each microbatch would decide by its own values.
+            UndecidedError: It follows from shapes, and is not known; in a module inside of the network it never is.
         """
-        if not _is_of_shapes(obj.node):
-            raise DependsOnValuesError(f"it decides by a value ({obj.node.name})")
-        return super().to_bool(obj)
+        if not is_of_shapes(asked.node):
+            raise DependsOnValuesError(f"it decides by a value ({asked.node.name})")
+        for found in () if self.module_stack else self._numbers:
+            return found
+        raise UndecidedError(self.graph, asked.node)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether a module becomes one node."""
@@ -105,26 +120,72 @@ def trace(network: nn.Module, training: bool = True) -> fx.GraphModule:
     Raises:
         ConfigurationError: torch.fx cannot trace the network, or the trace would not be what it always does.
     """
+    decided = known.get(network, {}).get(training)
+    try:
+        graph = _trace(network, training, decided.numbers if decided else ())
+    except UndecidedError as error:
+        raise ConfigurationError(
+            f"torch.fx cannot trace {_where(network, error)[1]}: {error}. Set self.example_input_array in the module, "
+            "or image_shape (C, H, W) in the data module"
+        ) from error
+    if decided:
+        hold_to(graph, decided, type(network).__name__)
+    graph.lint()
+    return fx.GraphModule(network, graph, type(network).__name__)
+
+
+def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
+    """Find out what a network's own forward decides by the shapes of its images, for :func:`trace`.
+
+    Args:
+        network: The network.
+        example: Gives so many images, as the network takes them, or None; asked for only where something is decided.
+
+    Returns:
+        Whether it is found out; not without images.
+
+    Raises:
+        ConfigurationError: It decides by how many images there are, or the network cannot be traced.
+    """
+    known.pop(network, None)
+    images: Any = None
+    for training in (True, False):
+        numbers: list[Any] = []
+        while True:
+            try:
+                _trace(network, training, numbers)
+                break
+            except UndecidedError as asked:
+                images = example(SAMPLES) if images is None else images
+                if images is None:
+                    return False
+                inputs = images if isinstance(images, tuple) else (images,)
+                with mode(network, training):
+                    numbers.append(number(network, asked, inputs))
+        if numbers:
+            shapes = tuple(tuple(one.shape[1:]) for one in inputs)
+            known.setdefault(network, {})[training] = Decided(tuple(numbers), shapes)
+    return True
+
+
+def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Graph:
     whole: set[nn.Module] = set()
-    graph = None
-    while graph is None:
+    while True:
         with mode(network, training), same_each_time(network):
             try:
-                graph = LeafTracer(whole).trace(network)
+                return LeafTracer(whole, numbers).trace(network)
             except Exception as error:
                 module, place = _where(network, error)
                 if module is not network and not isinstance(error, DependsOnValuesError):
                     whole.add(module)
-                elif isinstance(error, ConfigurationError):
+                elif isinstance(error, ConfigurationError | UndecidedError):
                     raise
                 else:
                     raise ConfigurationError(
                         f"torch.fx cannot trace {place}: {str(error).splitlines()[0] if str(error) else error!r}. A "
-                        "network that is cut into stages must not branch on values of tensors, and on their shapes "
-                        "in modules inside of it alone: rewrite that, or use strategy ddp"
+                        "network that is cut into stages must not branch on values of tensors: rewrite that, or use "
+                        "strategy ddp"
                     ) from error
-    graph.lint()
-    return fx.GraphModule(network, graph, type(network).__name__)
 
 
 def network_inputs(network: nn.Module) -> list[str]:
@@ -157,15 +218,6 @@ def _where(network: nn.Module, error: Exception) -> tuple[nn.Module, str]:
             code = linecache.getline(file, line).strip()
             place = f"{name} ({type(module).__name__}, {Path(file).name}:{line}: {code!r})"
     return found, place
-
-
-def _is_of_shapes(node: fx.Node) -> bool:
-    """Whether a value follows from the shapes of tensors alone."""
-    if node.op == "call_method" and node.target in ("size", "dim", "numel", "is_contiguous"):
-        return True
-    if node.op == "call_function" and node.target is getattr:
-        return node.args[1] in ("shape", "ndim", "dtype", "device", "is_cuda") or _is_of_shapes(node.all_input_nodes[0])
-    return node.op == "call_function" and all(map(_is_of_shapes, node.all_input_nodes))
 
 
 def ordered_nodes(traced: fx.GraphModule) -> list[fx.Node]:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide, divide_by_names
-from cnnstrategies.pipeline.tracing import cut_positions, trace
+from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
 from cnnstrategies.strategies.hybrid_pipeline import comparison
 
 STAGES = 4
@@ -193,8 +193,25 @@ class Halves(nn.Module):
 
 
 class ByShape(nn.Module):
+    """As segmentation_models_pytorch's check of its images, and timm's of an embedding's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 1)
+
     def forward(self, images: Tensor) -> Tensor:
-        return 2 * images if images.size(1) > 3 else images
+        height, width = images.shape[-2:]
+        if height % 2 != 0 or width % 2 != 0:
+            raise ValueError("odd")
+        x = self.first(images)
+        for _ in range(int(x.shape[-1]) // 4):
+            x = x * 2 if self.training else x
+        return self.second(x)
+
+
+class ByBatch(ByShape):
+    def forward(self, images: Tensor) -> Tensor:
+        return images if images.shape[0] > 2 else -images
 
 
 def with_inside(inside: nn.Module) -> nn.Sequential:
@@ -227,8 +244,28 @@ def test_a_module_that_cannot_be_traced_inside_stays_whole() -> None:
         comparison.compare(divide_by_names(network, ["1"]), torch.randn(2, 3, 8, 8, dtype=torch.float64))
 
     run_apart(compared)
-    with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'return 2 \* im"):
-        trace(ByShape())
+
+
+def test_what_a_network_decides_by_the_shape_of_its_images_holds_for_these() -> None:
+    def compared() -> None:
+        network = ByShape().double()
+        with pytest.raises(ConfigurationError, match=r"cannot trace ByShape \(ByShape, test_stage.py:\d+: 'if hei"):
+            trace(network)
+        images = torch.randn(3, 3, 8, 8, dtype=torch.float64)
+        assert not decide_by_shapes(network, lambda size: None)
+        assert decide_by_shapes(network, lambda size: images[:size])
+        blueprint = divide_by_names(network, ["first"])
+        comparison.compare(blueprint, images[:2])
+        other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
+        with pytest.raises(ConfigurationError, match=other):
+            blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
+
+    run_apart(compared)
+
+
+def test_what_depends_on_how_many_images_there_are_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"ByBatch\.forward branches on how many images there are"):
+        decide_by_shapes(ByBatch(), lambda size: torch.zeros(size, 3, 8, 8))
 
 
 def test_there_is_no_cut_between_two_uses_of_the_same_parameters() -> None:

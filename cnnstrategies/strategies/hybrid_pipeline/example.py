@@ -50,6 +50,20 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
         return None if batch is None else _inputs(module, path, network, batch)
 
 
+def example_on_device(module: LightningModule, path: str, size: int) -> Images | None:
+    """The same on the network's device and of its type; None before the module has a trainer, too."""
+    images = example_images(module.trainer, path, size) if is_attached(module) else None
+    return None if images is None else on_device_of(module.get_submodule(path), images)
+
+
+def is_attached(module: LightningModule) -> bool:
+    """Whether a module has its trainer already, which it gets in each rank."""
+    try:
+        return module.trainer is not None
+    except RuntimeError:
+        return False
+
+
 def on_device_of(network: nn.Module, images: Images) -> Images:
     """The images on the network's device and, unless they are integers, of its type."""
     like = next(network.parameters())

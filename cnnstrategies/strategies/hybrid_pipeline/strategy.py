@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
+from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_callbacks, check_module, check_optimizers
@@ -36,6 +38,7 @@ from cnnstrategies.strategies.hybrid_pipeline.description import (
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.division import broadcast_weights, build_pipeline, choose_layout
 from cnnstrategies.strategies.hybrid_pipeline.end_together import EndTogether
+from cnnstrategies.strategies.hybrid_pipeline.example import example_on_device, is_attached
 from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, show_whole_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
@@ -149,13 +152,16 @@ class HybridPipelineStrategy(DDPStrategy):
         module = self.lightning_module
         if module is None or module is self._checked:
             return
-        network = module.get_submodule(check_module(module, self.network_path))
+        path = check_module(module, self.network_path)
+        network = module.get_submodule(path)
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
                 "other; "
                 "set trainer.sync_batchnorm to false; batch_norm: deferred keeps the whole batch's running statistics"
             )
+        if not decide_by_shapes(network, partial(example_on_device, module, path)) and not is_attached(module):
+            return  # The ranks, which have the data, check again.
         self.request.check(network, self.num_nodes * self.num_processes)
         self._checked = module
 
