@@ -19,6 +19,7 @@ for name in (
     "pipeline",
     "planning",
     "servers",
+    "verifying",
     "workers",
 ):
     importlib.import_module(f"mutants.{name}")

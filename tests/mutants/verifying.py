@@ -1,0 +1,45 @@
+"""What `verify` says is right, and what a trace fixes holds for all microbatches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import test_stage
+import test_verify
+import torch
+from mutants.faulty import replaces
+from torch import fx
+
+from cnnstrategies.pipeline.shapes import Decided, UndecidedError, hold_to
+from cnnstrategies.pipeline.tracing import LeafTracer
+from cnnstrategies.verifying.batches import joined
+from cnnstrategies.verifying.verdict import differences
+
+
+@replaces(
+    joined, killed_by=test_verify.test_equal_is_said_with_what_was_compared, noticed_by=(AssertionError,),
+    strategy="ddp",
+)  # fmt: skip
+def one_device_gets_the_batches_of_rank_zero(right: Callable[[Any], Any], parts: Any) -> Any:
+    return parts[0]
+
+
+@replaces(differences, killed_by=test_verify.test_where_they_differ_it_is_said_after_which_step_first_and_what)
+def nothing_differs(right: Callable[..., Any], one: Any, many: Any, dtype: torch.dtype, name: str = "") -> Any:
+    return iter(())
+
+
+@replaces(
+    LeafTracer.number, killed_by=test_stage.test_a_network_that_decides_by_values_is_refused_by_name,
+    inside=test_stage.Gate(), code="return x if x.sum() > 0",
+)  # fmt: skip
+def each_microbatch_decides_by_its_own_values(
+    right: Callable[[LeafTracer, fx.Proxy], Any], self: LeafTracer, asked: fx.Proxy
+) -> Any:
+    raise UndecidedError(self.graph, asked.node)
+
+
+@replaces(hold_to, killed_by=test_stage.test_what_a_network_decides_by_the_shape_of_its_images_holds_for_these)
+def images_of_other_shapes_are_taken_for_those_of_the_trace(
+    right: Callable[..., None], graph: fx.Graph, decided: Decided, name: str
+) -> None:
+    pass
