@@ -21,13 +21,16 @@ class Keeps(Precision):
     Attributes:
         folder: For the batches; None while none is to be kept.
         count: How many have been kept.
+        generator: The state of torch's random numbers when the last batch came.
     """
 
     folder: Path | None = None
     count = 0
+    generator: Tensor | None = None
 
     @override
     def convert_input(self, data: Any) -> Any:
+        self.generator = torch.get_rng_state()
         if self.folder is not None and not isinstance(data, NoBatch):
             torch.save(data, self.folder / f"{self.count}.pt")
             self.count += 1

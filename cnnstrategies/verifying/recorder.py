@@ -83,7 +83,7 @@ class Recorder(Checkpoint):
         batches = trainer.num_training_batches
         self._notes["batches"] = None if math.isinf(batches) else int(batches)
         plugin = trainer.precision_plugin
-        if isinstance(plugin, Keeps):
+        if isinstance(plugin, Keeps) and self._role.of is None:
             plugin.folder = self._role.folder / str(trainer.global_rank)
             plugin.folder.mkdir(parents=True)
 
@@ -92,13 +92,14 @@ class Recorder(Checkpoint):
         if self._role.every_step and trainer.global_step > self._step:
             self._step = trainer.global_step
             trainer.save_checkpoint(self._role.folder / f"step-{self._step}.ckpt")
-        self._generator = torch.get_rng_state()
+        self._generator = getattr(trainer.precision_plugin, "generator", None)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._notes["draws"] |= not torch.equal(self._generator, torch.get_rng_state())
+        before = self._generator
+        self._notes["draws"] |= before is not None and not torch.equal(before, torch.get_rng_state())
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

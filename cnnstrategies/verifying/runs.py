@@ -212,7 +212,9 @@ def _explanation(
     """After which step the runs differ first, and what may be why."""
     found = [f"unlike one device: {line}" for line in told[1]["unlike one device"]]
     if told[0]["draws"]:
-        found.append("training_step draws random numbers: each process draws its own")
+        found.append(
+            "the step, or what is done to its batch, draws random numbers (as mixup does): each process draws its own"
+        )
     one, many = _runs(train, folder, single=single, every_step=True)
     for step in itertools.count(1):
         file = f"step-{step}.ckpt"

@@ -77,7 +77,10 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
 
 
 class Drifts(Module):
-    """From its third step on each process trains on something else."""
+    """From its third step on each process trains on something else, and its batches are noisy."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + 1e-16 * torch.randn(batch[0].shape), batch[1]
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         loss = super().training_step(batch, index)
@@ -91,6 +94,7 @@ def test_where_they_differ_it_is_said_after_which_step_first_and_what() -> None:
     assert said.startswith("NOT equal to one device\n")
     assert "first after step 3: weights: 6 of 6 differ, most of all net." in said
     assert "unlike one device: random draws (as in dropout) are each process's own" in said
+    assert "the step, or what is done to its batch, draws random numbers" in said
 
 
 class Single(Module):
