@@ -13,7 +13,11 @@ def preserved(network: nn.Module) -> Iterator[None]:
 
     Parameters are expected not to change: nothing here steps an optimizer.
     """
-    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in network.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
     devices = {tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"}
     device_type = next(iter(devices)).type if devices else "cuda"
@@ -22,7 +26,8 @@ def preserved(network: nn.Module) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
+            for module, name, buffer, value in buffers:
+                setattr(module, name, buffer)  # Some are replaced.
                 buffer.copy_(value)
         for parameter, gradient in gradients:
             parameter.grad = gradient

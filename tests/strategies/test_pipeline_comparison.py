@@ -75,6 +75,26 @@ def test_a_network_that_runs_on_another_device_alone_is_not_refused() -> None:
         compare(blueprint, torch.randn(2, 1, 6, 6))
 
 
+class Resizing(nn.ReLU):
+    """As timm's ConViT, which makes a table for the images that come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(1))
+
+    def forward(self, x: Any) -> Any:
+        self.table = torch.ones(x.shape[-1])
+        return super().forward(x) * self.table
+
+
+@pytest.mark.usefixtures("_seed")
+def test_a_buffer_that_gets_another_shape_is_refused_and_is_as_it_was() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), Resizing(), nn.Flatten(), nn.Linear(32, 2))
+    with pytest.raises(ConfigurationError, match=r"puts a buffer of another shape in the place of 1\.table"):
+        compare(divide_by_names(network, ["0"]), torch.randn(2, 1, 6, 6))
+    assert network[1].table.shape == (1,)
+
+
 @pytest.mark.usefixtures("_seed")
 def test_the_network_and_the_random_numbers_stay_as_they_were() -> None:
     network = Odd()

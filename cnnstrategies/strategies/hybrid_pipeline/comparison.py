@@ -64,11 +64,14 @@ def compare(blueprint: Blueprint, images: Images) -> None:
     network = blueprint.network
     arguments = images if isinstance(images, tuple) else (images,)
     name = type(network).__name__
+    shapes = {path: buffer.shape for path, buffer in network.named_buffers()}
+    resized: list[str] = []
     for training in (True, False):
         when = "in training" if training else "in evaluation"
         try:
             with preserved(network), _mode(network, training):
                 expected, whole = _results(network, lambda: network(*arguments), training)
+                resized += [path for path, buffer in network.named_buffers() if buffer.shape != shapes.get(path)]
         except Exception as error:
             # It may run where it will train, and not here.
             rank_zero_warn(
@@ -76,6 +79,12 @@ def compare(blueprint: Blueprint, images: Images) -> None:
                 f"{tuple(arguments[0].shape[1:])} on {arguments[0].device}: {error!r}"
             )
             continue
+        if resized:
+            raise ConfigurationError(
+                f"{name} puts a buffer of another shape in the place of {resized[0]} when it runs: a network that is "
+                "cut into stages must keep the shapes of its buffers; make it for images of this size, or use "
+                "strategy ddp"
+            )
         try:
             with preserved(network), _mode(network, training):
                 actual, divided = _results(network, partial(_in_stages, blueprint, images), training)
