@@ -19,7 +19,7 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
-from cnnstrategies.strategies.parameter_server.gradient_watch import GradientWatch
+from cnnstrategies.strategies.parameter_server.gradient_watch import watch_gradients
 from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
@@ -244,7 +244,7 @@ def test_only_what_is_linear_may_be_done_to_a_workers_own_gradients() -> None:
     module, asks = LightningModule(), Asks()
     module.net = nn.Linear(2, 1)
     module.net(torch.ones(1, 2)).sum().backward()
-    watch = GradientWatch(module, [asks])
+    watch = watch_gradients(module, [asks])
     asks.on_after_backward(None, module)
     assert list(asks.refused) == [
         "clamped",

@@ -3,10 +3,8 @@
 What would need those of all stages, such as a norm over all gradients or an average of the network, is refused.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.licences import own_hooks
+from cnnstrategies.strategies.watching import READS, Origins, WatchedHooks, tensors_in
 
 # What runs while the network is divided. What is transferred are batches; what is saved and loaded is whole.
 _ELSEWHERE = ("on_before_batch_transfer", "on_after_batch_transfer", "on_save_checkpoint", "on_load_checkpoint")
@@ -26,7 +24,6 @@ _HOOKS = (
     *{name for name in (*dir(Callback), *dir(LightningModule)) if name.startswith("on_") and name not in _ELSEWHERE},
 )
 _NOWHERE: frozenset[str] = frozenset()
-_READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__", "__complex__"})
 _PARTS = "with strategy hybrid_pipeline a rank has those of its own stage alone"
 _REMEDY = (
     "change and read each parameter by itself; to clip by a norm set Trainer(gradient_clip_val=...) or call "
@@ -46,18 +43,14 @@ class HookWatch:
         self._divided = divided
         self._own = divided.names_of_parameters
         self._running: list[_Watched] = []
-        self._wrapped: list[tuple[Any, str]] = []
         self._handle = divided.stand_in.register_state_dict_pre_hook(self._refuse_state)  # type: ignore[no-untyped-call]
-        for one in (divided.module, *divided.callbacks):
-            for name in [] if isinstance(one, BaseFinetuning) else own_hooks(one, _HOOKS):
-                vars(one)[name] = partial(self._run, f"{type(one).__name__}.{name}", getattr(one, name))
-                self._wrapped.append((one, name))
+        owners = [one for one in (divided.module, *divided.callbacks) if not isinstance(one, BaseFinetuning)]
+        self._hooks = WatchedHooks(owners, _HOOKS, self.watching)
 
     def end(self) -> None:
         """Watch no more."""
         self._handle.remove()
-        for one, name in self._wrapped:
-            vars(one).pop(name, None)
+        self._hooks.end()
 
     @contextmanager
     def watching(self, hook: str, copies_alone: bool = False) -> Iterator[None]:
@@ -91,10 +84,6 @@ class HookWatch:
             for watched in pausing:
                 watched.paused = False
 
-    def _run(self, hook: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.watching(hook):
-            return function(*args, **kwargs)
-
     def _refuse_state(self, *_: Any) -> None:
         if self._running and not self._running[-1].paused:
             raise ConfigurationError(
@@ -122,7 +111,7 @@ class _Watched(TorchFunctionMode):
         self._own = own
         self._names = frozenset(own.values())
         self._copies_alone = copies_alone
-        self._origins: dict[int, tuple[weakref.ref[Tensor], frozenset[str]]] = {}  # by id
+        self._origins: Origins[frozenset[str]] = Origins()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -144,7 +133,7 @@ class _Watched(TorchFunctionMode):
                 self._note(origin, args[0][place], result[place] if result is not None else None)
             return result
         origin = self._origin(given, name)
-        if name in _READS and not self._copies_alone and origin & self._names and args[0].dtype != torch.bool:
+        if name in READS and not self._copies_alone and origin & self._names and args[0].dtype != torch.bool:
             self._refuse(f"makes numbers of {self._path}.{min(origin)} ({name})", _REMEDY)
         result = func(*args, **kwargs)
         self._note(origin, result, args[0] if name in ("__setitem__", "__set__") else None)
@@ -152,7 +141,7 @@ class _Watched(TorchFunctionMode):
 
     def _origin(self, given: Iterable[Any], name: str) -> frozenset[str]:
         """From which parameters the values come; those of truth values count only where there are no others."""
-        tensors = _tensors(given)
+        tensors = list(tensors_in(given))
         if len(tensors) < 2:
             return self._all_of(tensors)
         numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]
@@ -177,13 +166,11 @@ class _Watched(TorchFunctionMode):
             return frozenset({self._own[id(tensor)]})
         if isinstance(tensor, nn.Parameter):
             return frozenset({f"parameter {id(tensor)}"})
-        noted = self._origins.get(id(tensor))
-        return noted[1] if noted is not None and noted[0]() is tensor else _NOWHERE
+        return self._origins.of(tensor, _NOWHERE)
 
     def _note(self, origin: frozenset[str], *results: Any) -> None:
-        for tensor in _tensors(results) if origin else []:
-            if not isinstance(tensor, nn.Parameter):
-                self._origins[id(tensor)] = weakref.ref(tensor), origin
+        if origin:
+            self._origins.note(origin, results)
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise ConfigurationError(f"{self.hook} {what}: {_PARTS}; {remedy}")
@@ -195,13 +182,3 @@ def _item_by_item(given: Sequence[Any]) -> Iterator[list[Any]]:
     others = [one for one in given if not isinstance(one, (list, tuple))]
     for place in range(len(lists[0])):
         yield [*(one[place] for one in lists if place < len(one)), *others]
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found

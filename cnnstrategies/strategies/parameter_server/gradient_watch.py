@@ -4,22 +4,21 @@ To scale, mask, add up or leave out gradients is the same before that mean as af
 NaN is not, and is refused.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.licences import own_hooks
+from cnnstrategies.strategies.watching import READS, Origins, WatchedHooks, tensors_in
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
-READS = ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__", "item", "tolist", "numpy")
 # By the names of torch's functions, without those of the forms that are in place or operators.
-PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")
+PRODUCTS = ("mul", "multiply", "matmul", "masked_fill", "where")  # of a gradient and what is none
+QUOTIENTS = ("div", "truediv", "true_divide")
 LINEAR = (
     "add", "sub", "subtract", "neg", "negative", "sum", "mean", "cumsum", "cat", "stack", "lerp", "zero", "copy",
     "clone", "detach", "contiguous", "view", "reshape", "flatten", "t", "permute", "transpose", "expand", "to",
@@ -30,45 +29,30 @@ LINEAR = (
 )  # fmt: skip
 
 
-class GradientWatch:
-    """Watches the hooks of a module and its callbacks between backward and the optimizer's step.
+def watch_gradients(module: LightningModule, callbacks: Iterable[Callback]) -> WatchedHooks:
+    """Watch the hooks of a module and its callbacks between backward and the optimizer's step.
 
     Args:
         module: What is trained.
         callbacks: The trainer's.
     """
-
-    def __init__(self, module: LightningModule, callbacks: Iterable[Callback]) -> None:
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
-        self._wrapped: list[tuple[Any, str]] = []
-        for one in (module, *callbacks):
-            for name in own_hooks(one, HOOKS):
-                vars(one)[name] = partial(self._run, f"{type(one).__name__}.{name}", getattr(one, name))
-                self._wrapped.append((one, name))
-
-    def end(self) -> None:
-        """Watch no more."""
-        for one, name in self._wrapped:
-            vars(one).pop(name, None)
-
-    def _run(self, hook: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with Linear(hook, self._names):
-            return function(*args, **kwargs)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return WatchedHooks((module, *callbacks), HOOKS, partial(Linear, names))
 
 
 class Linear(TorchFunctionMode):
     """Refuses what is not linear in gradients.
 
     Args:
-        hook: Whose code runs inside.
         names: The name of each parameter, by its id.
+        hook: Whose code runs inside.
     """
 
-    def __init__(self, hook: str, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], hook: str) -> None:
         super().__init__()
         self._hook = hook
         self._names = names
-        self._gradients: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # and what is made of them, by id
+        self._gradients: Origins[str] = Origins()  # The name of its parameter for each, and for what is made of it.
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """See what a function is given, and call it.
@@ -77,48 +61,36 @@ class Linear(TorchFunctionMode):
             ConfigurationError: It is not linear in a gradient.
         """
         kwargs = kwargs or {}
-        given = [self._of(tensor) for tensor in _tensors((*args, *kwargs.values()))]
-        found = [name for name in given if name]
+        found = self._found((*args, *kwargs.values()))
         if found and not self._is_linear(func, args, found):
             self._refuse(found[0], func)
         result = func(*args, **kwargs)
         if func == Tensor.grad.__get__:  # type: ignore[union-attr]
-            found = [self._names.get(id(args[0]), "")]
-        changed = args[:1] if func.__name__.endswith("_") else ()
-        for tensor in _tensors((result, *changed)) if found and found[0] else ():
-            if not isinstance(tensor, nn.Parameter):
-                self._gradients[id(tensor)] = weakref.ref(tensor), found[0]
+            found = [self._names[id(args[0])]] if id(args[0]) in self._names else []
+        if found:
+            self._gradients.note(found[0], (result, *args[: func.__name__.endswith("_")]))
         return result
 
-    def _is_linear(self, func: Any, args: Sequence[Any], found: Sequence[str]) -> bool:
-        if func.__name__ in READS:
+    def _found(self, values: Iterable[Any]) -> list[str]:
+        """The parameters whose gradients are among some values."""
+        return [name for tensor in tensors_in(values) if (name := self._gradients.of(tensor, ""))]
+
+    def _is_linear(self, func: Callable[..., Any], args: Sequence[Any], found: Sequence[str]) -> bool:
+        if func.__name__ in READS or func.__name__ == "__bool__":
             return False
         name = func.__name__.removeprefix("_foreach_").strip("_")
-        if name in ("div", "truediv", "true_divide", "itruediv"):
-            return len(found) == 1 and not any(self._of(tensor) for tensor in _tensors(args[1:]))
-        if name.removeprefix("r").removeprefix("i") in PRODUCTS or name in PRODUCTS:
+        if func.__name__.startswith("__") and name[:1] in ("r", "i") and name[1:] in (*PRODUCTS, *QUOTIENTS, *LINEAR):
+            name = name[1:]  # As of `__rmul__` and `__imul__`.
+        if name in QUOTIENTS:
+            return len(found) == 1 and not self._found(args[1:])
+        if name in PRODUCTS:
             return len(found) == 1 or func.__name__.startswith("_foreach_")
-        return any(one in LINEAR for one in (name, name[1:] if name[:1] in ("r", "i") else name))
+        return name in LINEAR
 
-    def _of(self, tensor: Tensor) -> str:
-        """The parameter whose gradient a tensor is made of, or nothing."""
-        noted = self._gradients.get(id(tensor))
-        return noted[1] if noted is not None and noted[0]() is tensor else ""
-
-    def _refuse(self, name: str, func: Any) -> None:
+    def _refuse(self, name: str, func: Any) -> NoReturn:
         raise ConfigurationError(
             f"{self._hook} computes {func.__name__} of the gradient of {name}: with strategy parameter_server in "
             "common steps that is of its own worker's images until the servers have taken the mean, so only what is "
             "linear is as on one device (to scale, mask, add, leave out); to clip set Trainer(gradient_clip_val=...), "
             "or use mode async or local, or strategy ddp"
         )
-
-
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from cnnstrategies.strategies.watching import tensors_in
+
 
 class Readers(TorchFunctionMode):
     """Notes which parameters are read while none of their own modules computes.
@@ -42,7 +44,7 @@ class Readers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         """See what a function is given, and call it."""
-        for tensor in _tensors((*args, *(kwargs or {}).values())):
+        for tensor in tensors_in((*args, *(kwargs or {}).values())):
             index = self._index.get(id(tensor))
             if index is not None and not any(tensor is own for own in self._own()):
                 self.found.add(index)
@@ -66,11 +68,3 @@ def _noted(child: nn.Module, computing: list[nn.Module]) -> Iterator[RemovableHa
 
     yield child.register_forward_pre_hook(begin, prepend=True)
     yield child.register_forward_hook(end, always_call=True)
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)

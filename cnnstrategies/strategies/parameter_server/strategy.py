@@ -26,7 +26,7 @@ from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weigh
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
-from cnnstrategies.strategies.parameter_server.gradient_watch import GradientWatch
+from cnnstrategies.strategies.parameter_server.gradient_watch import watch_gradients
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.module_checks import check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import (
@@ -39,6 +39,7 @@ from cnnstrategies.strategies.parameter_server.options import (
 from cnnstrategies.strategies.parameter_server.start import meet_servers
 from cnnstrategies.strategies.parameter_server.state import trainer_state
 from cnnstrategies.strategies.parameter_server.step import Stepper
+from cnnstrategies.strategies.watching import WatchedHooks
 
 OUTER_STATE = "outer_optimizer_state"  # in a checkpoint
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
@@ -173,7 +174,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self._has_trained = False
         self._buffers_are_equal = True
         self._outer_state: dict[str, Any] | None = None
-        self._watch: GradientWatch | None = None
+        self._watch: WatchedHooks | None = None
 
     @property
     @override
@@ -248,7 +249,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self._outer_state,
         )  # fmt: skip
         if self.options.mode == "sync" and self.world_size > 1:
-            self._watch = GradientWatch(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
+            self._watch = watch_gradients(self.lightning_module, trainer.callbacks)  # type: ignore[attr-defined]
         self._admitted = start.joined
         self.group.membership.tell(lambda: self._figures(start.worker))
         self._stepper = self._stepper_of(start.worker, start.specification, start.own_steps)
