@@ -6,7 +6,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.preserved import preserved
@@ -56,13 +57,13 @@ def is_of_shapes(node: fx.Node) -> bool:
     return node.op == "call_function" and all(map(is_of_shapes, node.all_input_nodes))
 
 
-def number(network: nn.Module, asked: UndecidedError, images: Sequence[Tensor]) -> Any:
+def number(network: nn.Module, asked: UndecidedError, images: Any) -> Any:
     """A number that the forward of a network asks for.
 
     Args:
         network: In the mode for which it is.
         asked: Where.
-        images: The network's inputs, each of some samples.
+        images: Some, as the network takes them.
 
     Raises:
         ConfigurationError: It is another one for another number of samples.
@@ -74,15 +75,19 @@ def number(network: nn.Module, asked: UndecidedError, images: Sequence[Tensor]) 
     run = fx.GraphModule(network, graph)
     found = []
     for samples in (SAMPLES, SAMPLES - 1):
-        given = tuple(one[:samples] for one in images)
         with preserved(network), torch.no_grad():
-            found.append(run(given[0] if len(given) == 1 else given))
+            found.append(run(tree_map(lambda one, samples=samples: one[:samples], images)))
     if found[0] != found[1]:
         raise ConfigurationError(
             f"{type(network).__name__}.forward branches on how many images there are ({asked.node.name}), which for a "
             "microbatch are others than for the batch: rewrite that, or use strategy ddp"
         )
     return found[0]
+
+
+def sample_shapes(images: Any) -> tuple[tuple[int, ...], ...]:
+    """The shape of a sample of each of a network's inputs."""
+    return tuple(tuple(one.shape[1:]) for one in tree_leaves(images))
 
 
 def hold_to(graph: fx.Graph, decided: Decided, name: str) -> None:
@@ -99,10 +104,10 @@ def of_shapes(images: Any, shapes: Sequence[Sequence[int]], name: str) -> Any:
     Raises:
         ConfigurationError: Another one has.
     """
-    for one, shape in zip(images if isinstance(images, tuple) else (images,), shapes, strict=True):
-        if tuple(one.shape[1:]) != tuple(shape):
+    for given, shape in zip(sample_shapes(images), shapes, strict=True):
+        if given != tuple(shape):
             raise ConfigurationError(
-                f"images of shape {tuple(one.shape[1:])}: {name}.forward branches on their shape, and was cut into "
-                f"stages for {tuple(shape)}; give images of one size, or use strategy ddp"
+                f"images of shape {given}: {name}.forward branches on their shape, and was cut into stages for "
+                f"{tuple(shape)}; give images of one size, or use strategy ddp"
             )
     return images

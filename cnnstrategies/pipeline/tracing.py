@@ -13,7 +13,16 @@ from torch import Tensor, fx, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.fixed import Contexts, same_each_time
-from cnnstrategies.pipeline.shapes import SAMPLES, Decided, UndecidedError, hold_to, is_of_shapes, known, number
+from cnnstrategies.pipeline.shapes import (
+    SAMPLES,
+    Decided,
+    UndecidedError,
+    hold_to,
+    is_of_shapes,
+    known,
+    number,
+    sample_shapes,
+)
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 IN_PLACE_OPERATORS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem"})
@@ -151,21 +160,24 @@ def decide_by_shapes(network: nn.Module, example: Callable[[int], Any]) -> bool:
     images: Any = None
     for training in (True, False):
         numbers: list[Any] = []
-        while True:
-            try:
-                _trace(network, training, numbers)
-                break
-            except UndecidedError as asked:
-                images = example(SAMPLES) if images is None else images
-                if images is None:
-                    return False
-                inputs = images if isinstance(images, tuple) else (images,)
-                with mode(network, training):
-                    numbers.append(number(network, asked, inputs))
+        while (asked := _asked(network, training, numbers)) is not None:
+            images = example(SAMPLES) if images is None else images
+            if images is None:
+                return False
+            with mode(network, training):
+                numbers.append(number(network, asked, images))
         if numbers:
-            shapes = tuple(tuple(one.shape[1:]) for one in inputs)
-            known.setdefault(network, {})[training] = Decided(tuple(numbers), shapes)
+            known.setdefault(network, {})[training] = Decided(tuple(numbers), sample_shapes(images))
     return True
+
+
+def _asked(network: nn.Module, training: bool, numbers: Sequence[Any]) -> UndecidedError | None:
+    """What the forward asks for beyond the numbers that are known."""
+    try:
+        _trace(network, training, numbers)
+    except UndecidedError as asked:
+        return asked
+    return None
 
 
 def _trace(network: nn.Module, training: bool, numbers: Sequence[Any]) -> fx.Graph:

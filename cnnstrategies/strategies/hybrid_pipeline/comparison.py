@@ -65,13 +65,12 @@ def compare(blueprint: Blueprint, images: Images) -> None:
     arguments = images if isinstance(images, tuple) else (images,)
     name = type(network).__name__
     shapes = {path: buffer.shape for path, buffer in network.named_buffers()}
-    resized: list[str] = []
     for training in (True, False):
         when = "in training" if training else "in evaluation"
         try:
             with preserved(network), _mode(network, training):
                 expected, whole = _results(network, lambda: network(*arguments), training)
-                resized += [path for path, buffer in network.named_buffers() if buffer.shape != shapes.get(path)]
+                resized = [path for path, buffer in network.named_buffers() if buffer.shape != shapes.get(path)]
         except Exception as error:
             # It may run where it will train, and not here.
             rank_zero_warn(
