@@ -26,7 +26,7 @@ class Keeps(Precision):
 
     folder: Path | None = None
     count = 0
-    generator: Tensor | None = None
+    generator = torch.empty(0, dtype=torch.uint8)
 
     @override
     def convert_input(self, data: Any) -> Any:

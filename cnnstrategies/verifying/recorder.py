@@ -21,7 +21,7 @@ from cnnstrategies.verifying.batches import GlobalBatches, Keeps, SizedGlobalBat
 
 DROPS = ("p", "drop_prob", "dropout")  # Attributes of layers that drop at random, by which they do.
 RATES = ("drop_rate", "dropout_rate", "dropout_p")  # Those of networks that have functions for it.
-END = "end.ckpt"
+END, NOTES = "end.ckpt", "notes.json"
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,17 @@ class Role:
         folder, of, *options = json.loads(text)
         return cls(Path(folder), None if of is None else Path(of), *options)
 
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the recorder has noted; empty where the run has not come to its end."""
+        file = self.folder / NOTES
+        return dict(json.loads(file.read_text())) if file.exists() else {}
+
     def batches(self) -> GlobalBatches:
         """The other run's."""
         assert self.of is not None, "it has loaded its own"
         folders = sorted((file.parent for file in self.of.glob("*/0.pt")), key=lambda folder: int(folder.name))
-        notes = json.loads((self.of / "notes.json").read_text())
+        notes = Role(self.of).notes
         length = notes["batches"]
         if length is None:
             return GlobalBatches(folders, notes["ends"])
@@ -82,29 +88,25 @@ class Recorder(Checkpoint):
         self._notes["parameters"] = list(self._begun)
         batches = trainer.num_training_batches
         self._notes["batches"] = None if math.isinf(batches) else int(batches)
-        plugin = trainer.precision_plugin
-        if isinstance(plugin, Keeps) and self._role.of is None:
-            plugin.folder = self._role.folder / str(trainer.global_rank)
-            plugin.folder.mkdir(parents=True)
+        if self._role.of is None:
+            folder = _keeper(trainer).folder = self._role.folder / str(trainer.global_rank)
+            folder.mkdir(parents=True)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._role.every_step and trainer.global_step > self._step:
             self._step = trainer.global_step
             trainer.save_checkpoint(self._role.folder / f"step-{self._step}.ckpt")
-        self._generator = getattr(trainer.precision_plugin, "generator", None)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        before = self._generator
-        self._notes["draws"] |= before is not None and not torch.equal(before, torch.get_rng_state())
+        self._notes["draws"] |= not torch.equal(_keeper(trainer).generator, torch.get_rng_state())
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        plugin = trainer.precision_plugin
-        self._notes["ends"].append(plugin.count if isinstance(plugin, Keeps) else 0)
+        self._notes["ends"].append(_keeper(trainer).count)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -119,11 +121,17 @@ class Recorder(Checkpoint):
             "moved": self._moved(pl_module),
             "devices": trainer.world_size,
         }
-        (self._role.folder / "notes.json").write_text(json.dumps(self._notes))
+        (self._role.folder / NOTES).write_text(json.dumps(self._notes))
 
     def _moved(self, module: LightningModule) -> int:
         """How many parameters are not what they were."""
         return sum(not torch.equal(self._begun[name], value) for name, value in module.named_parameters())
+
+
+def _keeper(trainer: Trainer) -> Keeps:
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin, Keeps), "that of a run to be compared"
+    return plugin
 
 
 def settle(module: nn.Module) -> list[str]:

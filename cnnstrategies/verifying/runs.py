@@ -1,7 +1,6 @@
 """``verify``: the same batches on one device and under a strategy, and what the two runs have come to."""
 
 import itertools
-import json
 import multiprocessing
 import os
 import re
@@ -30,7 +29,8 @@ EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
 LAST_LINES = 30  # of what a run that has failed has printed
 # Nothing but the training: no validation, and nothing that stays.
 QUIET: dict[str, Any] = {
-    **{f"enable_{what}": False for what in ("progress_bar", "model_summary")},
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
     "max_epochs": -1,
@@ -138,8 +138,8 @@ def verdict_of(train: Callable[[Role], None]) -> Verdict:
             one, many = _runs(train, Path(folder, "float32"), single=True)
             reason = (EXCEPTION.findall(str(error)) or str(error).splitlines())[-1]
             notes.append(f"in float32, and so less exact; in float64: {reason}")
-        rows = _rows(one, many, END)
-        told = [json.loads((run.folder / "notes.json").read_text()) for run in (one, many)]
+        told = one.notes, many.notes
+        rows = _rows(one, many, END, told[0]["parameters"])
         notes += told[0]["settled"]
         if not all(row.equal for row in rows):
             notes += _explanation(train, Path(folder, "every step"), one.single, told)
@@ -161,7 +161,7 @@ def _runs(
         printed = (role.folder / "printed").read_text(errors="replace")
         if process.exitcode and (refusal := REFUSAL.search(printed)):
             raise ConfigurationError((refusal[1] or refusal[2]).strip())
-        if process.exitcode or not (role.folder / "notes.json").exists():
+        if process.exitcode or not role.notes:
             last = "\n".join(printed.splitlines()[-LAST_LINES:]) or f"exit code {process.exitcode}"
             raise TrainingError(f"the training fails {'on one device' if role.of else 'under the strategy'}:\n{last}")
     return one, many
@@ -179,9 +179,8 @@ def _run(train: Callable[[Role], None], role: Role) -> None:
         os._exit(1)
 
 
-def _rows(one: Role, many: Role, file: str) -> list[Row]:
+def _rows(one: Role, many: Role, file: str, parameters: Sequence[str]) -> list[Row]:
     dtype = torch.float32 if one.single else torch.float64
-    parameters = json.loads((one.folder / "notes.json").read_text())["parameters"]
     return compared(one.folder / file, many.folder / file, parameters, dtype)
 
 
@@ -216,13 +215,14 @@ def _explanation(
             "the step, or what is done to its batch, draws random numbers (as mixup does): each process draws its own"
         )
     one, many = _runs(train, folder, single=single, every_step=True)
+    parameters = told[0]["parameters"]
     for step in itertools.count(1):
         file = f"step-{step}.ckpt"
         if not (one.folder / file).exists() or not (many.folder / file).exists():
             break
-        for row in _rows(one, many, file):
+        for row in _rows(one, many, file, parameters):
             if not row.equal:
                 return [f"first after step {step}: {row.name}: {row.text}", *found]
-    if all(row.equal for row in _rows(one, many, END)):
+    if all(row.equal for row in _rows(one, many, END, parameters)):
         return ["with a checkpoint after each step they are equal: weights are used before they are there", *found]
     return ["first after the last step", *found]
