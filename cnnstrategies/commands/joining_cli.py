@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.commands.defaults import as_list
 from cnnstrategies.commands.errors import check_trainer_names
 from cnnstrategies.commands.failures import explain_run_error
 from cnnstrategies.commands.lightning_cli import CLI
@@ -71,8 +72,7 @@ class JoiningCLI(CLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:
         config = self.config_init[self.subcommand]
-        given = config.trainer.callbacks or []
-        given = list(given) if isinstance(given, list) else [given]
+        given = as_list(config.trainer.callbacks)
         kept = [one for one in given if not is_for_others(one)]
         if left := [type(one).__name__ for one in given if one not in kept]:
             print(f"Left to the run's own workers: {', '.join(left)}", file=sys.stderr, flush=True)

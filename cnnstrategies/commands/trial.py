@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
+from cnnstrategies.commands.defaults import as_list
 from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
@@ -162,8 +163,7 @@ class TrialCLI(CLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         config = self.config_init.fit
-        given = config.trainer.callbacks
-        kept = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, ComputeSettings)]
+        kept = [one for one in as_list(config.trainer.callbacks) if isinstance(one, ComputeSettings)]
         config.trainer.callbacks = kept
         trainer = super().instantiate_trainer(**kwargs)
         trainer.callbacks[:] = [*kept, TrialControl()]  # type: ignore[attr-defined]  # set by the callback connector
