@@ -96,7 +96,7 @@ def _of_timm(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list
     try:
         import timm
     except ImportError:
-        raise ConfigurationError(f"{TIMM}{name} needs timm: pip install 'cnnstrategies[timm]'") from None
+        raise ConfigurationError(f"{TIMM}{name} needs timm: pip install '.[timm]' in a clone") from None
     plain = name.partition(".")[0]
     if ":" not in name and not timm.is_model(plain):
         raise ConfigurationError(_unknown(plain, timm.list_models(), "timm"))

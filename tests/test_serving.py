@@ -47,7 +47,7 @@ def ask(port, picture):
 @pytest.mark.extra
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("litserve", "multipart"))),
-    reason="litserve or python-multipart is not installed: pip install 'cnnstrategies[serve]'",
+    reason="litserve or python-multipart is not installed: pip install '.[serve]'",
 )
 def test_the_service_of_the_documentation_answers_as_the_checkpoint_does():
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ def main(args: Sequence[str]) -> None:
     try:
         import optuna  # noqa: F401
     except ImportError as error:
-        raise ConfigurationError("sweep needs Optuna: pip install 'cnnstrategies[sweep]'") from error
+        raise ConfigurationError("sweep needs Optuna: pip install '.[sweep]' in a clone") from error
     search(plan, words, options.folder or Path("sweeps") / options.sweep.stem)
 
 

@@ -18,7 +18,7 @@ SAME = ("--trainer.devices=1", "--trainer.strategy=auto", "--model.init_args.lr_
 
 def needs(package):
     missing = importlib.util.find_spec(package) is None
-    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'cnnstrategies[{package}]'")
+    return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install '.[{package}]'")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def missing() -> str | None:
     if sys.platform != "linux":
         return "looks for a node's processes in /proc"
     if importlib.util.find_spec("ray") is None:
-        return "Ray is not installed: pip install 'cnnstrategies[ray]', or make test-ray"
+        return "Ray is not installed: pip install '.[ray]', or make test-ray"
     return None
 
 

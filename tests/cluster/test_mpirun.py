@@ -22,7 +22,7 @@ needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason=NO_MPI)
 # Containers often forbid the system call by which it reads another process's memory.
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--mca", "btl_vader_single_copy_mechanism", "none")
 needs_hosts = pytest.mark.skipif(missing() is not None or SSHD is None, reason=missing() or NO_SSHD)
-NO_MPICH = "MPICH's mpiexec.hydra is not installed (pip install 'cnnstrategies[mpich]', Debian: apt-get install mpich)"
+NO_MPICH = "MPICH's mpiexec.hydra is not installed (pip install '.[mpich]', Debian: apt-get install mpich)"
 HYDRA = shutil.which("mpiexec.hydra") or shutil.which("mpiexec.hydra", path=Path(PYTHON).parent)
 needs_mpich = pytest.mark.skipif(HYDRA is None, reason=NO_MPICH)
 RANKS = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}

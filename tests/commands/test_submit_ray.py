@@ -37,7 +37,7 @@ def test_what_each_node_is_asked_for_is_shown_and_what_cannot_run_is_refused(mon
     assert f"{lines}fit --config {Path.cwd()}/ray/cnnstrategies-" in shown
     doctor = RayTarget(base, [], "submit", "doctor").show()
     assert f" -m cnnstrategies doctor --shared {Path.cwd()}/ray/cnnstrategies-" in doctor
-    with pytest.raises(ConfigurationError, match=r"pip install 'cnnstrategies\[ray\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install '\.\[ray\]'"):
         RayTarget(base, [], "submit").submit()
     base.cli.config.trainer.fast_dev_run = True
     refused("set cluster.ray.max_restarts to 0")

@@ -205,5 +205,5 @@ def test_a_mistaken_sweep_is_refused_before_any_trial(changes, words):
 def test_without_optuna_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     write()
-    with pytest.raises(ConfigurationError, match=r"cnnstrategies\[sweep\]"):
+    with pytest.raises(ConfigurationError, match=r"\.\[sweep\]"):
         run()

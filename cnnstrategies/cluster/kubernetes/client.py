@@ -15,7 +15,7 @@ try:
     from urllib3.exceptions import HTTPError
 except ImportError as error:
     raise ConfigurationError(
-        "submit --to kubernetes needs the Kubernetes client: pip install 'cnnstrategies[kubernetes]'; or print the "
+        "submit --to kubernetes needs the Kubernetes client: pip install '.[kubernetes]' in a clone; or print the "
         "objects with --dry_run, for kubectl create -f -"
     ) from error
 

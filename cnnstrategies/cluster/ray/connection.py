@@ -70,7 +70,7 @@ def connected(address: str | None) -> Iterator[Any]:
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError as error:
         raise ConfigurationError(
-            f"--to ray needs Ray ({error}): pip install 'cnnstrategies[ray]', and the version that the cluster has"
+            f"--to ray needs Ray ({error}): pip install '.[ray]' in a clone, and the version that the cluster has"
         ) from error
     if ray.is_initialized():
         yield ray
