@@ -121,7 +121,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/check_site.py site
 
 check: test lint types docs

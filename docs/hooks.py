@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if named.suffix == ".md":
                 waiting.append(named)
                 script = named.with_suffix(".py")
-                if script.is_file():
+                if script.is_file() and not files.get_file_from_path(_uri(script)):
                     files.append(File.generated(config, _uri(script), content=_page(script)))
                     made[_uri(script)] = script
     return files
