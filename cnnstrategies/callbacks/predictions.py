@@ -151,6 +151,8 @@ def gather_rows(trainer: Trainer, indices: Tensor, rows: Tensor) -> tuple[Tensor
         return trainer.strategy.all_gather(values.to(device)).reshape(world, *values.shape).cpu()
 
     counts = gather(torch.tensor([len(indices)])).flatten().tolist()
+    if not any(counts):
+        return indices, rows
     parts: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(world)]
     for start in range(0, max(counts), GATHER_ROWS):
         size = min(GATHER_ROWS, max(counts) - start)

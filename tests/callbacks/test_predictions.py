@@ -44,6 +44,8 @@ def gather(rank, port):
     all_indices, rows = predictions.gather_rows(Run, indices, indices[:, None] * torch.ones(1, 2))
     assert all_indices.tolist() == list(range(14))
     assert torch.equal(rows, torch.arange(14.0)[:, None].expand(14, 2))
+    none = predictions.gather_rows(Run, torch.empty(0, dtype=torch.int64), torch.empty(0, 2))
+    assert [len(one) for one in none] == [0, 0], "as where all is classified rightly"
     dist.destroy_process_group()
 
 
