@@ -14,7 +14,7 @@ class BrokenImageError(Exception):
 
 
 def decode(file: Path | BinaryIO) -> Tensor:
-    """Decode a JPEG, PNG or WebP file, whatever its extension, and turn it as its EXIF orientation says.
+    """Decode an image file, whatever its extension, and turn it as its EXIF orientation says.
 
     By Pillow: torchvision 0.29 announces the end of its own decoders, and its PNG decoder ends the process by a
     segmentation fault where image data is damaged.
@@ -34,6 +34,8 @@ def decode(file: Path | BinaryIO) -> Tensor:
             if image.mode.startswith("I;16"):
                 # Pillow's own conversion clips at 255 instead of scaling: all but the darkest pixels become white.
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise ValueError(f"pixels of 32 bits ({image.mode}), whose range is unknown: give it 8 or 16")
             pixels = np.array(image.convert("RGB"))
     # Pillow's formats raise OSError, ValueError, SyntaxError, struct.error and others for damaged data.
     except Exception as error:

@@ -64,6 +64,13 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
     assert torch.equal(image[0], torch.from_numpy((values >> 8).astype(np.uint8)))
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_pixels_without_a_known_range_are_refused(kind):
+    Image.fromarray(np.full((4, 5), 1000, dtype=kind)).save("image.tif")
+    with pytest.raises(BrokenImageError, match=r"pixels of 32 bits .* give it 8 or 16$"):
+        decode(Path("image.tif"))
+
+
 @pytest.mark.parametrize("name", ["image.jpg", "image.png"])
 def test_exif_orientation_is_applied(name):
     exif = Image.Exif()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import itertools
 import json
 import math
@@ -27,6 +28,7 @@ from cnnstrategies.data.shards import shard_file
 from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.crops import random_crops
 from cnnstrategies.data.shards.decoders import find_decoder
+from cnnstrategies.data.shards.encoding import encode
 from cnnstrategies.data.shards.index import INDEX, SAMPLES, read_index
 from cnnstrategies.data.shards.jpeg import cut, read_header
 from cnnstrategies.data.shards.packing import pack
@@ -101,6 +103,13 @@ def test_shards_are_what_was_packed_and_any_image_is_one_read(packed, monkeypatc
         assert decode(Path("images", name)).shape[1:] == tuple(source.columns[n][number] for n in ("height", "width"))
     assert len(reads) == len(source), "one pread for each image"
     pickle.loads(pickle.dumps(source)).fetch([0, 1])
+
+
+def test_what_is_neither_jpeg_png_nor_webp_is_packed_as_png():
+    picture(0, 40, 30).save("one.tif")
+    encoded = encode(Path("one.tif").read_bytes(), None, None)
+    assert (encoded.extension, encoded.width, encoded.height) == ("png", 40, 30)
+    assert torch.equal(decode(io.BytesIO(encoded.data)), decode(Path("one.tif")))
 
 
 @pytest.mark.parametrize("options", [AS_THEY_ARE, SHRUNK])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from PIL import Image
 from torch import Tensor
 
-from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.decoding import decode
 from cnnstrategies.data.shards.jpeg import read_header, restart_interval
 
 ORIENTATION = 0x0112  # EXIF
@@ -51,8 +51,10 @@ def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
         with Image.open(io.BytesIO(data)) as opened:
             extension = EXTENSIONS.get(opened.format or "")
             turned = opened.getexif().get(ORIENTATION, 1) != 1
-        if extension is None:
-            raise BrokenImageError(f"a {opened.format} file, and not JPEG, PNG or WebP")
+        if extension is None:  # A PNG file loses nothing, and is smaller than BMP, TIFF and PNM.
+            file = io.BytesIO()
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
+            return Encoded(file.getvalue(), "png", width, height, False, (height, width))
         header = read_header(data)
         plain = header is not None and not turned and (header.width, header.height) == (width, height)
         return Encoded(data, extension, width, height, plain, (height, width))
