@@ -125,7 +125,9 @@ def model_card(
 def _data(description: Mapping[str, Any], datamodule: LightningDataModule) -> list[tuple[str, str]]:
     rows = [("data module", type(datamodule).__name__)]
     for part, title in (("train", "training"), ("val", "validation"), ("test", "test")):
-        if (source := getattr(datamodule, f"{part}_source", None)) is not None:
+        if part == "test" and getattr(datamodule, "tests_on_validation", False):
+            rows.append(("test images", "none but those of validation, by which the checkpoint was chosen"))
+        elif (source := getattr(datamodule, f"{part}_source", None)) is not None:
             rows.append((f"{title} images", f"{len(source):,}"))
     if names := description["class_names"]:
         listed = ", ".join(str(name) for name in names[:MOST_CLASSES]) + ", ..." * (len(names) > MOST_CLASSES)

@@ -187,6 +187,17 @@ def test_images_and_masks_are_cropped_together_and_fitted_whole():
     assert restored.shape == (20, 24)
 
 
+@pytest.mark.light
+def test_parts_are_found_by_other_names_and_masks_without_an_image_are_counted():
+    write_masked_images(Path("data/Training"), count=4)
+    write_masked_images(Path("data/validation"), count=2)
+    Path("data/Training/images/0.png").unlink()
+    data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, num_workers=0)
+    data.setup("fit")
+    assert (data.describe("train"), data.describe("val")) == ("3 in data/Training", "2 in data/validation")
+    assert data.left_out["masks without an image"] == 1
+
+
 def read_all():
     data = SegmentationFolderDataModule(Path("data"), 2, image_size=16, val_split=0.2, num_workers=0)
     data.setup("fit")
@@ -198,8 +209,13 @@ def no_png():
     Path("data/train/masks/3.png").write_text("nothing")
 
 
+def two_of_one_name():
+    shutil.copy("data/train/images/3.png", "data/train/images/3.jpg")
+
+
 MISTAKES = {
     **MASK_MISTAKES,
+    two_of_one_name: r"images/3.jpg and .*images/3.png would have one mask: rename one",
     no_png: r"broken mask .*3.png",
 }
 

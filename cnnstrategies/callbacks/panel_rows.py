@@ -16,12 +16,20 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 from cnnstrategies.callbacks.tables import relative
+from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
 SHARDED = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+PARTS = {
+    TrainerFn.FITTING: "train",
+    TrainerFn.VALIDATING: "val",
+    TrainerFn.TESTING: "test",
+    TrainerFn.PREDICTING: "predict",
+}
 Row = tuple[str, str]
 
 
@@ -103,6 +111,18 @@ def evaluation_batch(trainer: Trainer, size: int | None) -> Row:
     count = _loading(trainer)
     of = f"{count} {_processes(trainer)} x " if count > 1 else ""
     return "batch", f"{of}{'one batch' if size is None else f'{size} images'}"
+
+
+def images(trainer: Trainer) -> list[Row]:
+    """How many images of how many classes there are, where, and what is left out."""
+    data = getattr(trainer, "datamodule", None)
+    if not isinstance(data, ImageDataModule):
+        return []
+    part = PARTS[trainer.state.fn or TrainerFn.FITTING]
+    lines = [data.describe(part), *([f"validation: {data.describe('val')}"] if part == "train" else [])]
+    if left_out := [f"{count:,} {reason}" for reason, count in data.left_out.items() if count]:
+        lines.append(f"left out: {', '.join(left_out)}")
+    return [("images", "\n".join(lines))]
 
 
 def _loading(trainer: Trainer) -> int:

@@ -1,6 +1,7 @@
 """Predictions of all ranks in one CSV file, in the order of the dataset."""
 
 import csv
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,11 @@ class PredictionWriter(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "predict" and self.images is not None:
             datamodule = getattr(trainer, "datamodule", None)
-            source = own_images(datamodule, self.images)
+            left_out: Counter[str] = Counter()
+            source = own_images(datamodule, self.images, left_out)
             assert isinstance(datamodule, ImageDataModule)
             datamodule.predict_source = source
+            datamodule.places, datamodule.left_out = {"predict": str(self.images)}, left_out
 
     @override
     def on_predict_batch_end(

@@ -13,9 +13,9 @@ from cnnstrategies.callbacks.tables import print_table, relative
 class StartPanel(Callback):
     """Prints on rank 0 how the work is divided, when everything is set up and before the first batch.
 
-    Strategy, devices and nodes; the global batch and what it is made of; the stages of a pipeline, or the servers;
-    the parameters of the whole network and of each device; precision and memory format; where the results go; and what
-    is different from a run on one device. Validation, test and prediction get fewer lines.
+    Strategy, devices and nodes; the images and their classes; the global batch and what it is made of; the stages of a
+    pipeline, or the servers; the parameters of the whole network and of each device; precision and memory format; where
+    the results go; and what is different from a run on one device. Validation, test and prediction get fewer lines.
 
     A strategy may speak for itself: by ``strategy_name``, ``describe(batch_size)``, which returns names and texts,
     ``differences(batch_size)``, which returns lines, and ``device_parameters``, the numbers of parameters that devices
@@ -58,6 +58,7 @@ class StartPanel(Callback):
         rows = [
             ("strategy", panel.strategy_name(strategy)),
             ("devices", panel.devices(trainer)),
+            *panel.images(trainer),
             batch(trainer, size),
             *(strategy.describe(size) if hasattr(strategy, "describe") else []),
             ("parameters", panel.parameters(trainer, panel.whole_network(trainer, module, self._before))),

@@ -14,13 +14,20 @@ from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.folders import (
+    EXTENSIONS,
+    FILES_END_IN,
+    beside,
+    folders_in,
+    has_images,
+    image_files,
+    part_folders,
+)
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.verification import broken_images
 from cnnstrategies.errors import ConfigurationError
 
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp")
-PARTS = ("train", "val", "test", "predict")
 # The statistics of ImageNet, which pretrained networks expect.
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 FILL = [round(255 * value) for value in MEAN]  # The colour that becomes 0.
@@ -29,7 +36,7 @@ Files = tuple[list[str], list[int]]
 
 
 class ImageFolderDataModule(ImageDataModule):
-    """JPEG, PNG and WebP files, one directory per class.
+    """JPEG, PNG, WebP, BMP, TIFF and PNM files, one directory per class.
 
     ::
 
@@ -38,8 +45,9 @@ class ImageFolderDataModule(ImageDataModule):
         root/test/<class>/*.jpg      without test/, the validation images
         root/predict/**/*.jpg        without predict/, the test images
 
-    Training images are cropped at random and mirrored; the others are resized and cropped in the centre. Files and
-    directories whose name begins with a dot are left out.
+    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` serve as well, in any case. Links are followed.
+    Training images are cropped at random and mirrored; the others are resized and cropped in the centre. What is left
+    out, as files and directories whose name begins with a dot, is counted in the start panel.
 
     Args:
         root: Directory of the data set.
@@ -60,8 +68,8 @@ class ImageFolderDataModule(ImageDataModule):
         pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
 
     Raises:
-        ConfigurationError: The directory does not exist or has no images, two parts disagree about the classes, or
-            ``resize`` is smaller than ``image_size``.
+        ConfigurationError: The directory does not exist, a part or a class has no images, two parts disagree about the
+            classes, or ``resize`` is smaller than ``image_size``.
     """
 
     def __init__(
@@ -89,15 +97,17 @@ class ImageFolderDataModule(ImageDataModule):
         if not 0 < image_size <= resize:
             raise ConfigurationError(f"image_size={image_size} and resize={resize}: 0 < image_size <= resize is needed")
         self.resize = resize
-        self.training_root = self.root / "train" if (self.root / "train").is_dir() else self.root
-        if not self.training_root.is_dir():
+        if not self.root.is_dir():
             raise ConfigurationError(f"no directory {self.root.resolve()}: set data.init_args.root")
-        self.class_names = self._directories(self.training_root)
+        self.folders = part_folders(self.root)
+        self.training_root = self.folders.get("train", self.root)
+        self.class_names = self._class_folders(self.training_root)
         if len(self.class_names) < 2:
             raise ConfigurationError(
                 f"{self.training_root.resolve()} has {len(self.class_names)} class directories: one per class is "
                 "needed, at least 2"
             )
+        self._check_folders()
         self.num_classes = len(self.class_names)
         self.image_shape = (3, image_size, image_size)
         self.centre = v2.Compose([v2.Resize(resize), v2.CenterCrop(image_size)])
@@ -117,6 +127,7 @@ class ImageFolderDataModule(ImageDataModule):
     @override
     def setup(self, stage: str) -> None:
         parts = self.parts()
+        self.places = {"train": str(self.training_root), **{part: str(path) for part, path in self.folders.items()}}
         if "val" not in parts:
             # Before broken files are left out: repairing one moves no other from one part to the other.
             names, targets = parts["train"]
@@ -138,6 +149,7 @@ class ImageFolderDataModule(ImageDataModule):
 
     def _leave_out_broken(self, parts: dict[str, Files]) -> None:
         broken = broken_images(self.root, [name for names, _ in parts.values() for name in names])
+        self.left_out["broken"] += len(broken)
         news = broken.keys() - self._reported
         if news:
             self._reported |= news
@@ -150,53 +162,49 @@ class ImageFolderDataModule(ImageDataModule):
             parts[part] = [names[i] for i in good], [targets[i] for i in good]
 
     def parts(self) -> dict[str, Files]:
-        """The files of each part that is there, and their classes.
-
-        Raises:
-            ConfigurationError: A part has no images, or classes that the training images have not.
-        """
+        """The files of each part that is there, and their classes; what is left out of them is counted."""
+        self.left_out = beside(self.root, self.folders)
         parts = {"train": self._labelled(self.training_root)}
-        for part in ("val", "test"):
-            if (self.root / part).is_dir():
-                parts[part] = self._labelled(self.root / part)
-        if (self.root / "predict").is_dir():
-            names = image_files(self.root / "predict", self.root)
-            parts["predict"] = names, [0] * len(names)
-        for part, (names, _) in parts.items():
-            if not names:
-                raise ConfigurationError(
-                    f"no images for {part} in {self.root.resolve()}: files must end in {', '.join(EXTENSIONS)}"
-                )
+        for part, folder in self.folders.items():
+            if part == "predict":
+                names = image_files(folder, self.root, self.left_out)
+                parts[part] = names, [0] * len(names)
+            elif part != "train":
+                parts[part] = self._labelled(folder)
         return parts
 
     def _labelled(self, directory: Path) -> Files:
-        unknown = sorted(set(self._directories(directory)) - set(self.class_names))
-        if unknown:
-            raise ConfigurationError(
-                f"{directory} has classes that {self.training_root} has not: {', '.join(unknown)}; rename them"
-            )
         names: list[str] = []
         targets: list[int] = []
         for target, name in enumerate(self.class_names):
-            found = image_files(directory / name, self.root)
+            found = image_files(directory / name, self.root, self.left_out)
             names += found
             targets += [target] * len(found)
+        with os.scandir(directory) as entries:
+            outside = sum(one.name.lower().endswith(EXTENSIONS) and one.name[0] != "." for one in entries)
+        self.left_out["outside of the classes' folders"] += outside
         return names, targets
 
-    def _directories(self, directory: Path) -> list[str]:
-        reserved = PARTS if directory == self.root else ()
-        with os.scandir(directory) as entries:
-            return sorted(e.name for e in entries if e.is_dir() and e.name[0] != "." and e.name not in reserved)
+    def _class_folders(self, directory: Path) -> list[str]:
+        return [name for name in folders_in(directory) if directory / name not in self.folders.values()]
 
-
-def image_files(directory: Path, root: Path) -> list[str]:
-    """The paths from ``root`` of all images in a directory, at any depth; what begins with a dot is left out."""
-    found: list[str] = []
-    for path, directories, files in os.walk(directory):
-        directories[:] = [name for name in directories if name[0] != "."]
-        at = os.path.relpath(path, root)
-        found += [os.path.join(at, name) for name in files if name[0] != "." and name.lower().endswith(EXTENSIONS)]
-    return sorted(found)
+    def _check_folders(self) -> None:
+        """Refuse a class without images, which nothing could be learned of, and a part without any."""
+        for name in self.class_names:
+            if not has_images(folder := self.training_root / name):
+                raise ConfigurationError(
+                    f"no images for the class {name} in {folder.resolve()}: {FILES_END_IN}; remove the folder if it is "
+                    "no class"
+                )
+        for part, folder in self.folders.items():
+            classes = [] if part == "predict" else self._class_folders(folder)
+            if unknown := sorted(set(classes) - set(self.class_names)):
+                raise ConfigurationError(
+                    f"{folder} has classes that {self.training_root} has not: {', '.join(unknown)}; rename them"
+                )
+            if not any(has_images(one) for one in ([folder] if part == "predict" else [folder / c for c in classes])):
+                layout = "" if part == "predict" else " in a directory for each class"
+                raise ConfigurationError(f"no images for {part}{layout} in {folder.resolve()}: {FILES_END_IN}")
 
 
 class FolderSource:

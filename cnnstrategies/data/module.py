@@ -1,6 +1,8 @@
 """What the data modules share: loaders, sharding and the attributes that the rest of the package reads."""
 
 from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +32,8 @@ class ImageDataModule(LightningDataModule):
         ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
         prefetch: Batches that each worker process has ready.
         shuffle_block: Samples of the blocks that are shuffled as a whole; None shuffles all samples.
+        places: Where the samples of each part are; what has no place is held out of the training samples.
+        left_out: How many files are read for nothing, by the reason.
 
     Args:
         batch_size: Samples per batch and process.
@@ -60,6 +64,8 @@ class ImageDataModule(LightningDataModule):
     ignore_index: int | None = None
     prefetch: int = 2
     shuffle_block: int | None = None
+    places: Mapping[str, str]
+    left_out: Counter[str]
 
     def __init__(
         self,
@@ -82,6 +88,8 @@ class ImageDataModule(LightningDataModule):
                 raise ConfigurationError(f"{name}={size}: a batch needs at least 1 sample")
         if num_workers < 0:
             raise ConfigurationError(f"num_workers={num_workers} is negative; 0 loads in the training process")
+        self.places = {}
+        self.left_out = Counter()
         self.global_batch_size = global_batch_size
         self._batch_size = self.default_batch_size if batch_size is None else batch_size
         self.num_workers = num_workers
@@ -125,6 +133,34 @@ class ImageDataModule(LightningDataModule):
     @abstractmethod
     def setup(self, stage: str) -> None:
         """Make the sources."""
+
+    @property
+    def tests_on_validation(self) -> bool:
+        """Whether there are no samples for the test alone, so that it has those that checkpoints were chosen by."""
+        return getattr(self, "test_source", None) is getattr(self, "val_source", None)
+
+    def describe(self, part: str) -> str:
+        """How many images a part has, where they are and of how many classes, after ``setup``.
+
+        Args:
+            part: ``train``, ``val``, ``test`` or ``predict``.
+        """
+        source = getattr(self, f"{part}_source")
+        text, place = f"{len(source):,}", part
+        for other in ("test", "val"):
+            if source is getattr(self, f"{other}_source", None):
+                place = other
+        if place in self.places:
+            text += f" in {self.places[place]}"
+        elif "train" in self.places:
+            text += f" held out of {self.places['train']}"
+        targets = getattr(source, "targets", None)
+        if part != "predict" and isinstance(targets, Tensor) and targets.ndim == 1:
+            there = len(set(targets.tolist()))
+            text += f", {there} classes" if there == self.num_classes else f", {there} of {self.num_classes} classes"
+        if part == "test" and self.tests_on_validation:
+            text += "\nthe validation images, by which best.ckpt was chosen: there are none for the test alone"
+        return text
 
     def sample_name(self, index: int) -> str:
         """What a row of the predictions is called: the path of an image that is a file."""

@@ -1,6 +1,7 @@
 """Images of a folder, prepared as the validation images of a data module are."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -8,13 +9,16 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torchvision.transforms import v2
 
-from cnnstrategies.data.image_folder import EXTENSIONS, FolderSource, image_files
+from cnnstrategies.data.folders import FILES_END_IN, image_files
+from cnnstrategies.data.image_folder import FolderSource
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.segmentation_folder import MaskedSource
 from cnnstrategies.errors import ConfigurationError
 
 
-def own_images(datamodule: LightningDataModule | None, folder: Path) -> FolderSource | MaskedSource:
+def own_images(
+    datamodule: LightningDataModule | None, folder: Path, left_out: Counter[str] | None = None
+) -> FolderSource | MaskedSource:
     """All images of a folder, at any depth, by their paths.
 
     Where the data module has masks, whole images are fitted, as those of its validation are.
@@ -22,6 +26,7 @@ def own_images(datamodule: LightningDataModule | None, folder: Path) -> FolderSo
     Args:
         datamodule: Whose shape, resizing and normalisation are those that the network was trained with.
         folder: Where they are.
+        left_out: Here the folder's other files are counted, by the reason.
 
     Raises:
         ConfigurationError: There are none, the masks of two would have one name, or the data module is none of ours.
@@ -31,11 +36,11 @@ def own_images(datamodule: LightningDataModule | None, folder: Path) -> FolderSo
             f"predictions.images={folder}: {type(datamodule).__name__} does not say how images are prepared: give an "
             "ImageDataModule, or put the folder's images into its predict_dataloader"
         )
-    names = sorted(os.path.normpath(name) for name in image_files(folder, folder))
+    found = image_files(folder, folder, Counter() if left_out is None else left_out)
+    names = sorted(os.path.normpath(name) for name in found)
     if not names:
         raise ConfigurationError(
-            f"predictions.images={folder}: no images there; it must be a folder with files that end in "
-            f"{', '.join(EXTENSIONS)}"
+            f"predictions.images={folder}: no images there; it must be a folder, and {FILES_END_IN}"
         )
     channels, height, width = datamodule.image_shape
     if datamodule.ignore_index is not None:

@@ -13,7 +13,8 @@ from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
-from cnnstrategies.data.image_folder import EXTENSIONS, FILL, MEAN, STD
+from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders
+from cnnstrategies.data.image_folder import FILL, MEAN, STD
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.masks import LEAST_AREA, check_mask, fitted, read_mask
 from cnnstrategies.data.module import ImageDataModule, split
@@ -23,7 +24,7 @@ Pair = tuple[Path, Path | None]
 
 
 class SegmentationFolderDataModule(ImageDataModule):
-    """JPEG, PNG and WebP images, and PNG masks of the same names.
+    """JPEG, PNG, WebP, BMP, TIFF and PNM images, and PNG masks of the same names.
 
     ::
 
@@ -32,6 +33,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         root/test/...              without test/, the validation images
         root/predict/*.jpg         without predict/, the test images
 
+    ``training``, ``valid``, ``validation``, ``dev`` and ``testing`` serve as well, in any case. Links are followed.
     A mask has a class in each pixel: a palette's indices, or grey values. Training images are cropped at random and
     mirrored, with their masks; the others are scaled so that the longer side fits, and filled up to a square with
     pixels that count nowhere.
@@ -82,8 +84,10 @@ class SegmentationFolderDataModule(ImageDataModule):
         if image_size < 1:
             raise ConfigurationError(f"image_size={image_size}: at least 1 is needed")
         self.root = Path(root)
-        if not (self.root / "train" / "images").is_dir():
-            raise ConfigurationError(f"no directory {(self.root / 'train/images').resolve()}: set data.init_args.root")
+        self.folders = part_folders(self.root)
+        images = self.folders.get("train", self.root / "train") / "images"
+        if not images.is_dir():
+            raise ConfigurationError(f"no directory {images.resolve()}: set data.init_args.root")
         self.num_classes = num_classes
         if class_names is not None and len(class_names) != num_classes:
             raise ConfigurationError(
@@ -100,6 +104,7 @@ class SegmentationFolderDataModule(ImageDataModule):
     @override
     def setup(self, stage: str) -> None:
         parts = self.parts()
+        self.places = {part: str(folder) for part, folder in self.folders.items()}
         if "val" not in parts:
             training = parts["train"]
             rest, chosen = split(len(training), self.val_split, self.seed)
@@ -116,24 +121,33 @@ class SegmentationFolderDataModule(ImageDataModule):
         Raises:
             ConfigurationError: A part has no images, or one of them has no mask.
         """
-        parts = {part: self._pairs(part) for part in ("train", "val", "test") if (self.root / part).is_dir()}
-        if (self.root / "predict").is_dir():
-            parts["predict"] = [(path, None) for path in _images(self.root / "predict")]
+        self.left_out = beside(self.root, self.folders)
+        parts: dict[str, list[Pair]] = {}
+        for part, folder in self.folders.items():
+            parts[part] = [(path, None) for path in self._images(folder)] if part == "predict" else self._pairs(folder)
         return parts
 
     def _source(self, pairs: Sequence[Pair], augment: bool) -> "MaskedSource":
         return MaskedSource(self.root, pairs, self.image_shape[1], self.num_classes, self.ignore_index, augment)
 
-    def _pairs(self, part: str) -> list[Pair]:
-        folder = self.root / part
+    def _images(self, folder: Path) -> list[Path]:
+        found = [folder / name for name in image_files(folder, folder, self.left_out)]
+        if not found:
+            raise ConfigurationError(f"no images in {folder.resolve()}: {FILES_END_IN}")
+        return found
+
+    def _pairs(self, folder: Path) -> list[Pair]:
         masks = {path.stem: path for path in (folder / "masks").glob("*.png")}
-        images = _images(folder / "images")
-        for image in images:
+        images: dict[str, Path] = {}
+        for image in self._images(folder / "images"):
             if image.stem not in masks:
                 raise ConfigurationError(
                     f"{image} has no mask: put {image.stem}.png into {folder / 'masks'}, or remove the image"
                 )
-        return [(image, masks[image.stem]) for image in images]
+            if (other := images.setdefault(image.stem, image)) != image:
+                raise ConfigurationError(f"{other} and {image} would have one mask: rename one, and give it a mask")
+        self.left_out["masks without an image"] += len(masks) - len(images)
+        return [(image, masks[stem]) for stem, image in images.items()]
 
 
 class MaskedSource:
@@ -208,10 +222,3 @@ class MaskedSource:
         height, width = image.shape[1:]
         check_mask(mask, path, (height, width), self.num_classes, self.ignore_index)
         return mask
-
-
-def _images(folder: Path) -> list[Path]:
-    found = sorted(p for p in folder.glob("**/*") if p.suffix.lower() in EXTENSIONS and p.name[0] != ".")
-    if not found:
-        raise ConfigurationError(f"no images in {folder.resolve()}: files must end in {', '.join(EXTENSIONS)}")
-    return found

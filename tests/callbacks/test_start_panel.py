@@ -10,12 +10,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import StartPanel, panel_rows
 from cnnstrategies.callbacks.tables import print_table
+from cnnstrategies.data import SyntheticDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, LocalSGDStrategy
 
@@ -41,6 +43,7 @@ def test_a_pipeline_with_batch_normalisation(run_cli, quick, monkeypatch):
     assert code == 0, output
     said = panels.rows(output)
     assert said["global batch"] == "32 images = 2 loading processes x 16; 2 steps an epoch"
+    assert said["images"] == "1,150, 10 classes\nvalidation: 288, 10 classes"
     assert said["microbatches"] == "4 of 8 images, schedule 1f1b"
     assert said["stage 0"] == "block1.0.0 to block1.3 on ranks 0 to 1: 9,632 parameters"
     assert said["stage 1"] == f"pool1 to classifier on rank 2: {WHOLE - 9632:,} parameters"
@@ -171,6 +174,21 @@ def test_the_global_batch_is_what_a_step_is_made_of():
         assert panel_rows.training_batch(trainer, size) == ("global batch", expected)
     endless = trainer_like(None, num_training_batches=float("inf"))
     assert panel_rows.training_batch(endless, 8) == ("global batch", "8 images")
+
+
+def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
+    data = SyntheticDataModule(num_samples=20, num_classes=3)
+    data.setup("test")
+    data.left_out[".gif"], data.left_out["hidden"] = 2, 0
+    trainer = trainer_like(None, state=SimpleNamespace(fn=TrainerFn.TESTING), datamodule=data)
+    ((name, text),) = panel_rows.images(trainer)
+    assert name == "images"
+    first, second, third = text.splitlines()
+    assert first == "2" or first.startswith("2, "), "without a folder"
+    assert second == "the validation images, by which best.ckpt was chosen: there are none for the test alone"
+    assert third == "left out: 2 .gif"
+    data.test_source = data.train_source
+    assert "best.ckpt" not in panel_rows.images(trainer)[0][1]
 
 
 def test_the_size_of_a_batch_is_the_loaders_or_else_the_data_modules():

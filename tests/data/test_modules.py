@@ -165,13 +165,49 @@ def test_where_all_images_are_broken_that_is_said():
         ImageFolderDataModule(Path("images"), on_broken="skip").setup("fit")
 
 
-def test_hidden_files_and_directories_are_left_out():
-    make_folder("images")
-    Path("images/train/.cache").mkdir()
-    Path("images/train/cat/._0.JPG").write_bytes(b"written by another file system")
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("training", "validation", "testing"), "testing"),
+        (("Train", "Val"), "Val"),
+        (("train", "valid", "TEST"), "TEST"),
+        ((".", "dev"), "dev"),
+    ],
+)
+def test_folders_are_parts_by_the_names_that_data_sets_give_them(names, said):
+    make_folder("images", names)
     module = set_up(ImageFolderDataModule(Path("images")))
     assert module.class_names == ["cat", "dog", "eel"]
-    assert len(module.train_source) == 18
+    assert [len(one) for one in (module.train_source, module.val_source, module.test_source)] == [18, 18, 18]
+    assert module.describe("train") == f"18 in {Path('images', names[0])}, 3 classes"
+    assert module.describe("test").splitlines()[0] == f"18 in images/{said}, 3 classes"
+    assert ("by which best.ckpt was chosen" in module.describe("test")) == (len(names) == 2)
+
+
+@pytest.mark.light
+def test_links_are_followed_and_what_is_left_out_is_counted():
+    make_folder("images", ("train",))
+    make_folder("elsewhere", (".",))
+    Path("images/train/.cache").mkdir()
+    Path("images/train/cat/._0.JPG").write_bytes(b"written by another file system")
+    for kind in ("bmp", "tif", "gif"):
+        Image.new("RGB", (30, 20)).save(f"images/train/cat/x.{kind}")
+    Path("images/train/cat/notes").write_text("")
+    Image.new("RGB", (30, 20)).save("images/train/outside.png")
+    Path("images/more/cat").mkdir(parents=True)
+    Path("images/train/dog/more").symlink_to(Path("elsewhere/dog").resolve())
+    Path("images/train/dog/again").symlink_to(Path("images/train/dog").resolve())
+    Path("images/train/fox").symlink_to(Path("elsewhere/eel").resolve())
+    module = set_up(ImageFolderDataModule(Path("images"), val_split=0.5, image_size=16, num_workers=0))
+    assert module.class_names == ["cat", "dog", "eel", "fox"]
+    names = names_of(module.train_source) + names_of(module.val_source)
+    assert "train/dog/more/5.png" in names
+    assert {"train/cat/x.bmp", "train/cat/x.tif"} <= set(names)
+    assert len(list(module.train_dataloader())) == 1
+    assert module.describe("val") == f"{len(module.val_source)} held out of images/train, 4 classes"
+    expected = {"folders beside train (more)": 1, "hidden": 1, ".gif": 1, "without an ending": 1}
+    assert module.left_out == {**expected, "outside of the classes' folders": 1}
 
 
 def folder(*directories, full=False, **options):
@@ -188,8 +224,11 @@ MISTAKES = {
     "batch size": (lambda: DigitsDataModule(batch_size=0), "batch_size=0"),
     "workers": (lambda: DigitsDataModule(num_workers=-1), "num_workers=-1 is negative"),
     "sizes of images": (lambda: folder(resize=16, image_size=32), "image_size=32 and resize=16"),
-    "empty directory": (lambda: set_up(folder("train/cat", "train/dog")), "no images for train .* must end in .jpg"),
-    "nothing to predict": (lambda: set_up(folder("predict", full=True)), "no images for predict in"),
+    "empty directory": (lambda: folder("train/owl", full=True), "no images for the class owl in .*owl: .* end in .jpg"),
+    "nothing to predict": (lambda: folder("predict", full=True), "no images for predict in"),
+    "no images for the test": (lambda: folder("Test/cat", full=True), "no images for test in a directory for each cl"),
+    "two for one": (lambda: folder("valid", full=True), "images/val and images/valid are both folders for val"),
+    "for either": (lambda: folder("Eval", full=True), "images/Eval may be for validation or for the test: rename it"),
     "split": (lambda: set_up(DigitsDataModule(val_split=1.0)), "val_split=1.0 of 1438 samples leaves 0 for training"),
     "synthetic size": (lambda: SyntheticDataModule(num_samples=5), "num_samples=5: at least 10"),
     "synthetic channels": (lambda: SyntheticDataModule(channels=0), "channels=0: at least 1"),
@@ -206,4 +245,4 @@ def test_classes_that_training_does_not_have_are_refused():
     make_folder("images")
     Path("images/val/fox").mkdir()
     with pytest.raises(ConfigurationError, match=r"images/val has classes that images/train has not: fox"):
-        ImageFolderDataModule(Path("images")).setup("fit")
+        ImageFolderDataModule(Path("images"))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import cnnstrategies.data
 from cnnstrategies.data.decoding import BrokenImageError
+from cnnstrategies.data.folders import part_folders
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.loading import Source
 from cnnstrategies.data.masks import check_mask, read_mask
@@ -76,7 +77,8 @@ def contents_of(source: str, init_args: Mapping[str, Any]) -> Contents:
     if Path(source).is_dir() or "/" in source:
         if init_args:
             raise ConfigurationError(f"init_args are of a data module, and {source} is a folder: leave them out")
-        if (Path(source) / "train" / "masks").is_dir():
+        folders = part_folders(Path(source))
+        if "train" in folders and (folders["train"] / "masks").is_dir():
             raise ConfigurationError(
                 f"{source} has masks, whose number of classes must be known: cnnstrategies pack "
                 f"SegmentationFolderDataModule OUT --init_args '{{root: {source}, num_classes: N}}'"
