@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jsonargparse import set_parsing_settings
+import yaml
+from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -15,6 +17,8 @@ from cnnstrategies.commands.refuse import fail, shows_tracebacks
 
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+
+UNWRITABLE = "Unable to serialize instance "  # How jsonargparse begins what it writes in the place of a value.
 
 
 class ArgumentParser(LightningArgumentParser):
@@ -51,3 +55,31 @@ class ArgumentParser(LightningArgumentParser):
             if "${" in str(value):
                 return value
             raise
+
+    @override
+    def _dump_cleanup_actions(self, cfg: Namespace, *args: Any, **kwargs: Any) -> None:
+        """Leave out what YAML cannot hold: a class makes it again, as its own default.
+
+        jsonargparse follows references in what it has written as YAML, and saves a run's configuration as such. In it a
+        device is a text that says that it is none, and so is a name that might have been a function's; a member of an
+        enumeration cannot be written at all. The name is private, and `tests/commands/test_parser.py` watches it.
+        """
+        given = cfg.clone()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=rf"\s*{UNWRITABLE}")
+            super()._dump_cleanup_actions(cfg, *args, **kwargs)  # type: ignore[no-untyped-call]
+        for key, value in given.items():
+            if key not in cfg or _is_of_yaml(cfg[key]):
+                continue
+            if isinstance(value, str):
+                cfg[key] = str.__str__(value)
+            else:
+                del cfg[key]
+
+
+def _is_of_yaml(value: Any) -> bool:
+    """Whether YAML can hold a value, and jsonargparse has not written in its place that it cannot."""
+    if isinstance(value, Namespace | dict | list):
+        inner = value if isinstance(value, list) else (value if isinstance(value, dict) else vars(value)).values()
+        return all(_is_of_yaml(one) for one in inner)
+    return type(value) in yaml.SafeDumper.yaml_representers and not str(value).startswith(UNWRITABLE)

@@ -6,6 +6,8 @@ from pathlib import Path
 import yaml
 
 MINE = """
+import torch
+from lightning.pytorch import Callback
 from torch import nn
 from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
@@ -18,6 +20,11 @@ class Mine(ImageClassifier):
 class Counts(ImageClassifier):
     def __init__(self, network: nn.Module, classes: int = 10):
         super().__init__(network, classes)
+
+
+class Own(Callback):
+    def __init__(self, devices=[torch.device("cpu")], types=(torch.float32,), seed=3):
+        super().__init__()
 
 
 class Digits(DigitsDataModule):
@@ -50,6 +57,21 @@ def test_a_reference_to_what_it_does_not_take_is_named(run_cli):
     # omegaconf before 2.4 tells the end of the name alone.
     said = rf"{key}: refers to (model\.init_args\.)?num_classes, which is not there: give {key} a value"
     assert re.match(f"cnnstrategies: error: {said}", output.splitlines()[-1])
+
+
+def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
+    """Defaults of callbacks, which LightningCLI itself cannot read again from what it prints."""
+    callbacks = ["Timer", "StochasticWeightAveraging", "ModelPruning", "mine.Own"]
+    given = [{"duration": "00:00:01:00"}, {"swa_lrs": 0.01}, {"pruning_fn": "l1_unstructured"}, {}]
+    entries = [{"class_path": one, "init_args": args} for one, args in zip(callbacks, given, strict=True)]
+    Path("run.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": entries}}))
+    code, output = printed(run_cli, "--config=run.yaml")
+    assert code == 0, output
+    timer, swa, pruning, own = (one.get("init_args", {}) for one in yaml.safe_load(output)["trainer"]["callbacks"])
+    assert timer["interval"] == "step"
+    assert "device" not in swa
+    assert pruning["pruning_fn"] == "l1_unstructured"
+    assert own == {"seed": 3}
 
 
 def test_what_another_type_excludes_is_dropped(run_cli):
