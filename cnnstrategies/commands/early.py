@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.commands.given import Given, given_keys
+from cnnstrategies.commands.given import Given, given_keys, misspelt
 from cnnstrategies.commands.plan_options import PlanOptions
 from cnnstrategies.commands.signatures import MOST_STEPS, Module, Parameter, Signature, find, signature
 from cnnstrategies.commands.tune_options import TuneOptions
@@ -128,6 +128,11 @@ def check_value(key: Given, parameter: Parameter) -> None:
         ConfigurationError: It does.
     """
     types = accepted_by(parameter)
+    annotation = "" if parameter.annotation is None else ast.unparse(parameter.annotation)
+    is_null = key.value is None or (key.value == "null" and "str" not in annotation)
+    if is_null and not takes_null(parameter):
+        expected = annotation.replace(" | ", " or ")
+        raise ConfigurationError(f"{key.path}: null is not accepted; it must be {expected}, or be left out")
     if ANYTHING in types or isinstance(key.value, Mapping | list) or "${" in str(key.value):
         return
     try:
@@ -138,6 +143,30 @@ def check_value(key: Given, parameter: Parameter) -> None:
         names = ["null" if one is None else one.__name__ if isinstance(one, type) else repr(one) for one in types]
         expected = " or ".join(", ".join(names).rsplit(", ", 1))
         raise ConfigurationError(f"{key.path}: {str(key.value)!r} is not accepted; it must be {expected}")
+
+
+def takes_null(parameter: Parameter) -> bool:
+    """Whether a parameter admits null, or may."""
+    return parameter.optional or _may_be_none(parameter.annotation, parameter.module)
+
+
+def _may_be_none(annotation: ast.expr | None, module: Module, steps: int = 0) -> bool:
+    match annotation:
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _may_be_none(left, module, steps) or _may_be_none(right, module, steps)
+        case ast.Subscript(value=ast.Name("Union"), slice=ast.Tuple(elts=parts)):
+            return any(_may_be_none(part, module, steps) for part in parts)
+        case (
+            ast.Name("str" | "int" | "float" | "bool")
+            | ast.Subscript(value=ast.Name("list" | "dict" | "tuple" | "Sequence" | "Mapping" | "Callable"))
+        ):
+            return False
+        case ast.Name(name) if steps < MOST_STEPS:
+            found = find(f"{module.name}.{name}")
+            if found is not None and isinstance(found[0], ast.Assign):
+                return _may_be_none(found[0].value, found[1], steps + 1)
+            return found is None or not isinstance(found[0], ast.ClassDef)
+    return True
 
 
 def accepted_by(parameter: Parameter) -> list[Any]:
@@ -203,6 +232,8 @@ def unknown_key(path: str, owner: str | None) -> str:
     name = path.rpartition(".")[2]
     if owner is None:
         return f"unknown key {path}{accepted(name, list(ROOTS))}"
+    if hint := misspelt(name):
+        return f"unknown key {path}: {hint}"
     found = signature_of(owner)
     names = [one for one in found.parameters if one not in FROM_ELSEWHERE] if found else []
     label = owner if path.count(".") > 1 else owner.rpartition(".")[2]

@@ -1,5 +1,6 @@
 """What a command line and its configuration files give, before anything is made of it."""
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ import yaml
 
 from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
+
+OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # The keys of a class in a configuration.
 
 
 @dataclass(frozen=True)
@@ -40,18 +43,20 @@ def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Giv
         roots: The classes of the keys that have no ``class_path``, by their path.
 
     Raises:
-        ConfigurationError: A file is not YAML.
+        ConfigurationError: A file is not YAML, or gives arguments of a class beside its ``class_path``.
     """
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"(?:--config|-c)(?:=(.*))?", argument):
             file = Path(match[1] or (args[position + 1] if position + 1 < len(args) else ""))
             if file.is_file():
-                _merge(tree, _read(file))
+                content = _read(file)
+                _check_places(content, "", file)
+                _merge(tree, content)
     flags = set()
     for position, argument in enumerate(args):
         if match := re.fullmatch(r"--([\w.]+)\+?(?:=(.*))?", argument, re.DOTALL):
-            value = match[2] if match[2] is not None else (args[position + 1] if position + 1 < len(args) else None)
+            value = match[2] if match[2] is not None else (args[position + 1] if position + 1 < len(args) else "")
             nested: Any = value
             for part in reversed(match[1].split(".")):
                 nested = {part: nested}
@@ -67,6 +72,28 @@ def _read(file: Path) -> Mapping[str, Any]:
         why = in_one_line(str(error).replace(' in "<unicode string>",', ""))
         raise ConfigurationError(f"config: {file} is not YAML: {why}") from error
     return content if isinstance(content, Mapping) else {}
+
+
+def misspelt(name: str) -> str:
+    """Which of the keys that every class has was meant; nothing if none is near."""
+    close = difflib.get_close_matches(name, OF_CLASS, n=1, cutoff=0.8)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
+def _check_places(tree: Any, path: str, file: Path) -> None:
+    """Refuse arguments of a class that stand beside its ``class_path``."""
+    for item in tree if isinstance(tree, list) else ():
+        _check_places(item, path, file)
+    if not isinstance(tree, Mapping):
+        return
+    beside = next((str(key) for key in tree if key not in OF_CLASS), None)
+    if "class_path" in tree and beside is not None:
+        raise ConfigurationError(
+            f"{file}: {path}.{beside} stands beside class_path: {tree['class_path']}; "
+            + (misspelt(beside) or f"arguments of a class go under init_args: write {path}.init_args.{beside}")
+        )
+    for key, value in tree.items():
+        _check_places(value, f"{path}.{key}" if path else str(key), file)
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +123,7 @@ def _walk(tree: Any, path: str, owner: str | None, roots: Mapping[str, str | Non
         return
     for key, value in tree.items():
         inner = f"{path}.{key}" if path else str(key)
-        yield Given(inner, value, owner)
+        # What stands beside a class, without init_args between, is an argument of it.
+        yield Given(inner, value, owner if key in OF_CLASS else tree.get("class_path", owner))
         below = tree.get("class_path") if key == "init_args" else roots.get(inner)
         yield from _walk(value, inner, below, roots)

@@ -49,10 +49,17 @@ class Module:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its annotation, and the module in which the annotation's names have their meaning."""
+    """A parameter of a class or function.
+
+    Attributes:
+        annotation: As it is written.
+        module: That in which the annotation's names have their meaning.
+        optional: Whether it is None by default.
+    """
 
     annotation: ast.expr | None
     module: Module
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,8 +177,15 @@ def _with(given: Signature, bases: Sequence[Signature | None]) -> Signature:
 
 
 def _of_function(function: ast.FunctionDef, module: Module) -> Signature:
-    arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-    named = {one.arg: Parameter(one.annotation, module) for one in arguments if one.arg != "self"}
+    first = [*function.args.posonlyargs, *function.args.args]
+    # Defaults are of the last ones; of those by keyword there is one each.
+    given = [*reversed(function.args.defaults), *[None] * len(first)][: len(first)]
+    defaults = zip([*first, *function.args.kwonlyargs], [*reversed(given), *function.args.kw_defaults], strict=True)
+    named = {
+        one.arg: Parameter(one.annotation, module, optional=isinstance(default, ast.Constant) and default.value is None)
+        for one, default in defaults
+        if one.arg != "self"
+    }
     return Signature(named, takes_others=function.args.kwarg is not None)
 
 

@@ -48,6 +48,50 @@ def test_a_mistake_in_a_file_is_found_too():
         check(["fit", QUICKSTART, "--config", "run.yaml"])
 
 
+PLACES = {
+    "model: {class_path: ImageClassifier, num_classes: 3}": (
+        "run.yaml: model.num_classes stands beside class_path: ImageClassifier; arguments of a class go under "
+        "init_args: write model.init_args.num_classes"
+    ),
+    "trainer: {callbacks: [{class_path: EarlyStopping, monitor: val_loss}]}": (
+        "run.yaml: trainer.callbacks.monitor stands beside class_path: EarlyStopping; arguments of a class go under "
+        "init_args: write trainer.callbacks.init_args.monitor"
+    ),
+    "data: {class_path: DigitsDataModule, init_arg: {seed: 1}}": (
+        "run.yaml: data.init_arg stands beside class_path: DigitsDataModule; did you mean 'init_args'?"
+    ),
+    "model: {init_arg: {num_classes: 3}}": "unknown key model.init_arg: did you mean 'init_args'?",
+    "model: {num_clases: 3}": "unknown key model.num_clases: ImageClassifier has no 'num_clases'; did you mean",
+}
+
+
+@pytest.mark.parametrize("text", PLACES)
+def test_an_argument_at_the_wrong_place_is_told_its_place(text):
+    Path("run.yaml").write_text(text)
+    with pytest.raises(ConfigurationError) as refusal:
+        check(["fit", QUICKSTART, "--config=run.yaml"])
+    assert str(refusal.value).startswith(PLACES[text])
+
+
+def test_arguments_without_a_class_are_those_of_the_class_that_another_file_names():
+    Path("run.yaml").write_text("model: {num_classes: 3, network: {widths: [4, 8]}}")
+    check(["fit", QUICKSTART, "--config=run.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("key", "types"),
+    {
+        "model.init_args.optimizer.init_args.lr": "float or Tensor",
+        "model.init_args.label_smoothing": "float",
+        "model.init_args.network.init_args.widths": "Sequence[int]",
+    }.items(),
+)
+def test_null_is_refused_where_a_value_is_needed(key, types):
+    with pytest.raises(ConfigurationError) as refusal:
+        check(["fit", QUICKSTART, f"--{key}=null"])
+    assert str(refusal.value) == f"{key}: null is not accepted; it must be {types}, or be left out"
+
+
 def test_a_file_that_is_not_yaml_is_named():
     Path("run.yaml").write_text("trainer:\n  devices: [1\n")
     with pytest.raises(ConfigurationError, match=r"config: run.yaml is not YAML: while parsing .* line 2, column 12"):
@@ -59,6 +103,7 @@ def test_a_file_that_is_not_yaml_is_named():
     [
         [f"--config={path}" for path in CONFIGS if path.parent.name == "experiments"],
         ["--trainer.max_epochs=-1", "--trainer.limit_train_batches=0.5", "--trainer.max_epochs=null"],
+        ["--model.init_args.lr_scheduler=null", "--trainer.logger.init_args.version=null", "--trainer.callbacks=null"],
         ["--trainer.precision=bf16-mixed", "--trainer.devices=auto", "--trainer.fast_dev_run=3"],
         ["--trainer.max_epochs=${data.init_args.seed}"],
         # Arguments of a class that another one replaces.
