@@ -28,6 +28,7 @@ __all__ = [
     "ends_after_search",
     "own_values",
     "ranks_are_children",
+    "rate_names",
     "script_command",
     "set_batches_that_stepped",
     "train_loader",
@@ -84,6 +85,11 @@ def own_values(trainer: Trainer) -> set[str]:
         elif not meta.sync.should:
             names |= {meta.name, meta.forked_name(on_step=True), meta.forked_name(on_step=False)}
     return names
+
+
+def rate_names(finder: LearningRateFinder) -> tuple[str, ...]:
+    """The attributes of a model of which a callback sets the one that is there."""
+    return (finder._attr_name,) if finder._attr_name else ("lr", "learning_rate")
 
 
 def script_command() -> list[str]:

@@ -1,5 +1,6 @@
 """What a metric's name says about it."""
 
+import difflib
 from collections.abc import Iterable
 
 USUAL = ("val_acc", "val_miou", "val_loss")  # Of ImageClassifier and ImageSegmenter, and of most modules.
@@ -24,3 +25,17 @@ def worth_showing(names: Iterable[str]) -> list[str]:
     epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]
     return usual or [name for name in epochs if name.lower().startswith("val")] or epochs
+
+
+def not_logged(where: str, name: object, logged: Iterable[str]) -> str:
+    """What is said of a metric to follow that the module does not log.
+
+    Args:
+        where: What names it.
+        name: The metric.
+        logged: All that is logged.
+    """
+    names = sorted(one for one in logged if is_of_epochs(one))
+    close = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{where}: the module does not log {name!r}; {hint}logged: {', '.join(names) or 'nothing'}"

@@ -28,10 +28,16 @@ from cnnstrategies._lightning_private import (
     is_compiled_whole,
     own_values,
     ranks_are_children,
+    rate_names,
     script_command,
     set_batches_that_stepped,
     train_loader,
 )
+
+
+def test_the_attribute_that_a_learning_rate_finder_sets():
+    assert rate_names(LearningRateFinder()) == ("lr", "learning_rate")
+    assert rate_names(LearningRateFinder(attr_name="eta")) == ("eta",)
 
 
 def test_a_module_is_known_that_torch_has_compiled_as_a_whole():

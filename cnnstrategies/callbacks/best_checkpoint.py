@@ -1,6 +1,5 @@
 """`best.ckpt`: the best epoch by what the module logs."""
 
-import difflib
 from typing import Any, Literal
 
 import torch
@@ -10,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.metric_names import USUAL, is_of_epochs, less_is_better
+from cnnstrategies.metric_names import USUAL, less_is_better, not_logged
 
 AUTO = "auto"
 
@@ -99,10 +98,5 @@ class BestCheckpoint(ModelCheckpoint):
         return "min" if name is None or less_is_better(name) else "max"
 
     def _unknown(self, trainer: Trainer) -> ConfigurationError:
-        logged = sorted(name for name in trainer.callback_metrics if is_of_epochs(name))
-        close = difflib.get_close_matches(str(self.monitor), logged, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        return ConfigurationError(
-            f"checkpoint.monitor: the module does not log {self.monitor!r}; {hint}logged: "
-            f"{', '.join(logged) or 'nothing'}; or leave it out"
-        )
+        said = not_logged("checkpoint.monitor", self.monitor, trainer.callback_metrics)
+        return ConfigurationError(f"{said}; or leave it out")

@@ -8,15 +8,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.parsing import lightning_hasattr
+from torch import nn
 
+from cnnstrategies._lightning_private import rate_names
 from cnnstrategies.commands.early import ACCELERATORS, check_name, given, signature_of, unknown_key
+from cnnstrategies.commands.given import misspelt
 from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
+SECTIONS = {"model", "data"}  # Without which no run can be.
 CHECKPOINT_WORDS = ("best", "last", "hpc")
 
 
@@ -53,6 +59,32 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
     raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}")
 
 
+def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> None:
+    """Refuse callbacks of Lightning that need an attribute of the model which it has not.
+
+    Args:
+        callbacks: The trainer's.
+        model: The run's.
+
+    Raises:
+        ConfigurationError: It has not.
+    """
+    name = type(model).__name__
+    for callback in callbacks:
+        if isinstance(callback, LearningRateFinder):
+            rates = rate_names(callback)
+            if not any(lightning_hasattr(model, rate) for rate in rates):
+                raise ConfigurationError(
+                    f"trainer.callbacks: LearningRateFinder sets {' or '.join(rates)} of the model, which {name} has "
+                    "not: leave it out, and find model.init_args.optimizer.init_args.lr by `cnnstrategies sweep`"
+                )
+        if isinstance(callback, BackboneFinetuning) and not isinstance(getattr(model, "backbone", None), nn.Module):
+            raise ConfigurationError(
+                f"trainer.callbacks: BackboneFinetuning needs a part of the model named backbone, and {name} has none: "
+                "for layers that begin to learn later, leave it out and give model.init_args.unfreeze_every=2"
+            )
+
+
 def explain_parse_error(message: str, args: Sequence[str]) -> str:
     """The line that says why a configuration could not be parsed.
 
@@ -70,10 +102,7 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         names = [name.rpartition(".")[2] for name in match[1].split(", ")]
         if names == ["ckpt_path"]:
             return "no ckpt_path: give the checkpoint, --ckpt_path FILE"
-        missing = " and ".join(names)
-        if not any("." in name for name in match[1].split(", ")):  # Those of a command have its name before them.
-            return _explain_missing(names, args)
-        return f"no {missing}: give a configuration, --config FILE, or the name of a recipe, as in --config quickstart"
+        return _explain_missing(names, args)
     if match := re.search(r"Problem with given class_path '([^']+)':\s*(.*)", message, re.DOTALL):
         why = in_one_line(_OTHER_TYPES.split(match[2])[0])
         return f"{where}cannot use {match[1]!r}: {why}{_similar_attribute(match[1])}"
@@ -100,13 +129,26 @@ def _explain_unknown(key: str, args: Sequence[str]) -> str:
     for one in given(args):
         if one.path == key or one.path.endswith("." + key):
             return unknown_key(one.path, one.owner)
+    if hint := misspelt(key.partition(".")[0]):
+        return f"unknown option {key}: {hint}"
     return f"unknown option {key}; `cnnstrategies fit --help` lists the options"
 
 
 def _explain_missing(names: Sequence[str], args: Sequence[str]) -> str:
-    """Name the class in the configuration that needs some arguments."""
-    needs = f"needs {' and '.join(names)}"
-    for one in given(args):
+    """Name the class in the configuration that needs some arguments, or the sections that are not there."""
+    keys, missing = given(args), " and ".join(names)
+    roots = {one.path.partition(".")[0] for one in keys}
+    if set(names) <= SECTIONS and not set(names) & roots:
+        if not roots & {*SECTIONS, "trainer"}:
+            return (
+                f"no {missing}: give a configuration, --config FILE, or the name of a recipe, as in --config quickstart"
+            )
+        return (
+            f"no {missing}: the configuration needs {missing} as `cnnstrategies configs quickstart` has it, or "
+            + " and ".join(f"--{name} CLASS" for name in names)
+        )
+    needs = f"needs {missing}"
+    for one in keys:
         signature = signature_of(one.value)
         if signature is not None and set(names) <= signature.parameters.keys():
             key = one.path.removesuffix(".class_path")

@@ -10,16 +10,37 @@ from omegaconf.errors import OmegaConfBaseException
 from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.commands.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
+from cnnstrategies.metric_names import not_logged
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT)
-CHANNELS = re.compile(r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels")  # Of images.
-NOT_WRITABLE = re.compile(r"^File is not creatable since parent directory not writ\w+: '(.+)'$")  # jsonargparse's
 ELSEWHERE = (
     "give the right to it, or let results go elsewhere with --trainer.logger.init_args.save_dir or "
     "--trainer.default_root_dir"
 )
-OTHER_NETWORK = re.compile(r"Error\(s\) in loading state_dict for \w+:\s*(.+)")
+# What torch, Lightning and jsonargparse say, and what is said in its place of what their words have in parentheses.
+IN_OTHER_WORDS = tuple(
+    (re.compile(theirs, re.DOTALL), ours)
+    for theirs, ours in (
+        (r"^File is not creatable since parent directory not writ\w+: '(.+)'$", f"cannot write {{}}: {ELSEWHERE}"),
+        (
+            r"expected input\[[\d, ]+\] to have ([134]) channels, but got ([134]) channels",
+            "the network takes images with {} channels, and those of the data have {}: take a network or data that fit",
+        ),
+        (
+            r"^Error\(s\) in loading state_dict for \w+:\s*([^\n]+)",
+            "ckpt_path: the checkpoint is of another network than `model` describes: {}",
+        ),
+        (
+            r"`val_check_interval` \((\S+)\) must be less than or equal to .*? training batches \((\d+)\)",
+            "trainer.val_check_interval={}: an epoch has {} batches; give no more, a part such as 0.5, or set "
+            "trainer.check_val_every_n_epoch to null, so that it counts batches of all epochs",
+        ),
+    )
+)
+NOT_LOGGED = re.compile(
+    r"(Early stopping|ReduceLROnPlateau|ModelCheckpoint)\b[^:]*?(?:on metric `?|\(monitor=')([^`'\s]+)[^:]*:([^\]]*)"
+)
 
 
 def explain_build_error(error: BaseException) -> str:
@@ -68,8 +89,12 @@ def explain_run_error(error: BaseException) -> str | None:
     Args:
         error: What a trainer's function has raised.
     """
+    message = str(error)
+    if found := NOT_LOGGED.search(message):
+        who = "EarlyStopping" if found[1] == "Early stopping" else found[1]
+        return not_logged(f"monitor of {who}", found[2], re.findall(r"[`']([^`',]+)[`']", found[3]))
     if isinstance(error, ConfigurationError | MisconfigurationException):
-        return in_one_line(str(error))
+        return in_one_line(message)
     for link in causes(error):
         if isinstance(link, OSError) and link.errno in FULL:
             where = f": {link.filename}" if link.filename else ""
@@ -80,16 +105,9 @@ def explain_run_error(error: BaseException) -> str | None:
         return in_one_line(_of_package(error))
     if isinstance(error, torch.OutOfMemoryError):
         return f"{in_one_line(str(error)).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
-    message = str(error)
-    if found := NOT_WRITABLE.search(message):
-        return f"cannot write {found[1]}: {ELSEWHERE}"
-    if found := CHANNELS.search(message):
-        return (
-            f"the network takes images with {found[1]} channels, and those of the data have {found[2]}: take a network "
-            "or data that fit"
-        )
-    if found := OTHER_NETWORK.match(message):
-        return f"ckpt_path: the checkpoint is of another network than `model` describes: {in_one_line(found[1])}"
+    for theirs, ours in IN_OTHER_WORDS:
+        if found := theirs.search(message):
+            return ours.format(*found.groups())
     return None
 
 
@@ -105,7 +123,7 @@ def refusal_in(traceback: str) -> str | None:
         return None
     message = traceback[errors[-1].end() :]
     refused = errors[-1][1].endswith((ConfigurationError.__name__, MisconfigurationException.__name__))
-    return in_one_line(message) if refused else explain_run_error(RuntimeError(message))
+    return explain_run_error(ConfigurationError(message) if refused else RuntimeError(message))
 
 
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")

@@ -18,7 +18,7 @@ from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
 from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
-from cnnstrategies.commands.errors import check_checkpoint, check_trainer_names
+from cnnstrategies.commands.errors import check_callbacks, check_checkpoint, check_trainer_names
 from cnnstrategies.commands.failures import explain_build_error, explain_reference, refusal_in
 from cnnstrategies.commands.parser import ArgumentParser
 from cnnstrategies.commands.quiet import quieten
@@ -133,8 +133,10 @@ class CLI(LightningCLI):
             self.model.check_data(self.datamodule)
             if local_rank() == 0:
                 check_network(self.model, self.datamodule, training=self.subcommand in ("fit", None))
-        if isinstance(self.datamodule, ImageDataModule) and self.trainer is not None:
-            self.datamodule.check_trainer(self.trainer)
+        if self.trainer is not None:
+            check_callbacks(self.trainer.callbacks, self.model)  # type: ignore[attr-defined]  # set by its connector
+            if isinstance(self.datamodule, ImageDataModule):
+                self.datamodule.check_trainer(self.trainer)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:

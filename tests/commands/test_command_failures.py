@@ -56,6 +56,33 @@ LINES = {
     ),
     "package": (ModuleNotFoundError("Requirement 'mlflow>=1.0.0' not met."), "a package is missing: "),
     "user's": (ValueError("boom"), None),
+    "no such metric to stop by": (
+        RuntimeError(
+            "Early stopping conditioned on metric `valid_loss` which is not available. Pass in or modify your "
+            "`EarlyStopping` callback to use any of the following: `lr-SGD`, `a_step`, `val_acc`, `val_loss`"
+        ),
+        "monitor of EarlyStopping: the module does not log 'valid_loss'; did you mean 'val_loss'? logged: val_acc, v",
+    ),
+    "no such metric to keep by": (
+        MisconfigurationException(
+            "`ModelCheckpoint(monitor='valid_acc')` could not find the monitored key in the returned metrics: "
+            "['val_acc', 'epoch']. HINT: Did you call `log('valid_acc', value)` in the `LightningModule`?"
+        ),
+        "monitor of ModelCheckpoint: the module does not log 'valid_acc'; did you mean 'val_acc'? logged: epoch, ",
+    ),
+    "no such metric to slow down by": (
+        MisconfigurationException(
+            "ReduceLROnPlateau conditioned on metric loss which is not available. Available metrics are: ['val_loss']. "
+            "Condition can be set using `monitor` key in lr scheduler dict"
+        ),
+        "monitor of ReduceLROnPlateau: the module does not log 'loss'; did you mean 'val_loss'? logged: val_loss",
+    ),
+    "interval": (
+        ValueError(
+            "`val_check_interval` (100) must be less than or equal to the number of the training batches (2). If you"
+        ),
+        "trainer.val_check_interval=100: an epoch has 2 batches; give no more, a part such as 0.5, or set ",
+    ),
     "inner channels": (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
 }
 
@@ -72,6 +99,10 @@ def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
     channels = "RuntimeError: Given groups=1, expected input[2, 1, 8, 8] to have 3 channels, but got 1 channels instead"
     assert refusal_in(text.format(ours)) == "broken image a.png: cut"
     assert refusal_in(text.format(channels)).startswith("the network takes images with 3 channels")
+    plateau = (
+        "lightning.fabric.utilities.exceptions.MisconfigurationException: ReduceLROnPlateau conditioned on metric a"
+    )
+    assert refusal_in(text.format(f"{plateau} which is: ['b']")).endswith("does not log 'a'; logged: b")
     assert refusal_in(text.format("ValueError: boom")) is None
     assert refusal_in(text.format("KeyboardInterrupt")) is None
 
@@ -90,6 +121,12 @@ REFUSED = {
     "fit --model=mine.Litt": "model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'; did you mean Lit?",
     "fit --model=nowhere.Lit": "model: cannot use 'nowhere.Lit': No module named 'nowhere'",
     "fit --trainer.accelerator=gpu": "No supported gpu backend found: with --trainer.accelerator=cpu it runs here",
+    "fit --trainer.callbacks+=LearningRateFinder": (
+        "trainer.callbacks: LearningRateFinder sets lr or learning_rate of the model, which ImageClassifier has not: "
+    ),
+    "fit --trainer.callbacks+=BackboneFinetuning": (
+        "trainer.callbacks: BackboneFinetuning needs a part of the model named backbone, and ImageClassifier has none: "
+    ),
     "quantize": "no ckpt_path: give the checkpoint, --ckpt_path FILE",
     "export": "no ckpt_path: give the checkpoint, --ckpt_path FILE",
 }
@@ -116,6 +153,18 @@ def test_what_a_class_in_the_configuration_lacks_is_named_with_the_class():
         "the following arguments are required: monitor", ["--trainer.callbacks+=EarlyStopping"]
     ) == ("trainer.callbacks: EarlyStopping needs monitor: give --trainer.callbacks.monitor")
     assert explain_parse_error(missing, []).startswith("a class in the configuration needs in_channels and kernel_size")
+
+
+def test_a_section_that_is_missing_is_not_taken_for_an_argument():
+    for command in ("", "fit."):  # Only commands with a trainer put their name before it.
+        missing = f"the following arguments are required: {command}model"
+        assert explain_parse_error(missing, ["--trainer.max_epochs=3", "--data=DigitsDataModule"]) == (
+            "no model: the configuration needs model as `cnnstrategies configs quickstart` has it, or --model CLASS"
+        )
+    Path("mine.py").write_text("class Wraps:\n    def __init__(self, model: object) -> None: ...\n")
+    sys.path.insert(0, "")
+    missing = "the following arguments are required: model"
+    assert explain_parse_error(missing, ["--model=mine.Wraps"]) == "model: mine.Wraps needs model: give --model.model"
 
 
 def test_a_module_of_the_other_package_is_told_what_to_import(monkeypatch):
