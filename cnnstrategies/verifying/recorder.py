@@ -19,7 +19,8 @@ from cnnstrategies._lightning_private import own_values
 from cnnstrategies.callbacks import panel_rows as panel
 from cnnstrategies.verifying.batches import GlobalBatches, Keeps, SizedGlobalBatches
 
-DROPS = ("p", "drop_prob", "dropout")  # Attributes of layers that drop at random, by which they do.
+DROPPING = ("drop", "stochasticdepth")  # In the names of classes of layers that drop at random.
+DROPS = ("p", "drop_prob", "dropout")  # Their attributes by which they do.
 RATES = ("drop_rate", "dropout_rate", "dropout_p")  # Those of networks that have functions for it.
 END, NOTES = "end.ckpt", "notes.json"
 
@@ -145,7 +146,8 @@ def settle(module: nn.Module) -> list[str]:
     """
     drops = norms = 0
     for layer in module.modules():
-        drops_itself = "drop" in type(layer).__name__.lower() or isinstance(layer, nn.MultiheadAttention)
+        kind = type(layer).__name__.lower()
+        drops_itself = any(word in kind for word in DROPPING) or isinstance(layer, nn.MultiheadAttention)
         for name in (*RATES, *DROPS * drops_itself):
             if isinstance(value := getattr(layer, name, None), float) and value > 0:
                 setattr(layer, name, 0.0)

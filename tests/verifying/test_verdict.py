@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torchvision.ops import StochasticDepth
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import GlobalBatches, SizedGlobalBatches, joined, samples
@@ -81,11 +82,14 @@ def test_global_batches_come_in_the_epochs_in_which_they_were_loaded(tmp_path: P
 
 
 def test_what_processes_do_each_in_their_own_way_is_turned_off_and_said() -> None:
-    network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.3), nn.MultiheadAttention(4, 2, 0.1))
+    network = nn.Sequential(
+        *(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.3), nn.MultiheadAttention(4, 2, 0.1)),
+        StochasticDepth(0.2, "row"),
+    )
     network[0].drop_rate = 0.2  # As of networks that call F.dropout.
     said = settle(network)
     network.train()
-    assert [layer.training for layer in network] == [True, False, True, True]
-    assert network[2].p == network[3].dropout == network[0].drop_rate == 0.0
+    assert [layer.training for layer in network] == [True, False, True, True, True]
+    assert network[2].p == network[3].dropout == network[4].p == network[0].drop_rate == 0.0
     assert len(said) == 2
     assert settle(nn.Linear(2, 2)) == []
