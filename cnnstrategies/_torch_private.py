@@ -89,3 +89,7 @@ def is_compiled(module: nn.Module) -> bool:
     The class of the first is public nowhere, and importing it takes seconds.
     """
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+# Where a SequentialLR and a ChainedScheduler have the schedules that they are made of, and their states have theirs.
+PARTS_OF_A_SCHEDULE = "_schedulers"

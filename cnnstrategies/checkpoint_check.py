@@ -1,4 +1,4 @@
-"""Whether a run can go on from a checkpoint: what its shapes say before the start, and its optimizers' after it."""
+"""Whether a run can go on from a checkpoint: what its shapes say before the start."""
 
 import warnings
 import zipfile
@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from typing_extensions import override
 
 from cnnstrategies.checkpoint_io import unreadable
 from cnnstrategies.dry_run import copy_without_contents
@@ -67,7 +66,7 @@ def check_weights(
         raise ConfigurationError(
             f"ckpt_path: {path} is of another network than `model` describes: "
             f"{_difference(whole['state_dict'], shadow.state_dict()) or str(error).splitlines()[-1].strip()}; "
-            f"{_remedy(path)}"
+            f"{remedy(path)}"
         ) from error
 
 
@@ -80,39 +79,8 @@ def _difference(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
     return next((f"it has {name}, which `model` has not" for name in saved if name not in own), None)
 
 
-def _remedy(path: Path) -> str:
+def remedy(path: Path) -> str:
     """Where the configuration of a checkpoint's run is."""
     configuration = path.parent.parent / "config.yaml"
     where = f"{configuration}" if configuration.is_file() else "the config.yaml of its run"
     return f"take `model` as it is in {where}"
-
-
-class SameOptimizer(Callback):
-    """Ends a fit whose optimizers are others than those of the checkpoint, before their states are loaded.
-
-    Args:
-        path: The checkpoint.
-    """
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = str(path)
-        self._groups: list[Mapping[str, Any]] = []
-
-    @override
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        states: list[Mapping[str, Any]] = checkpoint["optimizer_states"]
-        self._groups = [group for state in states for group in state.get("param_groups", [])]
-
-    @override
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # The optimizers are there now; their states are loaded next.
-        groups = [(optimizer, group) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        for (optimizer, group), saved in zip(groups, self._groups, strict=False):
-            ours, theirs = set(optimizer.defaults) - set(saved), set(saved) - set(group) - {"initial_lr", "param_names"}
-            # One alone could be another version of the same one.
-            if ours and theirs:
-                raise ConfigurationError(
-                    f"ckpt_path: {self.path} was saved with another optimizer than {type(optimizer).__name__}: it has "
-                    f"{', '.join(sorted(theirs)[:3])} and no {', '.join(sorted(ours)[:3])}; {_remedy(Path(self.path))}"
-                )
-        self._groups = []

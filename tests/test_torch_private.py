@@ -5,8 +5,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, SequentialLR
 
 from cnnstrategies._torch_private import (
+    PARTS_OF_A_SCHEDULE,
     add_all,
     communication_seconds,
     convolution_backward,
@@ -84,3 +86,13 @@ def test_a_convolution_has_its_gradients_one_by_one():
         found = convolution_backward(start, values, layer.weight, wanted, [2, 2], [1, 1], [1, 1], 2)
         torch.testing.assert_close(found[index], gradient)
         assert [one is None for one in found] == [not one for one in wanted]
+
+
+def test_a_schedule_of_several_has_them_and_their_states():
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    parts = [ConstantLR(optimizer), ExponentialLR(optimizer, gamma=0.5)]
+    for whole in (SequentialLR(optimizer, parts, [2]), ChainedScheduler(parts, optimizer)):
+        assert list(getattr(whole, PARTS_OF_A_SCHEDULE)) == parts
+        assert [one["last_epoch"] for one in whole.state_dict()[PARTS_OF_A_SCHEDULE]] == [
+            one.last_epoch for one in parts
+        ]

@@ -3,6 +3,7 @@
 from cnnstrategies.callbacks.best_checkpoint import BestCheckpoint
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
+from cnnstrategies.callbacks.from_configuration import FromConfiguration
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.mistake_report import MistakeReport
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
@@ -19,6 +20,7 @@ __all__ = [
     "BestCheckpoint",
     "ComputeSettings",
     "EpochMetrics",
+    "FromConfiguration",
     "GracefulStop",
     "MistakeReport",
     "PipelineTimeline",

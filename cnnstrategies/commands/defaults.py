@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from cnnstrategies.callbacks import (
     BestCheckpoint,
     EpochMetrics,
+    FromConfiguration,
     GracefulStop,
     MistakeReport,
     PredictionWriter,
@@ -81,6 +82,7 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     callbacks = as_list(config.trainer.callbacks)
     defaults: list[Callback] = [
         StartPanel(),
+        FromConfiguration(),
         EpochMetrics(),
         SamplesPerSecond(),
         ServerTraffic(),

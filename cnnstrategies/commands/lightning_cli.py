@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
+from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.checkpoint_words import WORDS
 from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.cluster.run_folder import place
@@ -24,7 +25,7 @@ from cnnstrategies.commands.parser import ArgumentParser
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run import ends_together
-from cnnstrategies.commands.start_from import check_fresh, check_it, checkpoint_of
+from cnnstrategies.commands.start_from import check_fresh, checkpoint_of
 from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.own_images import own_images
@@ -176,8 +177,8 @@ class CLI(LightningCLI):
         if given in WORDS:
             config.ckpt_path = path
         config.fresh = False
-        if path is not None:
-            check_it(self.trainer, self.model, path, kwargs.get("weights_only"), training)
+        if path is not None and local_rank() == 0:
+            check_weights(self.model, path, kwargs.get("weights_only"), training)
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()

@@ -3,11 +3,10 @@
 import os
 from pathlib import Path
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.callbacks.run_record import RunRecord
-from cnnstrategies.checkpoint_check import SameOptimizer, check_weights
 from cnnstrategies.checkpoint_words import FOUND, WORDS, SameCheckpoint, find_once
 from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.cluster.run_folder import begins_anew, last_checkpoint, set_aside
@@ -84,24 +83,3 @@ def is_first(trainer: Trainer) -> bool:
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return local_rank() == 0 and (environment is None or environment.node_rank() == 0)
-
-
-def check_it(
-    trainer: Trainer, model: LightningModule, path: Path | str, weights_only: bool | None, training: bool
-) -> None:
-    """Refuse a checkpoint that this run cannot start from.
-
-    Args:
-        trainer: Gets what refuses another optimizer's, once there is one.
-        model: The run's.
-        path: The checkpoint.
-        weights_only: As for ``torch.load``.
-        training: Whether the command is ``fit``.
-
-    Raises:
-        ConfigurationError: It is no checkpoint, or that of another network.
-    """
-    if local_rank() == 0:
-        check_weights(model, path, weights_only, training)
-    if training:
-        trainer.callbacks.append(SameOptimizer(path))  # type: ignore[attr-defined]

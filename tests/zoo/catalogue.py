@@ -108,7 +108,7 @@ TORCHVISION = {
     "efficientnet_b0": 96,
     "efficientnet_v2_s": 96,
     "googlenet": 96,
-    "inception_v3": 96,
+    "inception_v3": 299,
     "maxvit_t": 224,
     "mnasnet0_5": 96,
     "mobilenet_v2": 96,

@@ -1,0 +1,225 @@
+"""A resumed run: what was learned is the checkpoint's; rates, decay and schedules are the configuration's."""
+
+import logging
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_fork
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies import ConfigurationError
+from cnnstrategies.callbacks import FromConfiguration
+from cnnstrategies.schedules import InTurn, WarmupCosine
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+
+SAVED = 4  # steps: those of an epoch
+
+
+class Small(LightningModule):
+    def __init__(self, schedule=None, interval="step", kind=torch.optim.SGD, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+        self.schedule, self.interval, self.kind = schedule, interval, kind
+        self.options = {"lr": 0.1, "momentum": 0.9, **options}
+        self.rates = []
+
+    def training_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_before_zero_grad(self, optimizer):
+        self.rates.append([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+    def configure_optimizers(self):
+        options = self.options if self.kind is torch.optim.SGD else {}
+        optimizer = self.kind(self.parameters(), **options)
+        if self.schedule is None:
+            return optimizer
+        made = self.schedule(optimizer)
+        return [optimizer], [{"scheduler": made, "interval": self.interval, "monitor": "loss"}]
+
+
+def loader():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 1, 4, 4, generator=generator)
+    return DataLoader(TensorDataset(images, torch.randint(2, (32,), generator=generator)), 8)
+
+
+def train(module, epochs=3, ckpt_path=None, callback=True, **options):
+    options = {"accelerator": "cpu", "devices": 1, **options}
+    trainer = Trainer(
+        **options,
+        max_epochs=epochs,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[FromConfiguration()] if callback else [],
+    )
+    trainer.fit(module, loader(), ckpt_path=ckpt_path, weights_only=True)
+    return trainer
+
+
+def saved(tmp_path: Path, make, callback=True) -> Path:
+    """A checkpoint after some steps; made in a process of its own, as all that a test forks later needs."""
+    path = tmp_path / "saved.ckpt"
+    in_fork(lambda: train(make(), 1, callback=callback).save_checkpoint(path))
+    return path
+
+
+SCHEDULES = {
+    "cosine": lambda total: partial(CosineAnnealingLR, T_max=total),
+    "warm-up": lambda total: partial(WarmupCosine, total=total, warmup=3),
+    "one cycle, momentum too": lambda total: partial(OneCycleLR, max_lr=0.1, total_steps=total),
+    "steps": lambda total: partial(StepLR, step_size=total // 4),
+    "milestones": lambda total: partial(MultiStepLR, milestones=[total // 4]),
+    "in turn": lambda total: partial(
+        InTurn,
+        schedulers=[partial(LambdaLR, lr_lambda=lambda step: 1 - step / (2 * total)), partial(StepLR, step_size=2)],
+        milestones=[7],
+    ),
+    "function": lambda total: partial(LambdaLR, lr_lambda=lambda step: 1 - step / (2 * total)),
+}
+
+
+def same_rates(found, expected):
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        for group, wanted in zip(one, other, strict=True):
+            assert {key: group[key] for key in wanted} == {key: pytest.approx(value) for key, value in wanted.items()}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_of_another_length_is_that_of_the_configuration_at_the_step_where_the_run_is(name, tmp_path):
+    path = saved(tmp_path, lambda: Small(SCHEDULES[name](16)))
+    fresh, resumed, unchanged = (Small(SCHEDULES[name](total)) for total in (40, 40, 16))
+    train(fresh)
+    train(resumed, ckpt_path=path)
+    same_rates(resumed.rates, fresh.rates[SAVED:])
+    train(unchanged, ckpt_path=path)
+    whole = Small(SCHEDULES[name](16))
+    train(whole)
+    same_rates(unchanged.rates, whole.rates[SAVED:])
+    assert unchanged.rates != resumed.rates
+    assert all(torch.equal(one, other) for one, other in zip(unchanged.parameters(), whole.parameters(), strict=True))
+
+
+OTHERWISE = {
+    "another rate": ({}, {"lr": 0.3}),
+    "another decay and momentum": ({}, {"weight_decay": 0.1, "momentum": 0.5}),
+    "another rate of a schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"lr": 0.3}),
+    "another schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": SCHEDULES["steps"](16)}),
+    "a schedule where none was": ({}, {"schedule": SCHEDULES["cosine"](16)}),
+    "none where one was": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": None}),
+    "by epochs": (
+        {"schedule": partial(ExponentialLR, gamma=0.5), "interval": "epoch"},
+        {"schedule": partial(ExponentialLR, gamma=0.9), "interval": "epoch"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "now"), OTHERWISE.values(), ids=OTHERWISE)
+def test_what_is_configured_otherwise_follows_and_what_was_learned_stays(before, now, tmp_path, caplog):
+    path = saved(tmp_path, lambda: Small(**before))
+    fresh, resumed = Small(**{**before, **now}), Small(**{**before, **now})
+    train(fresh)
+    with caplog.at_level(logging.INFO):
+        train(resumed, 1, ckpt_path=path)  # Nothing.
+        assert resumed.rates == []
+        assert f"Nothing was trained: {path} is at epoch 1 and step 4" in caplog.text
+        trainer = train(resumed, ckpt_path=path)
+    same_rates(resumed.rates, fresh.rates[SAVED:])
+    assert "As configured, and not as in the checkpoint: " in caplog.text
+    assert trainer.optimizers[0].state[next(resumed.parameters())]["momentum_buffer"] is not None
+
+
+def test_a_schedule_that_watches_keeps_what_it_has_seen(tmp_path):
+    def reduces(patience):
+        return partial(ReduceLROnPlateau, factor=0.5, patience=patience, threshold=1e9)
+
+    def make(patience, rate):
+        return Small(reduces(patience), interval="epoch", lr=rate)
+
+    path = saved(tmp_path, lambda: make(0, 0.1))  # Reduced at the end of its first epoch, or not yet.
+    with_it, other = make(0, 0.1), make(7, 0.4)
+    train(with_it, ckpt_path=path)
+    trainer = train(other, 2, ckpt_path=path)
+    scheduler = trainer.lr_scheduler_configs[0].scheduler
+    assert scheduler.patience == 7
+    assert other.rates[0][0]["lr"] == pytest.approx(4 * with_it.rates[0][0]["lr"])
+    assert scheduler.best == torch.load(path, weights_only=True)["lr_schedulers"][0]["best"]
+
+
+def test_what_a_hook_has_set_stays_where_nothing_is_configured_otherwise(tmp_path):
+    class Halves(Small):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.5
+
+    path = saved(tmp_path, Halves)
+    resumed = Halves()
+    train(resumed, 2, ckpt_path=path)
+    assert resumed.rates[0][0]["lr"] == pytest.approx(0.1 / 2**SAVED)
+
+
+def test_a_checkpoint_that_does_not_say_how_it_was_configured_goes_on_as_it_is(tmp_path, caplog):
+    path = saved(tmp_path, Small, callback=False)
+    resumed = Small(lr=0.3)
+    with caplog.at_level(logging.INFO):
+        train(resumed, 2, ckpt_path=path)
+    assert resumed.rates[0][0]["lr"] == 0.1
+    assert "does not say how its run was configured" in caplog.text
+
+
+def test_a_schedule_that_has_ended_before_is_refused(tmp_path):
+    path = saved(tmp_path, lambda: Small(SCHEDULES["one cycle, momentum too"](16)))
+    with pytest.raises(ConfigurationError, match="goes on from step 4 of its schedule, beyond the end of OneCycleLR"):
+        train(Small(SCHEDULES["one cycle, momentum too"](2)), ckpt_path=path)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam", "RMSprop"])
+def test_another_optimizer_is_refused(kind, tmp_path):
+    path = saved(tmp_path, Small)
+    (tmp_path.parent / "config.yaml").touch()
+    with pytest.raises(
+        ConfigurationError, match=rf"saved with another optimizer than {kind}: it has dampening, .*yaml"
+    ):
+        train(Small(kind=getattr(torch.optim, kind)), ckpt_path=path)
+
+
+STRATEGIES = {
+    "hybrid_pipeline": lambda: HybridPipelineStrategy(replicas=[1, 1], microbatches=2, start_method="fork"),
+    "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_the_same_under_every_strategy(name, tmp_path):
+    """Rate, decay, momentum and schedule change on the way, and the weights are those of one process."""
+    now = {"schedule": SCHEDULES["warm-up"](20), "lr": 0.05, "weight_decay": 0.1, "momentum": 0.5}
+    path = saved(tmp_path, lambda: Small(SCHEDULES["cosine"](16)))
+    expected = tmp_path / "one.pt"
+    in_fork(lambda: torch.save(_weights(Small(**now), path), expected))
+    found = _weights(Small(**now), path, strategy=STRATEGIES[name](), devices=2)
+    for key, value in torch.load(expected).items():
+        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-7)
+
+
+def _weights(module, path, **options):
+    train(module, ckpt_path=path, **options)
+    return module.state_dict()
