@@ -15,7 +15,7 @@ from PIL import Image
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.cli import main
-from cnnstrategies.commands.lightning_cli import CLI
+from cnnstrategies.commands.lightning_cli import CLI, leaves_out_classes
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 
@@ -224,6 +224,32 @@ def test_a_global_batch_that_does_not_divide_is_refused_before_processes_start(m
         main()
     assert stopped.value.code == 2
     assert "global_batch_size=64 does not divide evenly by 3 processes" in capsys.readouterr().err
+
+
+MODEL = ["--model=ImageClassifier", "--model.network=cnnstrategies.networks.SmallCNN"]
+FOLDER = ["--data=ImageFolderDataModule", "--data.root=images"]
+MASKS = ["--model=ImageSegmenter", "--data=SegmentationFolderDataModule"]
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        ([*MODEL, *FOLDER], True),
+        ([*MODEL, "--data=SyntheticDataModule", "--data.num_classes=3"], True),
+        ([*MODEL, "--data=lightning.pytorch.LightningDataModule"], False),
+        ([*MODEL, *FOLDER, "--model.init_args.num_classes=3"], False),
+        ([*MODEL, *FOLDER, "--model.num_classes", "3"], False),
+        (["--config=given.yaml", *MODEL, *FOLDER], False),
+        ([*MASKS, "--data.num_classes=${model.init_args.num_classes}"], False),
+        ([*MASKS, "--data.num_classes=3"], True),
+        (["--model=lightning.pytorch.demos.boring_classes.BoringModel", *FOLDER], False),
+        ([*MODEL, *FOLDER, "--print_config"], False),
+    ],
+)
+def test_the_number_of_classes_is_the_datas_where_a_configuration_has_none(words, left_out):
+    Path("given.yaml").write_text("model: {class_path: mine.Model, init_args: {num_classes: 3}}")
+    assert leaves_out_classes(["fit", *words]) == left_out
 
 
 def test_a_mistake_in_a_file_is_named_too(run_cli, quick):

@@ -111,7 +111,7 @@ ARGS = {
     "experiments/folder_resnet50_finetune_gpu.yaml": [
         *FEW,
         *NO_WORKERS,
-        *FOLDER,
+        *FOLDER[:-1],  # The number of classes is the folder's.
         *AT_ONCE,
         "--model.init_args.network.init_args.name=shufflenet_v2_x0_5",
         "--model.init_args.network.init_args.weights=weights.pth",

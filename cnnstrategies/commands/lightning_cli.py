@@ -1,6 +1,7 @@
 """The command line: LightningCLI with the package's defaults, and errors of one line."""
 
 import os
+import pydoc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,14 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
 
+import cnnstrategies
 from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.checkpoint_words import WORDS
 from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
 from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
+from cnnstrategies.commands.early import given, signature_of
 from cnnstrategies.commands.errors import check_callbacks, check_checkpoint, check_trainer_names
 from cnnstrategies.commands.failures import explain_build_error, explain_reference, refusal_in
 from cnnstrategies.commands.parser import ArgumentParser
@@ -47,6 +50,7 @@ class SavedConfiguration(SaveConfigCallback):
         super().setup(trainer, pl_module, stage)
 
 
+NUM_CLASSES = "model.init_args.num_classes"
 FROM_WEIGHTS = ("quantize", "export")  # Subcommands that take a checkpoint's file, and run nothing.
 
 
@@ -94,6 +98,31 @@ class CLI(LightningCLI):
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         add_sections(parser)
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        words = sys.argv[1:]
+        if leaves_out_classes(words):
+            # Some number at first, which others may refer to: only what is parsed can be built.
+            sys.argv[1:] = [*words, f"--{NUM_CLASSES}=2"]
+            super().parse_arguments(parser, args)
+            # Ranks that are programs are given it, too.
+            sys.argv[1:] = [*words, f"--{NUM_CLASSES}={self._classes_of_data()}"]
+        super().parse_arguments(parser, args)
+
+    def _classes_of_data(self) -> int:
+        command = self.config.get("subcommand")
+        kind = type(self.config)
+        section = kind(data=(self.config[command] if command else self.config).data)
+        alone = kind({"subcommand": command, command: section}) if command else section
+        try:
+            built = self.parser.instantiate_classes(alone)
+        except Exception as error:
+            if shows_tracebacks():
+                raise
+            fail(explain_build_error(error))
+        classes: int = (built[command] if command else built).data.num_classes
+        return classes
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -184,6 +213,32 @@ class CLI(LightningCLI):
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].network):
             function(**kwargs)
+
+
+def leaves_out_classes(words: Sequence[str]) -> bool:
+    """Whether a configuration leaves it to its data how many classes the model has.
+
+    Args:
+        words: The command line. Its model must be one of this package, or a subclass, and its data one of ours that is
+            not itself told a number of classes by a reference, as in a recipe for masks.
+    """
+    # Each file and option by itself: where another class takes a model's place, its number of classes stays.
+    alone = [key.path for place in range(len(words)) for key in given(words[place : place + 2])]
+    if {NUM_CLASSES, "model.num_classes"} & {*alone} or any(word.startswith("--print_config") for word in words):
+        return False
+    keys = {key.path: key.value for key in given(words)}
+    if any("${" in str(keys.get(path)) for path in ("data.init_args.num_classes", "data.num_classes")):
+        return False
+    kinds = {"model": (cnnstrategies, NetworkModule), "data": (cnnstrategies.data, ImageDataModule)}
+    for section, (home, kind) in kinds.items():
+        name = str(keys.get(f"{section}.class_path") or keys.get(section))
+        found = pydoc.locate(name) if "." in name else getattr(home, name, None)
+        takes = signature_of(name)
+        if not isinstance(found, type) or not issubclass(found, kind) or takes is None:
+            return False
+        if section == "model" and "num_classes" not in takes.parameters:
+            return False
+    return True
 
 
 def main(args: Sequence[str], kind: type[CLI] = CLI) -> None:
