@@ -19,8 +19,9 @@ from torch.fx import GraphModule
 from torchvision.transforms import v2
 
 from cnnstrategies.data import ImageDataModule
-from cnnstrategies.data.image_folder import FILL
+from cnnstrategies.data.masks import FILL
 from cnnstrategies.data.own_images import shorter_side
+from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import giving_logits, main_logits, name_of
 from cnnstrategies.model_card import CARD, Origin, model_card
@@ -145,9 +146,14 @@ def describe(datamodule: LightningDataModule, images: Tensor) -> dict[str, Any]:
         images: A batch of it.
     """
     height, width = images.shape[2:]
-    geometry: dict[str, Any] = {"resize_shorter_side": None, "crop_centre": [height, width]}
+    geometry: dict[str, Any] = {
+        "resize_shorter_side": None,
+        "interpolation": None,
+        "crop_centre": [height, width],
+    }
     if isinstance(datamodule, ImageDataModule):
         geometry["resize_shorter_side"] = shorter_side(datamodule)
+        geometry["interpolation"] = (datamodule.preprocessing or IMAGENET).interpolation
         if datamodule.ignore_index is not None:
             geometry = {"resize_longer_side": height, "fill_right_and_below_to": [height, width], "fill": FILL}
     transform = getattr(datamodule, "eval_transform", None)

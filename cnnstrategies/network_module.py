@@ -7,12 +7,14 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable, ReduceLROnPlateau
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import main_logits
 from cnnstrategies.parameter_groups import hold_back, parameter_groups, scale_learning_rates
+from cnnstrategies.pretrained import trained_with
 from cnnstrategies.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
@@ -84,6 +86,16 @@ class NetworkModule(LightningModule):
             raise ConfigurationError(
                 f"the model has num_classes={self.num_classes}, but {type(datamodule).__name__} has {classes}: "
                 f"set model.init_args.num_classes={classes}"
+            )
+        prepared, trained = getattr(datamodule, "preprocessing", None), trained_with(self.network)
+        if (
+            prepared is not None
+            and trained is not None
+            and (prepared.mean, prepared.std) != (trained.mean, trained.std)
+        ):
+            rank_zero_warn(
+                f"the network's weights were trained with {trained}, and {type(datamodule).__name__} gives {prepared}: "
+                "call prepare_as(cnnstrategies.pretrained.trained_with(network)) of the data module"
             )
 
     def setup(self, stage: str) -> None:

@@ -2,16 +2,20 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.models import get_model, list_models
+from torchvision.models import get_model, get_model_weights, list_models
 
+from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.errors import ConfigurationError
 
 TIMM = "timm/"
+TRAINED_WITH = "trained_with"
+INTERPOLATIONS = ("bilinear", "bicubic")
 FILES = (".pth", ".pt", ".bin", ".safetensors")
 
 
@@ -40,6 +44,8 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
             f"the weights of {name} cannot be had ({why}): download them where there is a connection, copy the file, "
             "and give its path as weights"
         ) from error
+    plain = name.removeprefix(TIMM)
+    setattr(network, TRAINED_WITH, _of_cfg(network) if plain != name else _of_weights(plain, weights))
     if frozen:
         if not heads:
             raise ConfigurationError(
@@ -50,6 +56,52 @@ def pretrained(name: str, num_classes: int, weights: str = "DEFAULT", frozen: bo
         for head in heads:
             head.requires_grad_(True)
     return network
+
+
+def trained_with(
+    network: nn.Module, builder: str = "", arguments: Mapping[str, Any] | None = None
+) -> Preprocessing | None:
+    """How the images were prepared that a network's weights were trained on; None where that is not known.
+
+    Args:
+        network: Of :func:`pretrained`, or of timm or torchvision directly.
+        builder: The path of the function that has built it.
+        arguments: That this function was given.
+    """
+    given = arguments or {}
+    if given.get("pretrained") is True:
+        return _of_cfg(network)
+    if builder.startswith("torchvision.models.") and given.get("weights") is not None:
+        return _of_weights(builder.rpartition(".")[2], given["weights"])
+    known: Preprocessing | None = getattr(network, TRAINED_WITH, None)
+    return known
+
+
+def _of_cfg(network: nn.Module) -> Preprocessing | None:
+    """What timm says of a network."""
+    found: Mapping[str, Any] = getattr(network, "pretrained_cfg", {})
+    if not {"input_size", "crop_pct", "mean", "std"} <= found.keys():
+        return None
+    size = int(found["input_size"][-1])
+    return _known(size, int(size / found["crop_pct"]), found.get("interpolation"), found["mean"], found["std"])
+
+
+def _of_weights(name: str, weights: Any) -> Preprocessing | None:
+    """What torchvision says of the weights of a network; of a file, what it says of the best ones."""
+    if name not in list_models():
+        return None
+    if not isinstance(weights, Enum):
+        names = get_model_weights(name).__members__
+        weights = names.get(str(weights).rpartition(".")[2], names["DEFAULT"])
+    how = weights.value.transforms()
+    if not hasattr(how, "crop_size"):  # Of segmentation, for example.
+        return None
+    return _known(how.crop_size[0], how.resize_size[0], how.interpolation.value, how.mean, how.std)
+
+
+def _known(size: int, resize: int, interpolation: Any, mean: Iterable[float], std: Iterable[float]) -> Preprocessing:
+    kind = interpolation if interpolation in INTERPOLATIONS else "bilinear"
+    return Preprocessing(size, max(size, resize), kind, tuple(mean), tuple(std))
 
 
 def _of_torchvision(name: str, num_classes: int, weights: str) -> tuple[nn.Module, list[nn.Module]]:

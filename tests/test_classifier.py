@@ -1,5 +1,7 @@
 """`ImageClassifier`: the contract of the strategies, its loss, metrics, schedulers and checkpoints."""
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +13,10 @@ from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.logits import main_logits
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.pretrained import TRAINED_WITH
 
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.05)  # noqa: E731
 
@@ -50,6 +54,21 @@ def test_auxiliary_logits_count_with_their_weight():
     outputs = googlenet.train()(images)
     assert torch.isfinite(model.loss(outputs, targets[:2]))
     assert main_logits(googlenet.eval()(images)).shape == (2, 4)
+
+
+def test_other_statistics_than_those_of_trained_weights_are_told():
+    network = nn.Flatten()
+    setattr(network, TRAINED_WITH, Preprocessing(mean=(0.5, 0.5, 0.5)))
+    data = DigitsDataModule()
+    with warnings.catch_warnings(action="error"):
+        ImageClassifier(network, 10).check_data(data)
+        data.preprocessing = Preprocessing(mean=(0.5, 0.5, 0.5), image_size=32)
+        ImageClassifier(network, 10).check_data(data)
+    data.preprocessing = IMAGENET
+    with pytest.warns(
+        UserWarning, match=r"trained with bilinear, mean 0.5 .* DigitsDataModule gives bilinear, mean 0.485"
+    ):
+        ImageClassifier(network, 10).check_data(data)
 
 
 def test_one_fit_with_mixing(tmp_path):

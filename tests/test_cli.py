@@ -12,6 +12,7 @@ import torch
 import yaml
 from conftest import ROOT
 from PIL import Image
+from torch import nn
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.cli import main
@@ -250,6 +251,31 @@ MASKS = ["--model=ImageSegmenter", "--data=SegmentationFolderDataModule"]
 def test_the_number_of_classes_is_the_datas_where_a_configuration_has_none(words, left_out):
     Path("given.yaml").write_text("model: {class_path: mine.Model, init_args: {num_classes: 3}}")
     assert leaves_out_classes(["fit", *words]) == left_out
+
+
+class Trained(nn.Sequential):
+    """A network as timm gives them."""
+
+    def __init__(self, pretrained: bool):
+        super().__init__(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 2))
+        half = (0.5, 0.5, 0.5)
+        self.pretrained_cfg = {"input_size": (3, 20, 20), "crop_pct": 0.8, "mean": half, "std": half}
+
+
+@pytest.mark.parametrize(("pretrained", "size", "mean"), [("true", 20, 0.5), ("false", 224, 0.485)])
+def test_images_are_prepared_as_a_trained_network_wants_them(monkeypatch, pretrained, size, mean):
+    for name in ("cat", "dog"):
+        Path("images", name).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(f"images/{name}/0.png")
+    seen = []
+    monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: seen.append(self.datamodule))
+    network = ["--model.network=test_cli.Trained", f"--model.network.init_args.pretrained={pretrained}"]
+    words = ["fit", "--trainer.accelerator=cpu", "--trainer.logger=false", *MODEL[:1], *network, *FOLDER]
+    monkeypatch.setattr(sys, "argv", ["cnnstrategies", *words])
+    main()
+    (data,) = seen
+    assert data.image_shape == (3, size, size)
+    assert data.preprocessing.mean[0] == mean
 
 
 def test_a_mistake_in_a_file_is_named_too(run_cli, quick):

@@ -9,7 +9,8 @@ import torch
 from torchvision.models import get_model, get_model_weights
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.pretrained import new_heads, pretrained
+from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
+from cnnstrategies.pretrained import new_heads, pretrained, trained_with
 
 pytestmark = pytest.mark.light
 TIMM_NAME = "mobilenetv3_small_050"
@@ -42,6 +43,7 @@ def test_torchvision_weights_by_name_and_file_with_a_new_head(squeezenet):
         assert new == head
         assert len(kept) == 50
         assert {name for name, p in network.named_parameters() if p.requires_grad} == head
+    assert trained_with(network) == IMAGENET
     assert network.eval()(torch.zeros(2, 3, 64, 64)).shape == (2, 7)
     assert new_and_kept(pretrained("squeezenet1_1", 1000), state)[0] == set()
     torch.save(network.state_dict(), "mine.pth")
@@ -67,8 +69,35 @@ def test_timm_weights_by_name_and_file_with_a_new_head(monkeypatch, tmp_path):
             "classifier.weight",
             "classifier.bias",
         }
+    assert trained_with(network) == Preprocessing(interpolation="bicubic")
     with pytest.raises(ConfigurationError, match=r"cannot be had .* copy the file, and give its path"):
         pretrained("timm/mobilenetv3_small_075", 7)
+
+
+LARGE = Preprocessing(480, 480, "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+VIT = Preprocessing(224, 248, "bicubic", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("builder", "arguments", "expected"),
+    [
+        ("torchvision.models.efficientnet_v2_l", {"weights": "IMAGENET1K_V1"}, LARGE),
+        ("torchvision.models.efficientnet_v2_l", {"weights": "EfficientNet_V2_L_Weights.DEFAULT"}, LARGE),
+        ("torchvision.models.resnet50", {"weights": get_model_weights("resnet50").DEFAULT}, Preprocessing(resize=232)),
+        ("torchvision.models.resnet50", {"weights": None}, None),
+        ("torchvision.models.segmentation.fcn_resnet50", {"weights": "DEFAULT"}, None),
+        ("torchvision.models.resnet.ResNet", {"weights": "DEFAULT"}, None),
+        ("timm.create_model", {"model_name": "vit_tiny_patch16_224", "pretrained": True}, VIT),
+        ("timm.create_model", {"model_name": "vit_tiny_patch16_224", "pretrained": False}, None),
+        ("mine.network", {"pretrained": True}, None),
+    ],
+)
+def test_what_weights_were_trained_with_is_known(builder, arguments, expected):
+    network = torch.nn.Identity()
+    if "model_name" in arguments:
+        with torch.device("meta"):
+            network = timm.create_model(arguments["model_name"])
+    assert trained_with(network, builder, arguments) == expected
 
 
 MISTAKES = {

@@ -122,7 +122,14 @@ def images(trainer: Trainer) -> list[Row]:
     lines = [data.describe(part), *([f"validation: {data.describe('val')}"] if part == "train" else [])]
     if left_out := [f"{count:,} {reason}" for reason, count in data.left_out.items() if count]:
         lines.append(f"left out: {', '.join(left_out)}")
-    return [("images", "\n".join(lines))]
+    rows = [("images", "\n".join(lines))]
+    if data.preprocessing is not None:
+        resized = f"{getattr(data, 'resize', None)} to {data.image_shape[1]} pixels"
+        rows.append(("preprocessing", f"{resized}, {data.preprocessing}"))
+    elif data.not_prepared_as is not None:
+        own = f"that of {type(data).__name__}; the network's weights were trained with"
+        rows.append(("preprocessing", f"{own} {data.not_prepared_as.image_size} pixels, {data.not_prepared_as}"))
+    return rows
 
 
 def _loading(trainer: Trainer) -> int:

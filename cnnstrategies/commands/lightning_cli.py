@@ -37,6 +37,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
+from cnnstrategies.pretrained import trained_with
 from cnnstrategies.processes import ended_by
 from cnnstrategies.sweeping.trial_folder import keep_apart
 
@@ -158,6 +159,7 @@ class CLI(LightningCLI):
 
     @override
     def after_instantiate_classes(self) -> None:
+        self._prepare_as_trained()
         # Each rank checks again in `setup`; here no process has been started yet.
         if isinstance(self.model, NetworkModule):
             self.model.check_data(self.datamodule)
@@ -167,6 +169,20 @@ class CLI(LightningCLI):
             check_callbacks(self.trainer.callbacks, self.model)  # type: ignore[attr-defined]  # set by its connector
             if isinstance(self.datamodule, ImageDataModule):
                 self.datamodule.check_trainer(self.trainer)
+
+    def _prepare_as_trained(self) -> None:
+        """Have the data prepared as it was for the network's weights, where these are trained."""
+        if not isinstance(self.model, NetworkModule) or not isinstance(self.datamodule, ImageDataModule):
+            return
+        config = self.config[self.subcommand] if self.subcommand else self.config
+        network = config.model.init_args.get("network")
+        builder, arguments = "", {}
+        if hasattr(network, "class_path"):
+            builder = network.class_path
+            arguments = {**(network.get("init_args") or {}), **(network.get("dict_kwargs") or {})}
+        found = trained_with(self.model.network, builder, arguments)
+        if found is not None:
+            self.datamodule.prepare_as(found)
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> LightningTrainer:

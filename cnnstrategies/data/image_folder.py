@@ -25,12 +25,10 @@ from cnnstrategies.data.folders import (
 )
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
+from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.data.verification import broken_images
 from cnnstrategies.errors import ConfigurationError
 
-# The statistics of ImageNet, which pretrained networks expect.
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
-FILL = [round(255 * value) for value in MEAN]  # The colour that becomes 0.
 OnBroken = Literal["refuse", "skip"]
 Files = tuple[list[str], list[int]]
 
@@ -51,7 +49,9 @@ class ImageFolderDataModule(ImageDataModule):
 
     Args:
         root: Directory of the data set.
-        image_size: Height and width of the images that the network gets.
+        image_size: Height and width of the images that the network gets; by default 224. For a network with trained
+            weights, the command line takes those sizes that are left out, the interpolation, mean and deviation from
+            what the weights were trained with; in Python ``prepare_as`` does.
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
         on_broken: ``refuse`` stops at the first file that cannot be decoded, when its turn comes, and names it.
             ``skip`` decodes all files before the first run (later only new and changed ones), names the broken ones
@@ -75,7 +75,7 @@ class ImageFolderDataModule(ImageDataModule):
     def __init__(
         self,
         root: Path,
-        image_size: int = 224,
+        image_size: int | None = None,
         resize: int | None = None,
         on_broken: OnBroken = "refuse",
         batch_size: int | None = None,
@@ -93,10 +93,10 @@ class ImageFolderDataModule(ImageDataModule):
         self.root = Path(root)
         self.on_broken = on_broken
         self.val_split = val_split
-        resize = -(-image_size * 8 // 7) if resize is None else resize
-        if not 0 < image_size <= resize:
-            raise ConfigurationError(f"image_size={image_size} and resize={resize}: 0 < image_size <= resize is needed")
-        self.resize = resize
+        self.augment = augment
+        self.transforms = transforms
+        self.sizes = image_size, resize
+        self.prepare_as(IMAGENET)
         if not self.root.is_dir():
             raise ConfigurationError(f"no directory {self.root.resolve()}: set data.init_args.root")
         self.folders = part_folders(self.root)
@@ -109,14 +109,19 @@ class ImageFolderDataModule(ImageDataModule):
             )
         self._check_folders()
         self.num_classes = len(self.class_names)
-        self.image_shape = (3, image_size, image_size)
-        self.centre = v2.Compose([v2.Resize(resize), v2.CenterCrop(image_size)])
-        crop = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
-        self.crop = crop if augment else self.centre
-        # Decoding and cropping work on one image at a time; this is faster on the batch.
-        self.eval_transform = to_normalised(MEAN, STD)
-        self.train_transform = nn.Sequential(*each_image(transforms, self.image_shape), self.eval_transform)
         self._reported: set[str] = set()
+
+    @override
+    def prepare_as(self, trained: Preprocessing) -> None:
+        self.preprocessing = trained
+        image_size, self.resize = trained.sizes(*self.sizes)
+        self.image_shape = (3, image_size, image_size)
+        self.centre = v2.Compose([v2.Resize(self.resize, trained.mode), v2.CenterCrop(image_size)])
+        crop = v2.RandomResizedCrop(image_size, interpolation=trained.mode)
+        self.crop = v2.Compose([crop, v2.RandomHorizontalFlip()]) if self.augment else self.centre
+        # Decoding and cropping work on one image at a time; this is faster on the batch.
+        self.eval_transform = to_normalised(trained.mean, trained.std)
+        self.train_transform = nn.Sequential(*each_image(self.transforms, self.image_shape), self.eval_transform)
 
     @override
     def prepare_data(self) -> None:

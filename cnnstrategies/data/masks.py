@@ -10,8 +10,10 @@ from PIL import Image
 from torch import Tensor
 
 from cnnstrategies.data.decoding import BrokenImageError
+from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
 
+FILL = [round(255 * value) for value in IMAGENET.mean]  # The colour that becomes 0, where a square is filled up.
 LEAST_AREA = 0.25  # Of an image that a random crop shows.
 
 

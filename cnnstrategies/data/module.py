@@ -13,6 +13,7 @@ from torch import Tensor
 from cnnstrategies.data.batch_size import division, share
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, TensorSource, Transform
 from cnnstrategies.data.masks import of_image
+from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
 from cnnstrategies.errors import ConfigurationError
 
@@ -32,6 +33,8 @@ class ImageDataModule(LightningDataModule):
         ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
         prefetch: Batches that each worker process has ready.
         shuffle_block: Samples of the blocks that are shuffled as a whole; None shuffles all samples.
+        preprocessing: How images are resized and normalised, where that can follow a network's trained weights.
+        not_prepared_as: How those were that such weights were trained on, where it cannot.
         places: Where the samples of each part are; what has no place is held out of the training samples.
         left_out: How many files are read for nothing, by the reason.
 
@@ -64,6 +67,8 @@ class ImageDataModule(LightningDataModule):
     ignore_index: int | None = None
     prefetch: int = 2
     shuffle_block: int | None = None
+    preprocessing: Preprocessing | None
+    not_prepared_as: Preprocessing | None
     places: Mapping[str, str]
     left_out: Counter[str]
 
@@ -88,6 +93,7 @@ class ImageDataModule(LightningDataModule):
                 raise ConfigurationError(f"{name}={size}: a batch needs at least 1 sample")
         if num_workers < 0:
             raise ConfigurationError(f"num_workers={num_workers} is negative; 0 loads in the training process")
+        self.preprocessing = self.not_prepared_as = None
         self.places = {}
         self.left_out = Counter()
         self.global_batch_size = global_batch_size
@@ -133,6 +139,13 @@ class ImageDataModule(LightningDataModule):
     @abstractmethod
     def setup(self, stage: str) -> None:
         """Make the sources."""
+
+    def prepare_as(self, trained: Preprocessing) -> None:
+        """Prepare images as those were that a network's weights were trained on; before ``setup``.
+
+        Data modules that cannot, as those of small images, keep to their own way, and the start panel says so.
+        """
+        self.not_prepared_as = trained
 
     @property
     def tests_on_validation(self) -> bool:

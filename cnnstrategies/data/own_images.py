@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from cnnstrategies.data.folders import FILES_END_IN, image_files
 from cnnstrategies.data.image_folder import FolderSource
 from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.data.segmentation_folder import MaskedSource
 from cnnstrategies.errors import ConfigurationError
 
@@ -53,7 +54,8 @@ def own_images(
         pairs = [(folder / name, None) for name in names]
         return MaskedSource(folder, pairs, height, datamodule.num_classes, datamodule.ignore_index, augment=False)
     grey = [grey_of] if channels == 1 else []
-    crop = v2.Compose([*grey, v2.Resize(shorter_side(datamodule)), v2.CenterCrop([height, width])])
+    mode = (datamodule.preprocessing or IMAGENET).mode
+    crop = v2.Compose([*grey, v2.Resize(shorter_side(datamodule), mode), v2.CenterCrop([height, width])])
     # Broken ones are not left out here: an error is to say that they must be.
     return FolderSource(folder, names, [0] * len(names), crop, "skip")
 

@@ -14,10 +14,10 @@ from typing_extensions import override
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders
-from cnnstrategies.data.image_folder import FILL, MEAN, STD
 from cnnstrategies.data.loading import Batch
-from cnnstrategies.data.masks import LEAST_AREA, check_mask, fitted, read_mask
+from cnnstrategies.data.masks import FILL, LEAST_AREA, check_mask, fitted, read_mask
 from cnnstrategies.data.module import ImageDataModule, split
+from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
 
 Pair = tuple[Path, Path | None]
@@ -98,7 +98,7 @@ class SegmentationFolderDataModule(ImageDataModule):
         self.val_split = val_split
         self.augment = augment
         self.image_shape = (3, image_size, image_size)
-        self.eval_transform = to_normalised(MEAN, STD)
+        self.eval_transform = to_normalised(IMAGENET.mean, IMAGENET.std)
         self.train_transform = nn.Sequential(*each_image(transforms, self.image_shape), self.eval_transform)
 
     @override

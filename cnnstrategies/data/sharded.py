@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.image_folder import FILL, MEAN, STD
 from cnnstrategies.data.loading import BatchDataset, BatchLoader
-from cnnstrategies.data.masks import LEAST_AREA
+from cnnstrategies.data.masks import FILL, LEAST_AREA
 from cnnstrategies.data.module import ImageDataModule, split
+from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.crops import Crop, Sizes, centre_crops, random_crops, whole_images
 from cnnstrategies.data.shards.decoders import DecoderName, find_decoder
@@ -37,7 +37,9 @@ class ShardedImageDataModule(ImageDataModule):
 
     Args:
         root: Folder of the shards and their index.
-        image_size: Height and width of the images that the network gets.
+        image_size: Height and width of the images that the network gets; by default 224. For a network with trained
+            weights, the command line takes those sizes that are left out, the interpolation, mean and deviation from
+            what the weights were trained with; in Python ``prepare_as`` does.
         resize: Shorter side before the centre crop; by default 8/7 of ``image_size``, for 224 the usual 256.
             With masks there is none.
         decoder: Of JPEG files: ``pillow``, ``simplejpeg`` or ``torchcodec``; ``auto`` is simplejpeg where it is
@@ -65,7 +67,7 @@ class ShardedImageDataModule(ImageDataModule):
     def __init__(
         self,
         root: Path,
-        image_size: int = 224,
+        image_size: int | None = None,
         resize: int | None = None,
         decoder: DecoderName = "auto",
         shuffle_block: int | None = None,
@@ -91,28 +93,38 @@ class ShardedImageDataModule(ImageDataModule):
         self.ignore_index = self.index.ignore_index
         if resize is not None and self.ignore_index is not None:
             raise ConfigurationError(
-                f"resize={resize}: {self.root} has masks, and there whole images are fitted into "
-                f"image_size={image_size}: leave resize out"
+                f"resize={resize}: {self.root} has masks, and there whole images are fitted into image_size: leave "
+                "resize out"
             )
-        resize = -(-image_size * 8 // 7) if resize is None else resize
-        if not 0 < image_size <= resize:
-            raise ConfigurationError(f"image_size={image_size} and resize={resize}: 0 < image_size <= resize is needed")
+        self.sizes = image_size, resize
+        self.transforms = transforms
         find_decoder(decoder)
         self.decoder = decoder
-        self.resize = resize
         self.shuffle_block = shuffle_block
         self.normalise_on_device = normalise_on_device
         self.val_split = val_split
         self.prefetch = prefetch
-        self.image_shape = (3, image_size, image_size)
-        self.share = image_size / resize
         self.augment = augment
         if "train" not in self.index.parts:
             raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")
         self.class_names = self.index.class_names
         self.num_classes = len(self.class_names)
-        self.eval_transform = nn.Sequential(ChannelsFirst(), to_normalised(MEAN, STD))
-        self.bytes_transform = nn.Sequential(*each_image(transforms, self.image_shape))
+        self._prepare(IMAGENET)
+
+    @override
+    def prepare_as(self, trained: Preprocessing) -> None:
+        if self.ignore_index is None:
+            self._prepare(trained)
+        else:  # What is filled up has the colour that is ImageNet's mean.
+            super().prepare_as(trained)
+
+    def _prepare(self, trained: Preprocessing) -> None:
+        self.preprocessing = trained
+        image_size, self.resize = trained.sizes(*self.sizes)
+        self.image_shape = (3, image_size, image_size)
+        self.share = image_size / self.resize
+        self.eval_transform = nn.Sequential(ChannelsFirst(), to_normalised(trained.mean, trained.std))
+        self.bytes_transform = nn.Sequential(*each_image(self.transforms, self.image_shape))
         self.train_transform = nn.Sequential(self.bytes_transform, self.eval_transform)
 
     @override
@@ -151,7 +163,8 @@ class ShardedImageDataModule(ImageDataModule):
     ) -> ShardSource:
         part = self.index.parts[name]
         chosen = np.arange(len(part)) if numbers is None else numbers
-        rest = self.image_shape[1], self.decoder, block
+        assert self.preprocessing is not None
+        rest = self.image_shape[1], self.decoder, block, self.preprocessing.interpolation
         if self.ignore_index is None:
             crops: Crops = random_crops if augment else self._centre
             return ShardSource(self.index, part, chosen, crops, *rest)

@@ -14,7 +14,8 @@ class Classifier(litserve.LitAPI):
         self.about = json.loads(Path("digits/export.json").read_text())
         self.network = torch.export.load("digits/model.pt2").module().to(device)
         self.mode, how = "L" if self.about["image_shape"][0] == 1 else "RGB", self.about["preprocessing"]
-        resized = [v2.PILToTensor(), v2.Resize(how["resize_shorter_side"]), v2.CenterCrop(how["crop_centre"])]
+        mode = v2.InterpolationMode(how["interpolation"])
+        resized = [v2.PILToTensor(), v2.Resize(how["resize_shorter_side"], mode), v2.CenterCrop(how["crop_centre"])]
         normal = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(how["mean"], how["std"])]
         self.prepare = v2.Compose(resized + normal)
 

@@ -18,6 +18,7 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.callbacks import StartPanel, panel_rows
 from cnnstrategies.callbacks.tables import print_table
 from cnnstrategies.data import SyntheticDataModule
+from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, LocalSGDStrategy
 
@@ -189,6 +190,12 @@ def test_images_that_chose_the_checkpoint_are_not_called_those_of_the_test():
     assert third == "left out: 2 .gif"
     data.test_source = data.train_source
     assert "best.ckpt" not in panel_rows.images(trainer)[0][1]
+    data.prepare_as(IMAGENET)
+    how = "bilinear, mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225"
+    own = "that of SyntheticDataModule; the network's weights were trained with 224 pixels"
+    assert panel_rows.images(trainer)[1] == ("preprocessing", f"{own}, {how}")
+    data.preprocessing, data.resize, data.image_shape = IMAGENET, 37, (3, 32, 32)
+    assert panel_rows.images(trainer)[1] == ("preprocessing", f"37 to 32 pixels, {how}")
 
 
 def test_the_size_of_a_batch_is_the_loaders_or_else_the_data_modules():

@@ -16,6 +16,7 @@ from cnnstrategies.data import (
     MNISTDataModule,
     SyntheticDataModule,
 )
+from cnnstrategies.data.preprocessing import Preprocessing
 
 
 def set_up(module):
@@ -103,6 +104,28 @@ def test_image_folder_splits_one_tree_by_seed():
     assert (len(one.train_source), len(one.val_source)) == (12, 6)
     assert names_of(one.val_source) == names_of(same.val_source)
     assert not set(names_of(one.val_source)) & set(names_of(one.train_source))
+
+
+@pytest.mark.light
+def test_images_are_prepared_as_those_that_weights_were_trained_on():
+    make_folder("images")
+    halves = Preprocessing(32, 40, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    given = [{}, {"image_size": 16}, {"image_size": 16, "resize": 16}]
+    for options, expected in zip(given, [(32, 40), (16, 20), (16, 16)], strict=True):
+        module = ImageFolderDataModule(Path("images"), batch_size=18, num_workers=0, **options)
+        module.prepare_as(halves)
+        set_up(module)
+        assert (module.image_shape, module.resize) == ((3, expected[0], expected[0]), expected[1])
+        for loader in (module.train_dataloader(), module.val_dataloader()):
+            ((images, targets),) = loader
+            assert images.shape == (18, *module.image_shape)
+            torch.testing.assert_close(images[targets == 0], torch.full((6, *module.image_shape), -2.0))
+        assert "InterpolationMode.BICUBIC" in str(module.crop)
+        assert "InterpolationMode.BICUBIC" in str(module.centre)
+    small = DigitsDataModule()
+    small.prepare_as(halves)
+    assert small.image_shape == (1, 8, 8)
+    assert small.not_prepared_as == halves
 
 
 BROKEN = ("cat/2.JPG", "dog/0.JPG", "eel/1.png")

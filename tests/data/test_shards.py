@@ -24,6 +24,7 @@ from cnnstrategies import ConfigurationError
 from cnnstrategies.cli import main
 from cnnstrategies.data import ShardedImageDataModule, SyntheticDataModule
 from cnnstrategies.data.decoding import decode
+from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.shards import shard_file
 from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.crops import random_crops
@@ -110,6 +111,18 @@ def test_what_is_neither_jpeg_png_nor_webp_is_packed_as_png():
     encoded = encode(Path("one.tif").read_bytes(), None, None)
     assert (encoded.extension, encoded.width, encoded.height) == ("png", 40, 30)
     assert torch.equal(decode(io.BytesIO(encoded.data)), decode(Path("one.tif")))
+
+
+def test_images_are_prepared_as_those_that_weights_were_trained_on(packed):
+    halves = Preprocessing(32, 40, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    data = ShardedImageDataModule(Path("shards"), batch_size=4, num_workers=0)
+    data.prepare_as(halves)
+    data.setup("validate")
+    assert (data.image_shape, data.resize) == ((3, 32, 32), 40)
+    pixels = data.val_source.fetch([0])[0]
+    torch.testing.assert_close(next(iter(data.val_dataloader()))[0][:1], (pixels / 255 - 0.5) / 0.25)
+    data.val_source.interpolation = "bilinear"
+    assert not torch.equal(data.val_source.fetch([0])[0], pixels)
 
 
 @pytest.mark.parametrize("options", [AS_THEY_ARE, SHRUNK])

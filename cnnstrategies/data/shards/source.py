@@ -41,6 +41,7 @@ class ShardSource:
         size: Height and width of the results.
         decoder: Of JPEG files.
         block: Images that are asked for from storage together, where that is slow; None leaves it to the storage.
+        interpolation: ``bilinear`` or ``bicubic``.
 
     Attributes:
         decode_jpeg: The decoder.
@@ -56,6 +57,7 @@ class ShardSource:
         size: int,
         decoder: DecoderName,
         block: int | None = None,
+        interpolation: str = "bilinear",
     ) -> None:
         self.paths = [index.root / shard.file for shard in part.shards]
         self.owner = index.packing.encode()
@@ -65,6 +67,7 @@ class ShardSource:
         self.size = size
         self.decoder = decoder
         self.block = block
+        self.interpolation = interpolation
         self.decode_jpeg = find_decoder(decoder)
         self._open_anew()
 
@@ -189,7 +192,7 @@ class ShardSource:
         if part.shape[2:] != out.shape[1:]:
             # Of bytes with the channels innermost there is a fast kernel; a slice is not seen to have them so.
             part = part.contiguous(memory_format=torch.channels_last)
-            part = F.interpolate(part, out.shape[1:], mode="bilinear", antialias=True)
+            part = F.interpolate(part, out.shape[1:], mode=self.interpolation, antialias=True)
         out.copy_((part.flip(-1) if crop.mirrored else part)[0])
         left, top, width, height = (one * scale for one in (left, top, width, height))
         return Crop(first_column + left, first_row + top, width, height, crop.mirrored)
