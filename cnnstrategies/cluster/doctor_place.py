@@ -36,7 +36,7 @@ def find_place() -> Place:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes = int(os.environ["GROUP_WORLD_SIZE"])
         return Place(int(os.environ["GROUP_RANK"]), nodes, int(os.environ["LOCAL_RANK"]), *_main())
-    if environments := environment_plugins([]):
+    if environments := [one for one in environment_plugins([]) if one.creates_processes_externally]:
         environment = environments[0]
         if isinstance(environment, MpirunEnvironment):
             nodes = environment.world_size() // environment.local_size()

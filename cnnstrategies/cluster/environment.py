@@ -4,14 +4,18 @@ import os
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.mpirun import MPIRUNS
+from cnnstrategies.errors import ConfigurationError
 
 # srun's own after those of an mpirun inside its job: SLURM has started one process there, which is its number 0.
 LOCAL_RANKS = ("LOCAL_RANK", *(kind.LOCAL_RANK for kind in MPIRUNS), "SLURM_LOCALID")
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on SLURM numbers what srun has not started: a job's script, its shell.
 
 
 def local_rank() -> int:
@@ -19,26 +23,43 @@ def local_rank() -> int:
     return next((int(os.environ[name]) for name in LOCAL_RANKS if name in os.environ), 0)
 
 
-def environment_plugins(plugins: list[Any]) -> list[ClusterEnvironment]:
+def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterEnvironment]:
     """What to add to ``trainer.plugins`` for the launcher that started this process.
 
     mpirun inside a SLURM job comes first: its ranks are those that count. Under srun Lightning would save its
     checkpoint inside the handler of the warning signal, when the ranks may be in different steps; here GracefulStop
-    stops them at the same one, and the job's script requeues it.
+    stops them at the same one, and the job's script requeues it. A job's script, or its shell, without srun is one
+    process that has the job's variables: Lightning would take it for rank 0 and wait for the others.
 
     Args:
         plugins: Those of the configuration; a cluster environment among them is left alone.
+        num_nodes: ``trainer.num_nodes``.
+
+    Raises:
+        ConfigurationError: A run on several nodes was started in a job of SLURM without srun.
     """
     if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins) or TorchElasticEnvironment.detect():
         return []
     if (mpirun := next((kind for kind in MPIRUNS if kind.detect()), None)) is not None:
         return [mpirun()]
     # Asked first: Lightning's `detect` warns where srun is installed and not used.
-    if "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect():
+    said = "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect()
+    if said and _started_by_srun():
         return [SLURMEnvironment(auto_requeue=False)]
+    if num_nodes > 1 and "SLURM_JOB_ID" in os.environ and "NODE_RANK" not in os.environ:
+        raise ConfigurationError(
+            f"trainer.num_nodes={num_nodes}: this job of SLURM has started one process, on its first node: write srun "
+            "before the command in its script, with one task for each device (--ntasks-per-node), or let "
+            "`cnnstrategies submit fit` write the script"
+        )
     if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1 and local_rank() == 0:
         rank_zero_info(
             f"This job of SLURM has {os.environ['SLURM_JOB_NUM_NODES']} nodes, and the run only this one: start it "
             "with srun, one task for each device, or from a login node with cnnstrategies submit"
         )
-    return []
+    return [LightningEnvironment()] if said else []
+
+
+def _started_by_srun() -> bool:
+    """Whether this process is a task of srun."""
+    return int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP)) < FIRST_SPECIAL_STEP

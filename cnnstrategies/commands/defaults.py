@@ -70,7 +70,7 @@ def all_plugins(config: Namespace) -> list[Any]:
     plugins = as_list(config.trainer.plugins)
     if not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
         plugins.append(AtomicCheckpointIO())
-    return plugins + environment_plugins(plugins)
+    return plugins + environment_plugins(plugins, config.trainer.num_nodes)
 
 
 def all_callbacks(config: Namespace) -> list[Callback]:
