@@ -82,7 +82,8 @@ def sbatch_script(
     """
     parts = [_header(options, size, folder, command, variants), setup_lines(options)]
     run = shlex.quote(str(folder)) + ("/$SLURM_ARRAY_TASK_ID" if variants else "")
-    interpreter = options.python or ("python" if options.venv else python)
+    interpreter = options.python or ("python" if options.venv or options.container else python)
+    interpreter = shlex.join([*shlex.split(options.container or ""), interpreter])
     # Since 22.05 srun does not take over sbatch's CPUs per task.
     cpus = f" --cpus-per-task={options.cpus_per_task}" if options.cpus_per_task else ""
     # A rank that fails alone must not leave the others waiting. Not --kill-on-bad-exit: its SIGTERM reaches ranks that
@@ -96,7 +97,7 @@ def sbatch_script(
         srun += " --het-group=0"
     parts.append(
         f"""{srun} \\
-    {shlex.quote(interpreter)} -m cnnstrategies fit {config}
+    {interpreter} -m cnnstrategies fit {config}
 status=$?
 """
     )
@@ -123,7 +124,7 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str, var
         "--constraint": options.constraint,
         "--time": options.time,
         "--array": f"0-{variants - 1}" if variants else None,
-        "--output": folder / ("%A_%a.log" if variants else "%j.log"),
+        "--output": str(folder).replace("%", "%%") + ("/%A_%a.log" if variants else "/%j.log"),
         "--open-mode": "append",
         "--signal": f"{options.signal}@{options.signal_seconds}" if options.requeue else None,
     }
@@ -169,7 +170,7 @@ trainer:
 $(scontrol show hostnames "$SLURM_JOB_NODELIST_HET_GROUP_1" | sed "s|.*|      - tcp://&:$port|")
 END
 srun --kill-on-bad-exit=0 --het-group=1 \\
-    {shlex.quote(interpreter)} -m cnnstrategies.commands.server {config} &
+    {interpreter} -m cnnstrategies.commands.server {config} &
 """
 
 

@@ -1,6 +1,7 @@
 """The ``cluster:`` section of a configuration."""
 
 import re
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -9,11 +10,21 @@ from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.ray.options import RayOptions
 from cnnstrategies.errors import ConfigurationError
 
-# What follows from the trainer: an extra line that says it again could disagree.
-DECIDED = (
-    *("-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-G", "--gpus", "--gpus-per-node", "--gpus-per-task"),
-    *("--signal", "--requeue", "--no-requeue", "-a", "--array", "-o", "--output", "-e", "--error", "--open-mode"),
-)
+# Options of sbatch by the key that decides them: an extra line that says it again could disagree.
+DECIDED = {
+    "trainer.num_nodes": ("-N", "--nodes"),
+    "trainer.devices": (
+        *("-n", "--ntasks", "--ntasks-per-node", "--tasks-per-node", "--ntasks-per-gpu", "--ntasks-per-socket"),
+        *("-G", "--gpus", "--gpus-per-node", "--gpus-per-task", "--gpus-per-socket"),
+    ),
+    "cluster.job_name": ("-J", "--job-name"),
+    "cluster.cpus_per_task": ("-c", "--cpus-per-task"),  # To srun it has to be said as well.
+    "cluster.signal": ("--signal",),
+    "cluster.requeue": ("--requeue", "--no-requeue"),
+    "cluster.sweep": ("-a", "--array"),
+    "cluster.folder": ("-o", "--output", "-e", "--error", "--open-mode"),
+}
+WITHOUT_VALUE = "HkOQsvW"  # Short options of sbatch behind which another may stand at once.
 # Lightning takes a job of one of these names for a shell and ignores what SLURM says about ranks.
 INTERACTIVE = ("bash", "interactive")
 # Between the end of the run's grace and the time limit: for the end of the processes and the requeue.
@@ -40,7 +51,9 @@ class ClusterOptions:
         modules: Loaded with ``module load``, in this order.
         venv: Virtual environment to activate.
         setup: Other lines of the script before the run, such as ``export NCCL_SOCKET_IFNAME=ib0``.
-        python: The interpreter; by default ``python`` with ``venv``, and the one that runs ``submit`` without.
+        python: The interpreter; by default ``python`` with ``venv`` or ``container``, and the one that runs ``submit``
+            without.
+        container: What starts a container, such as ``apptainer exec --nv image.sif``; the interpreter is the image's.
         sbatch: Other options of sbatch, such as ``--exclusive``.
         requeue: On the warning signal, stop at a step boundary with a checkpoint, requeue the job and go on from there.
         signal: The warning signal.
@@ -74,6 +87,7 @@ class ClusterOptions:
     venv: Path | None = None
     setup: list[str] = field(default_factory=list)
     python: str | None = None
+    container: str | None = None
     sbatch: list[str] = field(default_factory=list)
     requeue: bool = True
     signal: Literal["USR1", "USR2"] = "USR1"
@@ -95,8 +109,15 @@ class ClusterOptions:
             )
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise ConfigurationError(f"cluster.cpus_per_task={self.cpus_per_task}: a process needs at least 1")
-        for line in (*self.sbatch, *self.server_sbatch):
-            self._check_extra(line)
+        if self.python is not None and " " in self.python.strip() and not Path(self.python).is_file():
+            container, _, python = self.python.strip().rpartition(" ")
+            raise ConfigurationError(
+                f"cluster.python={self.python!r}: it is the path of an interpreter alone; for one in a container give "
+                f"cluster.container={container!r} and cluster.python={python!r}"
+            )
+        for name, lines in (("sbatch", self.sbatch), ("server_sbatch", self.server_sbatch)):
+            for line in lines:
+                _check_extra(name, line)
         self._check_servers()
         for key, values in self.sweep.items():
             if not values:
@@ -123,17 +144,6 @@ class ClusterOptions:
                 "jobs; leave out server_nodes, and the trainer's nodes hold the parameters"
             )
 
-    def _check_extra(self, line: str) -> None:
-        option = re.split(r"[=\s]", line, maxsplit=1)[0]
-        if not line.startswith("-") or "\n" in line:
-            raise ConfigurationError(f"cluster.sbatch: {line!r} is no option of sbatch, such as --exclusive")
-        if option in DECIDED or (option == "--gres" and "gpu" in line):
-            raise ConfigurationError(
-                f"cluster.sbatch: {line!r} could disagree with the rest of the configuration: nodes, tasks and GPUs "
-                "are those of trainer.num_nodes, trainer.devices and trainer.accelerator; signal, requeue, array and "
-                "output have keys of their own under cluster"
-            )
-
     def _check_signal(self) -> None:
         if self.signal_seconds < MARGIN_SECONDS + 10:
             raise ConfigurationError(
@@ -147,6 +157,31 @@ class ClusterOptions:
                 "before its end (cluster.signal_seconds and SLURM's minute): it would never get to train; "
                 "give it more time"
             )
+
+
+def _check_extra(name: str, line: str) -> None:
+    """Refuse options of sbatch that say what other keys decide; it takes beginnings of long names, too."""
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        words = []
+    if not line.startswith("-") or "\n" in line or not words:
+        raise ConfigurationError(f"cluster.{name}: {line!r} is no option of sbatch, such as --exclusive")
+    for word in words:
+        if match := re.match(rf"-[{WITHOUT_VALUE}]*(?P<short>\w)|--(?P<long>[\w-]+)", word):
+            option = f"-{match['short']}" if match["short"] else f"--{match['long']}"
+            key = next((key for key, names in DECIDED.items() if any(_is(option, one) for one in names)), None)
+            if _is(option, "--gres") and "gpu" in line:
+                key = "trainer.devices"
+            if key is not None and (name, key) != ("server_sbatch", "cluster.cpus_per_task"):
+                raise ConfigurationError(
+                    f"cluster.{name}: {line!r} could disagree with the rest of the configuration: {key} decides it; "
+                    "leave the option out, and set that"
+                )
+
+
+def _is(option: str, name: str) -> bool:
+    return option == name or (name.startswith(option) and len(option) > len("--x"))
 
 
 def time_limit(text: str | int | None) -> int | None:

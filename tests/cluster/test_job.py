@@ -6,7 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
+from cnnstrategies.cluster.doctor_place import find_place
+from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.job import Size, job_size, sbatch_script
 from cnnstrategies.cluster.options import ClusterOptions, time_limit
 from cnnstrategies.errors import ConfigurationError
@@ -110,6 +114,50 @@ def test_only_a_run_that_goes_on_without_a_dead_rank_is_left_to_do_so() -> None:
     assert "--wait=0 " in sbatch_script(*arguments, goes_on=True)
 
 
+def test_other_options_of_sbatch_are_let_through() -> None:
+    lines = ["--exclusive", "-p gpu", "--gres=nvme:1", "--gpu-freq=high", "--nodelist=n1", "-w n1", "--mail-type=END"]
+    ClusterOptions(sbatch=lines, server_nodes=1, server_sbatch=["--cpus-per-task=8", "--mem=8G"])
+
+
+def test_a_container_starts_the_interpreter_that_it_has() -> None:
+    size = Size(nodes=1, tasks_per_node=2, gpus_per_node=0)
+    options = ClusterOptions(container="apptainer exec --nv --bind '/my data' cnn.sif", server_nodes=1)
+    text = script(options, size)
+    container = "    apptainer exec --nv --bind '/my data' cnn.sif python -m cnnstrategies"
+    assert f"{container} fit --config" in text
+    assert f"{container}.commands.server --config" in text
+    text = script(ClusterOptions(container="srun-enroot", python="/opt/conda/bin/python"), size)
+    assert "    srun-enroot /opt/conda/bin/python -m cnnstrategies fit" in text
+
+
+def test_a_percent_sign_in_the_folder_is_no_pattern_of_sbatch() -> None:
+    text = sbatch_script(ClusterOptions(), Size(1, 1, 0), Path("/runs/100%done"), "python", "command")
+    assert "--output=/runs/100%%done/%j.log" in directives(text)
+    assert "run=/runs/100%done\n" in text
+
+
+SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "cnn", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+SHELL = {name: SCRIPT[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NAME", "SLURM_NTASKS")}
+
+
+@pytest.mark.parametrize("variables", [SCRIPT, SHELL, {**SHELL, "SLURM_STEP_ID": "4294967290"}])
+def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert [type(one) for one in environment_plugins([])] == [LightningEnvironment]
+    with pytest.raises(ConfigurationError, match=r"trainer.num_nodes=2: this job of SLURM has .* write srun before"):
+        environment_plugins([], num_nodes=2)
+    with pytest.raises(ConfigurationError, match="start it as the training will be, with srun"):
+        find_place()
+    monkeypatch.setenv("NODE_RANK", "0")
+    assert [type(one) for one in environment_plugins([], num_nodes=2)] == [LightningEnvironment]
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert [type(one) for one in environment_plugins([], num_nodes=2)] == [SLURMEnvironment]
+
+
 STUBS = {
     "srun": 'exit "$CODE"',
     "scontrol": """case $1 in
@@ -200,6 +248,20 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str | None, seconds: int
         ({"sbatch": ["exclusive"]}, "no option of sbatch"),
         ({"sbatch": ["--nodes=3"]}, "could disagree"),
         ({"sbatch": ["-N 3"]}, "could disagree"),
+        ({"sbatch": ["-N2"]}, "trainer.num_nodes decides it"),
+        ({"sbatch": ["--exclusive -sn8"]}, "trainer.devices decides it"),
+        ({"sbatch": ["-G4"]}, "trainer.devices decides it"),
+        ({"sbatch": ["--ntasks-per-n=8"]}, "trainer.devices decides it"),
+        ({"sbatch": ["--gre gpu:2"]}, "trainer.devices decides it"),
+        ({"sbatch": ["-Jbash"]}, "cluster.job_name decides it"),
+        ({"sbatch": ["--outp=here"]}, "cluster.folder decides it"),
+        ({"sbatch": ["-c8"]}, "cluster.cpus_per_task decides it"),
+        ({"sbatch": ["--comment='a"]}, "no option of sbatch"),
+        ({"server_nodes": 1, "server_sbatch": ["-N3"]}, "cluster.server_sbatch: '-N3' could disagree"),
+        (
+            {"python": "apptainer exec a.sif python"},
+            "container='apptainer exec a.sif' and cluster.python='python'",
+        ),
         ({"sbatch": ["--gres=gpu:2"]}, "could disagree"),
         ({"sweep": {"seed_everything": []}}, "has no values"),
         ({"server_nodes": -1}, "server_nodes=-1"),
