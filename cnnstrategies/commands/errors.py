@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import BackboneFinetuning, LearningRateFinder
 from lightning.pytorch.strategies import StrategyRegistry
@@ -16,13 +17,15 @@ from torch import nn
 
 from cnnstrategies._lightning_private import rate_names
 from cnnstrategies.commands.early import ACCELERATORS, check_name, given, signature_of, unknown_key
+from cnnstrategies.commands.failures import missing_package
 from cnnstrategies.commands.given import misspelt
 from cnnstrategies.commands.refuse import in_one_line
-from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.errors import ConfigurationError, causes
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.
 _OTHER_TYPES = re.compile(r"\n\s*-? ?(?:Expected an? <class|Given value)")
 SECTIONS = {"model", "data"}  # Without which no run can be.
+SHARDED = (".metadata", "meta.pt", "checkpoint")  # One of these is in a folder that is a checkpoint.
 CHECKPOINT_WORDS = ("best", "last", "hpc")
 
 
@@ -50,13 +53,38 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
     Raises:
         ConfigurationError: There is no such file; the message lists the checkpoints beside it.
     """
-    if path is None or path in words or "://" in str(path) or Path(path).exists():
+    if path is None or path in words:
+        return
+    if "://" in str(path):
+        _check_elsewhere(str(path))
+        return
+    if Path(path).is_dir() and not any((Path(path) / name).exists() for name in SHARDED):
+        inside = sorted(str(file) for file in Path(path).rglob("*.ckpt"))
+        hint = f"give one of its files, such as {inside[-1]}" if inside else "it has no .ckpt files: give a file"
+        raise ConfigurationError(f"ckpt_path: {str(path)!r} is a folder; {hint}")
+    if Path(path).exists():
         return
     if words and re.match(r"registry(:|$)", str(path), re.IGNORECASE):
         return
     beside = ", ".join(sorted(file.name for file in Path(path).parent.glob("*.ckpt")))
     hint = f"its directory has {beside}" if beside else "its directory has none"
     raise ConfigurationError(f"ckpt_path: no checkpoint {str(path)!r}; {hint}; give {' or '.join((*words, 'a path'))}")
+
+
+def _check_elsewhere(address: str) -> None:
+    """Refuse a checkpoint that cannot be read from where it is."""
+    try:
+        found = get_filesystem(address).exists(address)
+    except ImportError as error:
+        package = next((one for one in causes(error) if isinstance(one, ModuleNotFoundError)), error)
+        raise ConfigurationError(f"ckpt_path: {address}: {missing_package(package)}") from error
+    except Exception as error:  # What a file system raises is known to its package alone.
+        why = f"{type(error).__name__}: {in_one_line(str(error))}"
+        raise ConfigurationError(f"ckpt_path: {address} cannot be read ({why}); give a file") from error
+    if not found:
+        raise ConfigurationError(
+            f"ckpt_path: {address} is not there, or cannot be reached from here: look at the address, or give a file"
+        )
 
 
 def check_callbacks(callbacks: Sequence[Callback], model: LightningModule) -> None:

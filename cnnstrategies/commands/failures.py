@@ -57,7 +57,7 @@ def explain_build_error(error: BaseException) -> str:
     where = f"{named}: " if named else ""
     for link in chain:
         if isinstance(link, ModuleNotFoundError):
-            return f"{where}{in_one_line(_of_package(link))}"
+            return f"{where}{in_one_line(missing_package(link))}"
     # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
     for link in chain:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
@@ -67,6 +67,18 @@ def explain_build_error(error: BaseException) -> str:
         remedy = ": with --trainer.accelerator=cpu it runs here" * ("No supported gpu" in str(chain[-1]))
         return in_one_line(str(chain[-1])).removesuffix("!") + remedy
     return f"{where}{type(chain[-1]).__name__}: {in_one_line(str(chain[-1]))}"
+
+
+def missing_package(error: ImportError) -> str:
+    """What to install.
+
+    Args:
+        error: What its import has raised.
+    """
+    asked = re.search(r"pip install (?:-U )?'?([^'`]+)", str(error))
+    name = asked[1] if asked else (error.name or "").partition(".")[0]
+    remedy = f"pip install '{name}'" if name else str(error)
+    return f"a package is missing: {remedy}"
 
 
 def explain_reference(error: OmegaConfBaseException) -> str:
@@ -102,7 +114,7 @@ def explain_run_error(error: BaseException) -> str | None:
         if isinstance(link, OSError) and link.errno in FORBIDDEN and link.filename:
             return f"{link.strerror}: {link.filename}; {ELSEWHERE}"
     if isinstance(error, ModuleNotFoundError) and "Requirement" in str(error):
-        return in_one_line(_of_package(error))
+        return in_one_line(missing_package(error))
     if isinstance(error, torch.OutOfMemoryError):
         return f"{in_one_line(str(error)).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
     for theirs, ours in IN_OTHER_WORDS:
@@ -128,11 +140,3 @@ def refusal_in(traceback: str) -> str | None:
 
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found(?: \(resolved to '([^']*)'\))?")
 _CLASS = re.compile(r"Problem with given class_path '([^']+)'")
-
-
-def _of_package(error: ModuleNotFoundError) -> str:
-    """What to install."""
-    asked = re.search(r"pip install (?:-U )?'?([^'`]+)", str(error))
-    name = asked[1] if asked else (error.name or "").partition(".")[0]
-    remedy = f"pip install '{name}'" if name else str(error)
-    return f"a package is missing: {remedy}"

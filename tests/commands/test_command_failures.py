@@ -15,7 +15,7 @@ from torch import nn
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands import lightning_cli
-from cnnstrategies.commands.errors import explain_parse_error
+from cnnstrategies.commands.errors import check_checkpoint, explain_parse_error
 from cnnstrategies.commands.failures import explain_build_error, explain_run_error, refusal_in
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
@@ -193,6 +193,31 @@ def test_null_is_null_for_what_a_class_in_a_class_takes(run_cli, quick):
     assert code == 0, output
     assert "weights: null" in output
     assert "None" not in output
+
+
+CHECKPOINTS = {
+    "runs": "ckpt_path: 'runs' is a folder; give one of its files, such as runs/version_0/last.ckpt",
+    "empty": "ckpt_path: 'empty' is a folder; it has no .ckpt files: give a file",
+    "foo://bucket/x.ckpt": "ckpt_path: foo://bucket/x.ckpt cannot be read (ValueError: Protocol not known: foo)",
+    "memory://x.ckpt": "ckpt_path: memory://x.ckpt is not there, or cannot be reached from here",
+    "http://127.0.0.1:9/x.ckpt": "ckpt_path: http://127.0.0.1:9/x.ckpt is not there, or cannot be reached from here",
+}
+
+
+def test_a_checkpoint_that_cannot_be_read_is_refused(monkeypatch):
+    Path("empty").mkdir()
+    Path("runs/version_0").mkdir(parents=True)
+    for name in ("best", "last"):
+        Path(f"runs/version_0/{name}.ckpt").touch()
+    for path, line in CHECKPOINTS.items():
+        with pytest.raises(ConfigurationError) as refusal:
+            check_checkpoint(path)
+        assert str(refusal.value).startswith(line)
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/x.ckpt: a package is missing: pip install 's3fs'$"):
+        check_checkpoint("s3://bucket/x.ckpt")
+    Path("empty/.metadata").touch()
+    check_checkpoint("empty")  # A checkpoint of shards.
 
 
 def test_images_with_other_channels_are_refused_before_the_start(run_cli, quick):
