@@ -1,4 +1,4 @@
-"""A parameter server without Lightning: one server and two asynchronous workers, as processes of this machine.
+"""A parameter server without Lightning: one server, two asynchronous workers, on this machine.
 
 python docs/examples/parameter_server_torch.py
 """
@@ -23,7 +23,8 @@ WORKERS, BATCH, STEPS = 2, 16, 20
 def make() -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same weights in every process."""
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(128, 10))
+    features = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4))
+    network = nn.Sequential(features, nn.Flatten(), nn.Linear(128, 10))
     return network, torch.optim.SGD(network.parameters(), lr=0.05)
 
 
@@ -38,7 +39,8 @@ def serve(specification: Specification, folder: Path) -> None:
     torch.set_num_threads(1)
     views = FileViews(folder / "view.json")
     server = ServerService(specification, views, 0, f"ipc://{folder}/server")
-    views.publish(View(1, (ServerInfo(0, server.endpoint),), tuple(WorkerInfo(id, 0) for id in range(WORKERS))))
+    workers = tuple(WorkerInfo(id, 0) for id in range(WORKERS))
+    views.publish(View(1, (ServerInfo(0, server.endpoint),), workers))
     server.run()
 
 
@@ -47,12 +49,13 @@ def work(specification: Specification, folder: Path, id: int) -> None:
     torch.set_num_threads(1)
     network, optimizer = make()
     parameters = list(network.parameters())
-    worker = Worker(specification, [parameter.data for parameter in parameters], FileViews(folder / "view.json"), id)
+    values = [parameter.data for parameter in parameters]
+    worker = Worker(specification, values, FileViews(folder / "view.json"), id)
     worker.initialise()  # The servers take the first values that come.
     worker.join()
     for index, parameter in enumerate(parameters):
         # Each gradient leaves while backward goes on with the layers before.
-        parameter.register_post_accumulate_grad_hook(lambda p, index=index: worker.push(index, p.grad))
+        parameter.register_post_accumulate_grad_hook(lambda p, i=index: worker.push(i, p.grad))
     generator = torch.Generator().manual_seed(id)
     for step in range(STEPS):
         images = torch.randn(BATCH, 1, 16, 16, generator=generator)
@@ -65,8 +68,8 @@ def work(specification: Specification, folder: Path, id: int) -> None:
         worker.wait_all()  # Or worker.wait(index), layer by layer, in the next forward.
         if step % 5 == 0:
             print(f"worker {id}, step {step}: loss {loss.item():.3f}", flush=True)
-    sent = worker.counters.bytes_sent / 1e3
-    print(f"worker {id}: {sent:.0f} kB sent, {worker.counters.seconds_waited:.2f} s waited", flush=True)
+    sent, waited = worker.counters.bytes_sent / 1e3, worker.counters.seconds_waited
+    print(f"worker {id}: {sent:.0f} kB sent, {waited:.2f} s waited", flush=True)
     worker.close()
 
 
@@ -76,7 +79,8 @@ def main() -> None:
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory() as name:
         server = context.Process(target=serve, args=(specification, Path(name)))
-        workers = [context.Process(target=work, args=(specification, Path(name), id)) for id in range(WORKERS)]
+        each = [(specification, Path(name), id) for id in range(WORKERS)]
+        workers = [context.Process(target=work, args=args) for args in each]
         for process in (server, *workers):
             process.start()
         for process in workers:

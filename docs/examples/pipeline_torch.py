@@ -25,7 +25,7 @@ def main() -> None:
         for step in range(STEPS):
             images = torch.randn(BATCH, 3, 32, 32, generator=generator)
             targets = torch.randint(10, (BATCH,), generator=generator)
-            # Each replica of the first stage loads its share of the batch; the other ranks' arguments are ignored.
+            # Each replica of the first stage loads its share; the others' arguments are ignored.
             mine = slice(pipeline.place.replica, None, pipeline.placement.replicas[0])
             loss = pipeline.step(images[mine], targets[mine], F.cross_entropy)
             optimizer.step()
