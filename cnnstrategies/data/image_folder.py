@@ -59,6 +59,8 @@ class ImageFolderDataModule(ImageDataModule):
         batch_size: Samples per batch and process; by default 32.
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
+        balanced: Draw as many training images of each class in an epoch, which stays as long as it is: images of rare
+            classes come several times, and of frequent ones others in each epoch.
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
@@ -81,6 +83,7 @@ class ImageFolderDataModule(ImageDataModule):
         batch_size: int | None = None,
         global_batch_size: int | None = None,
         val_split: float = 0.1,
+        balanced: bool = False,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
@@ -93,6 +96,7 @@ class ImageFolderDataModule(ImageDataModule):
         self.root = Path(root)
         self.on_broken = on_broken
         self.val_split = val_split
+        self.balanced = balanced
         self.augment = augment
         self.transforms = transforms
         self.sizes = image_size, resize

@@ -33,6 +33,7 @@ class ImageDataModule(LightningDataModule):
         ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
         prefetch: Batches that each worker process has ready.
         shuffle_block: Samples of the blocks that are shuffled as a whole; None shuffles all samples.
+        balanced: Whether training has as many samples of each class; the training source then has ``targets``.
         preprocessing: How images are resized and normalised, where that can follow a network's trained weights.
         not_prepared_as: How those were that such weights were trained on, where it cannot.
         places: Where the samples of each part are; what has no place is held out of the training samples.
@@ -67,6 +68,7 @@ class ImageDataModule(LightningDataModule):
     ignore_index: int | None = None
     prefetch: int = 2
     shuffle_block: int | None = None
+    balanced: bool = False
     preprocessing: Preprocessing | None
     not_prepared_as: Preprocessing | None
     places: Mapping[str, str]
@@ -199,8 +201,10 @@ class ImageDataModule(LightningDataModule):
         if getattr(self.trainer, "overfit_batches", 0) > 0:
             sampler = OrderedBatches(size, self.batch_size, replicas, rank)
         else:
+            # Sources of data modules that take `balanced` have targets.
+            classes = self.train_source.targets if self.balanced else None  # type: ignore[attr-defined]
             sampler = ShuffledBatches(
-                size, self.batch_size, self.seed, replicas, rank, self.drop_last, self.shuffle_block
+                size, self.batch_size, self.seed, replicas, rank, self.drop_last, self.shuffle_block, classes
             )
         return self._loader(BatchDataset(self.train_source, self.train_transform), sampler)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
@@ -39,6 +40,8 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         drop_last: Leave out a last, partial global batch.
         block: Shuffle blocks of so many neighbours, and then what is in :data:`WINDOW` of them, in place of all; see
             :func:`block_permutation`.
+        classes: Of the samples (size,): each epoch has as many of each class, in place of every sample once; see
+            :func:`balanced_order`.
 
     Raises:
         ConfigurationError: ``drop_last`` leaves nothing.
@@ -53,10 +56,12 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
         rank: int,
         drop_last: bool,
         block: int | None = None,
+        classes: Tensor | None = None,
     ) -> None:
         super().__init__(range(size), num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
         self.size = size
         self.block = block
+        self.classes = classes
         self.samples_per_batch = batch_size * num_replicas
         self.skip = 0
         if len(self) == 0:
@@ -67,8 +72,10 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
 
     def identity(self) -> dict[str, int]:
         """What the batches depend on besides the epoch; with another of these, a batch's number means other samples."""
-        shuffled = {} if self.block is None else {"shuffle_block": self.block}
-        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed, **shuffled}
+        order = {} if self.block is None else {"shuffle_block": self.block}
+        if self.classes is not None:
+            order["balanced"] = 1
+        return {"samples": self.size, "samples_per_batch": self.samples_per_batch, "seed": self.seed, **order}
 
     def __len__(self) -> int:
         """Number of batches in an epoch, the same on every rank."""
@@ -78,7 +85,9 @@ class ShuffledBatches(DistributedSampler[BatchRequest]):
     def __iter__(self) -> Iterator[BatchRequest]:
         """The epoch's batches from number ``skip`` on."""
         generator = torch.Generator().manual_seed(mixed_seed(self.seed, self.epoch))
-        if self.block is None:
+        if self.classes is not None:
+            permutation = balanced_order(self.classes, generator)
+        elif self.block is None:
             permutation = torch.randperm(self.size, generator=generator).tolist()
         else:
             permutation = block_permutation(self.size, self.block, generator)
@@ -162,6 +171,29 @@ def block_permutation(size: int, block: int, generator: torch.Generator) -> list
         samples = samples[samples < size]
         permutation += samples[torch.randperm(len(samples), generator=generator)].tolist()
     return permutation
+
+
+def balanced_order(classes: Tensor, generator: torch.Generator) -> list[int]:
+    """As many samples as there are, in random order, and as many of each class, to within one.
+
+    Samples of rare classes come several times, each as often as any other of its class, to within one; those of
+    frequent classes come in turn, others in each epoch.
+
+    Args:
+        classes: Of the samples (N,).
+        generator: Of the random numbers.
+    """
+    counts = [count for count in torch.bincount(classes).tolist() if count]
+    groups = torch.split(classes.argsort(stable=True), counts)
+    least, more = divmod(len(classes), len(groups))
+    gets_more = torch.randperm(len(groups), generator=generator) < more
+    chosen = []
+    for group, one_more in zip(groups, gets_more.tolist(), strict=True):
+        share = least + one_more
+        rounds = [torch.randperm(len(group), generator=generator) for _ in range(-(-share // len(group)))]
+        chosen.append(group[torch.cat(rounds)[:share]] if rounds else group[:0])
+    order: list[int] = torch.cat(chosen)[torch.randperm(len(classes), generator=generator)].tolist()
+    return order
 
 
 def sharding(kwargs: dict[str, Any] | None) -> tuple[int, int]:

@@ -51,6 +51,8 @@ class ShardedImageDataModule(ImageDataModule):
         batch_size: Samples per batch and process; by default 32.
         global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where none are packed.
+        balanced: Draw as many training images of each class in an epoch, which stays as long as it is: images of rare
+            classes come several times, and of frequent ones others in each epoch.
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
@@ -75,6 +77,7 @@ class ShardedImageDataModule(ImageDataModule):
         batch_size: int | None = None,
         global_batch_size: int | None = None,
         val_split: float = 0.1,
+        balanced: bool = False,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
@@ -96,6 +99,11 @@ class ShardedImageDataModule(ImageDataModule):
                 f"resize={resize}: {self.root} has masks, and there whole images are fitted into image_size: leave "
                 "resize out"
             )
+        if balanced and (self.ignore_index is not None or shuffle_block is not None):
+            other = f"{self.root} has masks" if shuffle_block is None else f"shuffle_block={shuffle_block}"
+            raise ConfigurationError(
+                f"balanced with {other}: it draws from everywhere, by each image's class; leave it out"
+            )
         self.sizes = image_size, resize
         self.transforms = transforms
         find_decoder(decoder)
@@ -104,6 +112,7 @@ class ShardedImageDataModule(ImageDataModule):
         self.normalise_on_device = normalise_on_device
         self.val_split = val_split
         self.prefetch = prefetch
+        self.balanced = balanced
         self.augment = augment
         if "train" not in self.index.parts:
             raise ConfigurationError(f"{self.root} has no images for training: pack a source that has")

@@ -128,6 +128,16 @@ def test_images_are_prepared_as_those_that_weights_were_trained_on():
     assert small.not_prepared_as == halves
 
 
+@pytest.mark.light
+def test_balanced_training_has_as_many_images_of_each_class():
+    make_folder("images")
+    for index in range(9):
+        Image.new("RGB", (30, 20)).save(f"images/train/cat/more{index}.png")
+    module = set_up(ImageFolderDataModule(Path("images"), image_size=16, balanced=True, batch_size=9, num_workers=0))
+    targets = torch.cat([targets for _, targets in module.train_dataloader()])
+    assert torch.bincount(targets).tolist() == [9, 9, 9]
+
+
 BROKEN = ("cat/2.JPG", "dog/0.JPG", "eel/1.png")
 
 

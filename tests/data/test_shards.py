@@ -113,6 +113,12 @@ def test_what_is_neither_jpeg_png_nor_webp_is_packed_as_png():
     assert torch.equal(decode(io.BytesIO(encoded.data)), decode(Path("one.tif")))
 
 
+def test_balanced_shards_are_not_read_in_blocks(packed):
+    assert module(balanced=True).train_dataloader().sampler.classes is not None
+    with pytest.raises(ConfigurationError, match="balanced with shuffle_block=4: it draws from everywhere"):
+        module(balanced=True, shuffle_block=4)
+
+
 def test_images_are_prepared_as_those_that_weights_were_trained_on(packed):
     halves = Preprocessing(32, 40, "bicubic", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
     data = ShardedImageDataModule(Path("shards"), batch_size=4, num_workers=0)
