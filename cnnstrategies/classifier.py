@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -11,6 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchvision.transforms import v2
 
 from cnnstrategies._lightning_private import built_by_cli
+from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import check_logits, main_logits
 from cnnstrategies.network_module import Batch, NetworkModule
@@ -34,6 +36,9 @@ class ImageClassifier(NetworkModule):
         optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
         lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
         lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
+        class_weights: How much an image of each class counts in the loss; ``balanced`` for weights inverse to how often
+            classes occur in the training data, whose mean over its images is 1. The loss is the mean over a batch's
+            images, and not over their weights.
         label_smoothing: Share of the target mass spread over all classes, in [0, 1).
         mixup_alpha: Mixes pairs of training images (Zhang et al. 2018) with a weight from Beta(alpha, alpha);
             0 turns it off.
@@ -46,6 +51,8 @@ class ImageClassifier(NetworkModule):
         layer_lr_decay: Learning rate of each layer as a share of the next one's, in (0, 1]; the last layer has the
             optimizer's. For fine-tuning. Layers are the network's blocks in the order in which it names them.
         unfreeze_every: Train the last layer first, and one more after each so many epochs; 0 trains all from the start.
+        test_time_flips: In evaluation and prediction, average the logits of each image and of its mirror image; no
+            pipeline does.
         aux_weight: Weight of the loss of each auxiliary classifier.
         channels_last: Store images and weights with the channels innermost, which is faster on GPUs with tensor
             cores and on recent CPUs.
@@ -63,6 +70,7 @@ class ImageClassifier(NetworkModule):
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] = "epoch",
+        class_weights: list[float] | Literal["balanced"] | None = None,
         label_smoothing: float = 0.0,
         mixup_alpha: float = 0.0,
         cutmix_alpha: float = 0.0,
@@ -70,6 +78,7 @@ class ImageClassifier(NetworkModule):
         decay_norms_and_biases: bool = True,
         layer_lr_decay: float = 1.0,
         unfreeze_every: int = 0,
+        test_time_flips: bool = False,
         aux_weight: float = 0.4,
         channels_last: bool = False,
         compile_backend: str | None = None,
@@ -88,6 +97,11 @@ class ImageClassifier(NetworkModule):
         ):
             if value < 0:
                 raise ConfigurationError(f"{name}={value} is negative; use 0 to turn it off")
+        if isinstance(class_weights, list) and (len(class_weights) != num_classes or min(class_weights) < 0):
+            raise ConfigurationError(
+                f"class_weights={class_weights}: a number from 0 on for each of the {num_classes} classes is needed, "
+                "or balanced"
+            )
         for epoch, size in (train_sizes or {}).items():
             if epoch < 0 or size < 1:
                 raise ConfigurationError(
@@ -96,7 +110,14 @@ class ImageClassifier(NetworkModule):
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.label_smoothing = label_smoothing
+        self.balanced = class_weights == "balanced"
+        given = class_weights if isinstance(class_weights, list) else [1.0] * num_classes
+        # Of the configuration, and so of no checkpoint.
+        weights = None if class_weights is None else torch.tensor(given)
+        self.register_buffer("class_weights", weights, persistent=False)
+        self.class_weights: Tensor | None
         self.aux_weight = aux_weight
+        self.test_time_flips = test_time_flips
         self.train_sizes = dict(sorted((train_sizes or {}).items()))
         mixers: list[nn.Module] = []
         if mixup_alpha:
@@ -111,14 +132,31 @@ class ImageClassifier(NetworkModule):
     def check_data(self, datamodule: LightningDataModule | None) -> None:
         """Refuse data with another number of classes, or with masks."""
         super().check_data(datamodule)
+        if self.balanced and not isinstance(datamodule, ImageDataModule):
+            raise ConfigurationError(
+                f"class_weights=balanced: {type(datamodule).__name__} does not say how often classes occur: give a "
+                "list, or take an ImageDataModule"
+            )
         if getattr(datamodule, "ignore_index", None) is not None:
             raise ConfigurationError(
                 f"{type(datamodule).__name__} has masks, and ImageClassifier learns classes of whole images: take "
                 "ImageSegmenter, or data without masks"
             )
 
+    def setup(self, stage: str) -> None:
+        """Count the classes of the training data, where the loss is weighted by how often they occur."""
+        super().setup(stage)
+        if self.balanced and self.class_weights is not None:
+            targets = getattr(self.trainer.datamodule.train_source, "targets", None)  # type: ignore[attr-defined]
+            if targets is None:
+                raise ConfigurationError(
+                    "class_weights=balanced: the training source has no `targets` to count: give a list of weights"
+                )
+            counts = torch.bincount(targets, minlength=self.num_classes).clamp(min=1)
+            self.class_weights.copy_(len(targets) / (self.num_classes * counts))
+
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of a batch.
+        """The mean over the images of a batch of their cross-entropy, each times its class's weight.
 
         Args:
             outputs: What the network returned: logits (N, num_classes), or a tuple of the main logits followed by
@@ -133,11 +171,18 @@ class ImageClassifier(NetworkModule):
         """
         check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        loss = F.cross_entropy(main, targets, label_smoothing=self.label_smoothing)
+        loss = self._cross_entropy(main, targets)
         for logits in auxiliary:
             if logits is not None:
-                loss = loss + self.aux_weight * F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+                loss = loss + self.aux_weight * self._cross_entropy(logits, targets)
         return loss
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        if self.class_weights is None:
+            return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
+        # torch's own mean divides by the batch's weights, and so depends on which images are in a process's batch.
+        weights = self.class_weights.to(logits)
+        return F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=self.label_smoothing).mean()
 
     def loss_weight(self, targets: Tensor) -> int:
         """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its samples.
@@ -158,6 +203,12 @@ class ImageClassifier(NetworkModule):
                 batch = self.mix(*batch)
         return super().on_after_batch_transfer(batch, dataloader_idx)
 
+    def evaluated(self, images: Tensor) -> Any:
+        """The network's outputs for images that are not trained on."""
+        if not self.test_time_flips:
+            return super().evaluated(images)
+        return (main_logits(self.network(images)) + main_logits(self.network(images.flip(-1)))) / 2
+
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         """Classify a batch of ``(images, indices)``.
 
@@ -165,7 +216,7 @@ class ImageClassifier(NetworkModule):
             ``index`` (N,), the positions in the predict dataset, and ``probabilities`` (N, num_classes).
         """
         images, indices = batch
-        outputs = self.network(images)
+        outputs = self.evaluated(images)
         check_logits(outputs, len(images), self.num_classes)
         return {"index": indices, "probabilities": main_logits(outputs).float().softmax(dim=1)}
 

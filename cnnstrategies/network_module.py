@@ -176,9 +176,13 @@ class NetworkModule(LightningModule):
         """Add a test batch to the metrics; its ``logits`` and ``targets`` are for callbacks."""
         return self._evaluate("test", batch)
 
+    def evaluated(self, images: Tensor) -> Any:
+        """The network's outputs for images that are not trained on."""
+        return self.network(images)
+
     def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> dict[str, Tensor]:
         images, targets = batch
-        outputs = self.network(images)
+        outputs = self.evaluated(images)
         self.log_step(stage, outputs, targets, self.loss(outputs, targets))
         return {"logits": main_logits(outputs), "targets": targets}
 

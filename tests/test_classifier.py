@@ -1,13 +1,14 @@
 """`ImageClassifier`: the contract of the strategies, its loss, metrics, schedulers and checkpoints."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
 from conftest import PlainCNN
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import ReduceLROnPlateau
 from torch import nn
 
@@ -41,6 +42,45 @@ def test_loss_is_the_mean_cross_entropy_for_classes_and_for_probabilities():
     torch.testing.assert_close(model.loss(logits, F.one_hot(targets, 4).float()), expected)
     halves = (model.loss(logits[:3], targets[:3]) + model.loss(logits[3:], targets[3:])) / 2
     torch.testing.assert_close(halves, expected)
+
+
+def test_weights_of_classes_do_not_depend_on_how_images_are_divided():
+    weights = [1.0, 0.0, 2.0, 5.0]
+    model = ImageClassifier(nn.Identity(), num_classes=4, class_weights=weights, label_smoothing=0.1)
+    logits, targets = torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 3, 3, 3])
+    each = [model.loss(logits[[i]], targets[[i]]) for i in range(6)]
+    torch.testing.assert_close(model.loss(logits, targets), torch.stack(each).mean())
+    model = ImageClassifier(nn.Identity(), num_classes=4, class_weights=weights)
+    losses = F.cross_entropy(logits, targets, reduction="none") * torch.tensor(weights)[targets]
+    torch.testing.assert_close(model.loss(logits, targets), losses.mean())
+    torch.testing.assert_close(model.loss(logits, F.one_hot(targets, 4).double()), losses.mean())
+    assert "class_weights" not in model.state_dict()
+
+
+def test_balanced_weights_are_inverse_to_how_often_classes_occur():
+    data = DigitsDataModule()
+    data.setup("fit")
+    targets = data.train_source.targets = data.train_source.targets.clamp(max=1)
+    model = ImageClassifier(nn.Identity(), 10, class_weights="balanced")
+    model.trainer = SimpleNamespace(datamodule=data, num_devices=1)
+    model.setup("fit")
+    counts = torch.bincount(targets)
+    torch.testing.assert_close(model.class_weights[:2], len(targets) / (10 * counts))
+    with pytest.raises(ConfigurationError, match="class_weights=balanced: LightningDataModule does not say"):
+        model.check_data(LightningDataModule())
+
+
+def test_mirror_images_take_part_in_evaluation_alone():
+    network = nn.Flatten()
+    model = ImageClassifier(network, 6, test_time_flips=True)
+    images, logged = torch.randn(4, 1, 2, 3), []
+    model.log_step = lambda stage, outputs, targets, loss: logged.append(outputs)
+    targets = torch.arange(4)
+    expected = (network(images) + network(images.flip(-1))) / 2
+    torch.testing.assert_close(model.validation_step((images, targets), 0)["logits"], expected)
+    torch.testing.assert_close(model.predict_step((images, targets), 0)["probabilities"], expected.softmax(dim=1))
+    model.training_step((images, targets), 0)
+    torch.testing.assert_close(logged, [expected, network(images)])
 
 
 def test_auxiliary_logits_count_with_their_weight():
@@ -162,6 +202,7 @@ MISTAKES = {
     "smoothing": ({"label_smoothing": 1.0}, r"label_smoothing=1.0 is outside \[0, 1\)"),
     "sizes": ({"train_sizes": {0: 128, 5: 0}}, "train_sizes has 5: 0"),
     "mixup": ({"mixup_alpha": -1.0}, "mixup_alpha=-1.0 is negative; use 0"),
+    "weights": ({"class_weights": [1.0, 2.0]}, r"class_weights=\[1.0, 2.0\]: a number from 0 on for each of the 10"),
     "cutmix": ({"cutmix_alpha": -0.5}, "cutmix_alpha=-0.5"),
 }
 

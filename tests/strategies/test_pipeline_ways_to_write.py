@@ -452,7 +452,12 @@ class Checkpointed(Module):
         self.model = Recomputing()
 
 
+class Flipping(Classifier):
+    test_time_flips = True
+
+
 REFUSED_BEFORE = (
+    (Flipping, "test_time_flips=true gives Flipping.model each batch twice, .* with strategy ddp"),
     (Encoder, r"shared out over self.encoder, self.decoder: make one nn.Module of them that the steps call once"),
     (Gan, "automatic_optimization=False"),
     (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),

@@ -37,6 +37,7 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
             "rank its own stage alone; build the module anew and go on from the last checkpoint"
         )
     _check_kind(module, path, network)
+    _check_calls(module, path)
     if not module.automatic_optimization:
         raise ConfigurationError(
             f"{name} sets automatic_optimization=False: strategy hybrid_pipeline runs forward and backward itself; "
@@ -68,6 +69,15 @@ def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
             f"{type(module).__name__}.{compiled[0] if compiled else path} is compiled: strategy hybrid_pipeline cuts "
             "the network's graph itself and runs the stages as they are; leave out torch.compile (compile_backend in "
             "ImageClassifier), or use strategy ddp"
+        )
+
+
+def _check_calls(module: LightningModule, path: str) -> None:
+    """Refuse a module that is set to give its network each batch twice."""
+    if getattr(module, "test_time_flips", False):
+        raise ConfigurationError(
+            f"test_time_flips=true gives {type(module).__name__}.{path} each batch twice, and a pipeline runs once for "
+            "it: leave it out, and evaluate the checkpoint with it on one device or with strategy ddp"
         )
 
 
