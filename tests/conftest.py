@@ -117,8 +117,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             roomy(lambda: pyfuncitem.obj(**arguments))
         return True
     start_warm = pyfuncitem.get_closest_marker("warm") is not None
+    timeout = pyfuncitem.config.getoption("timeout") - 10
     code, output = run_forked(
-        lambda: pyfuncitem.obj(**arguments), timeout=230, keep_streams=True, start_warm=start_warm
+        lambda: pyfuncitem.obj(**arguments), timeout=timeout, keep_streams=True, start_warm=start_warm
     )
     if code != 0:
         pytest.fail(output, pytrace=False)

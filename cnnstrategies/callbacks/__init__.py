@@ -3,6 +3,7 @@
 from cnnstrategies.callbacks.best_checkpoint import BestCheckpoint
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
 from cnnstrategies.callbacks.epoch_metrics import EpochMetrics
+from cnnstrategies.callbacks.first_batch import FirstBatch
 from cnnstrategies.callbacks.from_configuration import FromConfiguration
 from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.mistake_report import MistakeReport
@@ -20,6 +21,7 @@ __all__ = [
     "BestCheckpoint",
     "ComputeSettings",
     "EpochMetrics",
+    "FirstBatch",
     "FromConfiguration",
     "GracefulStop",
     "MistakeReport",

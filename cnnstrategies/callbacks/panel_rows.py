@@ -89,7 +89,7 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
         size: Samples of a batch of one process; None where they are not known.
     """
     accumulated, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
-    count = _loading(trainer)
+    count = loading(trainer)
     factors = [
         f"{count} {_processes(trainer)} x " if count > 1 else "",
         "one batch of each" if size is None else str(size),
@@ -108,7 +108,7 @@ def training_batch(trainer: Trainer, size: int | None) -> Row:
 
 def evaluation_batch(trainer: Trainer, size: int | None) -> Row:
     """The batches that are evaluated at once."""
-    count = _loading(trainer)
+    count = loading(trainer)
     of = f"{count} {_processes(trainer)} x " if count > 1 else ""
     return "batch", f"{of}{'one batch' if size is None else f'{size} images'}"
 
@@ -132,14 +132,14 @@ def images(trainer: Trainer) -> list[Row]:
     return rows
 
 
-def _loading(trainer: Trainer) -> int:
+def loading(trainer: Trainer) -> int:
     """Processes that load: with pipeline stages, those of the first one."""
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else int(sampling["num_replicas"])
 
 
 def _processes(trainer: Trainer) -> str:
-    return "processes" if _loading(trainer) == trainer.world_size else "loading processes"
+    return "processes" if loading(trainer) == trainer.world_size else "loading processes"
 
 
 def parameters(trainer: Trainer, whole: tuple[int, int] | None) -> str:

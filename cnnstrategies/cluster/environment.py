@@ -7,6 +7,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.mpirun import MPIRUNS
@@ -63,3 +64,48 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
 def _started_by_srun() -> bool:
     """Whether this process is a task of srun."""
     return int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP)) < FIRST_SPECIAL_STEP
+
+
+def check_world(trainer: Trainer) -> None:
+    """Refuse a launcher that has started another number of processes than the trainer divides the work among.
+
+    Each would train on its share of the data, and nobody on the rest.
+
+    Args:
+        trainer: With its strategy made.
+
+    Raises:
+        ConfigurationError: It has; the message says how to start as many.
+    """
+    environment = getattr(trainer.strategy, "cluster_environment", None) or _started_by()
+    # With Lightning's own, its processes are told how many they are by the trainer.
+    if environment is None or isinstance(environment, LightningEnvironment):
+        return
+    nodes, devices, world = trainer.num_nodes, trainer.num_devices, environment.world_size()
+    try:
+        environment.validate_settings(num_devices=devices, num_nodes=nodes)
+    except ConfigurationError:
+        raise  # mpirun's, which knows more.
+    except ValueError as error:
+        if world == nodes * devices:
+            raise ConfigurationError(f"trainer.num_nodes={nodes}, trainer.devices={devices}: {error}") from error
+    if world != nodes * devices:
+        name, remedy = "The launcher", "start as many"
+        if isinstance(environment, SLURMEnvironment):
+            name = "SLURM"
+            remedy = (
+                f"have it start one for each device (#SBATCH --nodes={nodes} --ntasks-per-node={devices}, and srun)"
+            )
+        elif isinstance(environment, TorchElasticEnvironment):
+            name, remedy = "torchrun", f"give it --nnodes={nodes} --nproc-per-node={devices}"
+        raise ConfigurationError(
+            f"{name} has started {world} {'process' if world == 1 else 'processes'}, and trainer.num_nodes="
+            f"{nodes} x trainer.devices={devices} are {nodes * devices}: {remedy}, or change trainer.num_nodes and "
+            "trainer.devices"
+        )
+
+
+def _started_by() -> ClusterEnvironment | None:
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    return next(iter(environment_plugins([])), None)

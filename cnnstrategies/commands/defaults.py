@@ -12,6 +12,7 @@ from lightning.pytorch.plugins import CheckpointIO
 from cnnstrategies.callbacks import (
     BestCheckpoint,
     EpochMetrics,
+    FirstBatch,
     FromConfiguration,
     GracefulStop,
     MistakeReport,
@@ -82,6 +83,7 @@ def all_callbacks(config: Namespace) -> list[Callback]:
     callbacks = as_list(config.trainer.callbacks)
     defaults: list[Callback] = [
         StartPanel(),
+        FirstBatch(),
         FromConfiguration(),
         EpochMetrics(),
         SamplesPerSecond(),

@@ -17,7 +17,7 @@ from typing_extensions import override
 import cnnstrategies
 from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.checkpoint_words import WORDS
-from cnnstrategies.cluster.environment import local_rank
+from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
 from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
@@ -161,6 +161,8 @@ class CLI(LightningCLI):
     def after_instantiate_classes(self) -> None:
         self._prepare_as_trained()
         # Each rank checks again in `setup`; here no process has been started yet.
+        if self.trainer is not None:
+            check_world(self.trainer)
         if isinstance(self.model, NetworkModule):
             self.model.check_data(self.datamodule)
             if local_rank() == 0:

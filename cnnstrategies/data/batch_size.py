@@ -3,6 +3,7 @@
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
+from cnnstrategies.cluster.environment import check_world
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -16,7 +17,8 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
         The processes that load (with pipeline stages, those of the first one), and the batches that are accumulated.
 
     Raises:
-        ConfigurationError: The batches that are accumulated change from epoch to epoch.
+        ConfigurationError: The batches that are accumulated change from epoch to epoch, or a launcher has started
+            another number of processes.
     """
     if trainer is None:
         return 1, 1
@@ -25,6 +27,7 @@ def division(trainer: Trainer | None) -> tuple[int, int]:
             "global_batch_size with GradientAccumulationScheduler: the samples of a step change with its schedule; "
             "give batch_size, which is per process, and set global_batch_size to null"
         )
+    check_world(trainer)
     # The strategy's word, not the world's size: with pipeline stages not every process loads.
     sampling = trainer.distributed_sampler_kwargs
     return 1 if sampling is None else sampling["num_replicas"], trainer.accumulate_grad_batches

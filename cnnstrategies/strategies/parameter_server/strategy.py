@@ -254,6 +254,11 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self.group.membership.tell(lambda: self._figures(start.worker))
         self._stepper = self._stepper_of(start.worker, start.specification, start.own_steps)
 
+    @property
+    def came_later(self) -> bool:
+        """Whether, up to its first batch, this worker has been let in by others that were training already."""
+        return self._admitted
+
     def _stepper_of(
         self, worker: Worker | CombinedWorker, specification: Specification, own_steps: list[int]
     ) -> Stepper:

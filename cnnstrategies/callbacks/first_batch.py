@@ -1,0 +1,88 @@
+"""What was loaded first, against what the start panel has said of it."""
+
+import zlib
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from cnnstrategies.callbacks import panel_rows as panel
+from cnnstrategies.errors import ConfigurationError
+
+BYTES = 1 << 16  # of each tensor that are looked at
+
+
+class FirstBatch(Callback):
+    """Warns when the processes of a run have loaded other batches than the start panel says.
+
+    The global batch has another size, as with a sampler that deals to another number of processes; or two processes
+    have the same samples, as with an ``IterableDataset`` that does not ask which process reads it: each then trains on
+    all of the data, and more devices bring nothing. Once in a run, by an exchange of two numbers.
+    """
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._compared = trainer.world_size == 1 or trainer.overfit_batches > 0  # type: ignore[attr-defined]  # set outside the class
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._compared or getattr(trainer.strategy, "came_later", False):  # The others have compared theirs before.
+            self._compared = True
+            return
+        self._compared = True
+        size = panel.samples_of(trainer.train_dataloader, getattr(trainer, "datamodule", None))
+        expected = None if size is None else size * panel.loading(trainer)
+        strategy = trainer.strategy
+        # A pipeline's ranks all count the whole batch, and its sum is their mean.
+        found = int(strategy.reduce(torch.tensor(float(_count(batch)), device=strategy.root_device), reduce_op="sum"))
+        marks = strategy.all_gather(torch.tensor([_fingerprint(batch)], device=strategy.root_device))
+        alike = _first_pair(marks.flatten().tolist())
+        if expected is not None and found != expected and _is_full(trainer):
+            rank_zero_warn(
+                f"The first global batch has {found} samples, and not {expected} ({panel.loading(trainer)} processes x "
+                f"{size}): look at the loader's sampler, which may deal to another number of processes"
+            )
+        if alike is not None:
+            rank_zero_warn(
+                f"Processes {alike[0]} and {alike[1]} have loaded the same first batch, so each may train on all the "
+                "data: an IterableDataset must give each process its own part (torch.distributed.get_rank()), a "
+                "loader's own sampler likewise (DistributedSampler)"
+            )
+
+
+def _count(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except MisconfigurationException:
+        return 0
+
+
+def _fingerprint(batch: Any) -> int:
+    """The same for the same samples, and hardly for others; 0 where a pipeline has them elsewhere."""
+    mark = 0
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and not leaf.is_sparse:
+            try:
+                some = leaf.detach().flatten()[:BYTES].cpu().contiguous()
+            except ConfigurationError:
+                return 0
+            mark = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), mark)
+    return mark
+
+
+def _first_pair(marks: list[int]) -> tuple[int, int] | None:
+    for rank, mark in enumerate(marks):
+        if mark and mark in marks[:rank]:
+            return marks.index(mark), rank
+    return None
+
+
+def _is_full(trainer: Trainer) -> bool:
+    """Whether the first batch is not the last one as well, which may be smaller."""
+    return trainer.num_training_batches > 1

@@ -1,0 +1,102 @@
+"""What the processes have loaded first is what the panel says, or a warning says what else."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+
+from cnnstrategies.callbacks import FirstBatch, first_batch
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+
+STRATEGIES = {
+    "ddp": lambda: "ddp_fork",
+    "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
+    "hybrid_pipeline": lambda: HybridPipelineStrategy(replicas=[2], microbatches=2, start_method="fork"),
+}
+
+
+class Small(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(count)
+    return TensorDataset(torch.randn(count, 1, 4, 4, generator=generator), torch.arange(count) % 2)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(samples(32))
+
+
+class Shared(Stream):
+    def __iter__(self):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return iter([samples(32)[index] for index in range(rank, 32, 2)])
+
+
+LOADERS = {
+    "sampled by Lightning": (lambda: DataLoader(samples(32), 4), ""),
+    "a stream that is not shared": (lambda: DataLoader(Stream(), 4), "0 and 1 have loaded the same first batch"),
+    "an own order, and the same": (
+        lambda: DataLoader(samples(32), 4, sampler=RandomSampler(samples(32), generator=torch.Generator())),
+        "0 and 1 have loaded the same first batch",
+    ),
+    "a batch of another size": (
+        lambda: DataLoader(samples(32), 4, collate_fn=lambda rows: torch.utils.data.default_collate(rows[:3])),
+        "has 6 samples, and not 8 (2 processes x 4)",
+    ),
+    "one small batch": (lambda: DataLoader(samples(6), 4), ""),
+}
+
+
+def warned(monkeypatch, tmp_path: Path, strategy, loader, **options) -> str:
+    said = tmp_path / "said"
+    monkeypatch.setattr(first_batch, "rank_zero_warn", lambda text: said.write_text(text))
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[FirstBatch()],
+        **options,
+    )
+    trainer.fit(Small(), loader)
+    return said.read_text() if said.exists() else ""
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_each_has_loaded(name, monkeypatch, tmp_path):
+    loader, message = LOADERS[name]
+    own = "an own order" in name
+    said = warned(monkeypatch, tmp_path, "ddp_fork", loader(), use_distributed_sampler=not own)
+    assert message in said if message else not said
+
+
+def test_a_stream_that_is_shared(monkeypatch, tmp_path):
+    assert not warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Shared(), 4))
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ddp"])
+def test_other_strategies(strategy, monkeypatch, tmp_path):
+    assert not warned(monkeypatch, tmp_path, STRATEGIES[strategy](), DataLoader(samples(32), 4))
+    own = DistributedSampler(samples(32), num_replicas=2, rank=0)  # Also on the other one.
+    loader = DataLoader(samples(32), 4, sampler=own, collate_fn=LOADERS["a batch of another size"][0]().collate_fn)
+    said = warned(monkeypatch, tmp_path, STRATEGIES[strategy](), loader)
+    assert ("0 and 1 have loaded" if strategy == "parameter_server" else "has 6 samples, and not 8") in said
