@@ -17,7 +17,7 @@ from cnnstrategies.commands.errors import check_trainer_names
 from cnnstrategies.commands.refuse import show
 from cnnstrategies.commands.verify_options import VerifyOptions
 from cnnstrategies.verifying.recorder import Recorder, Role, replay, settle
-from cnnstrategies.verifying.runs import QUIET, TrainingError, keeper, verdict_of
+from cnnstrategies.verifying.runs import QUIET, TrainingError, epochs_for, keeper, verdict_of
 
 ROLE = "CNNSTRATEGIES_VERIFY"  # Environment variable: which of the runs the processes of a strategy belong to.
 
@@ -38,6 +38,7 @@ class VerifiedCLI(lightning_cli.CLI):
         check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
         self.role = Role.of_text(os.environ[ROLE])
         settings = {**QUIET, "max_steps": config.steps, "max_time": None, "precision": None, "logger": False}
+        settings["max_epochs"] = epochs_for(config.trainer.max_epochs, config.steps)
         if self.role.of is not None:
             settings |= {"strategy": "auto", "devices": 1, "num_nodes": 1, "limit_train_batches": None}
         for name, value in settings.items():

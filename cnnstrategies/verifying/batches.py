@@ -83,30 +83,59 @@ def joined(parts: Sequence[Any]) -> Any:
     """Batches of several ranks as one.
 
     Args:
-        parts: Of the same kind: tensors with samples as their first dimension, lists with an item for each sample, and
-            mappings and tuples of these.
+        parts: Of the same kind: tensors with samples as their first dimension, lists with an item for each sample (names,
+            or the boxes of each image), and mappings and tuples of these.
 
     Raises:
         ConfigurationError: One is of another kind.
     """
+    return parts[0] if len(parts) == 1 else _joined(parts, [_count(part) for part in parts])
+
+
+def _joined(parts: Sequence[Any], counts: Sequence[int]) -> Any:
     first = parts[0]
-    if len(parts) == 1:
-        return first
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat(list(parts))
     if isinstance(first, Mapping):
-        return type(first)({name: joined([part[name] for part in parts]) for name in first})  # type: ignore[call-arg]
+        fields = {name: _joined([part[name] for part in parts], counts) for name in first}
+        return type(first)(fields)  # type: ignore[call-arg]
     if isinstance(first, (list, tuple)):
-        if all(isinstance(item, (str, int, float)) for item in first):
+        if _have_items(parts, counts):
             return type(first)(item for part in parts for item in part)
-        fields = [joined(items) for items in zip(*parts, strict=True)]
-        return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+        items = [_joined(pair, counts) for pair in zip(*parts, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
     if isinstance(first, (str, int, float, type(None))) and all(part == first for part in parts):
         return first
     raise ConfigurationError(
         f"a batch has a {type(first).__name__}, and it is not known how those of several ranks make one: verify takes "
         "batches of tensors, lists, tuples and mappings"
     )
+
+
+def _count(batch: Any) -> int:
+    """How many samples a batch has: items of a list of mappings, as of the boxes of images, else rows of a tensor."""
+    for listed in _lists(batch):
+        if listed and all(isinstance(item, Mapping) for item in listed):
+            return len(listed)
+    return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), 0)
+
+
+def _have_items(lists: Sequence[Any], counts: Sequence[int]) -> bool:
+    """Whether lists have an item for each sample, and not tensors with a row for each."""
+    if all(isinstance(item, (str, int, float)) for item in lists[0]):
+        return True
+    pairs = list(zip(lists, counts, strict=True))
+    if hasattr(lists[0], "_fields") or any(len(listed) != count for listed, count in pairs):
+        return False
+    return any(tensor.ndim and len(tensor) != count for listed, count in pairs for tensor in _tensors(listed))
+
+
+def _lists(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, (list, tuple)):
+        yield batch
+    if isinstance(batch, (Mapping, list, tuple)):
+        for item in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _lists(item)
 
 
 def samples(folder: Path) -> tuple[int, set[bytes]]:

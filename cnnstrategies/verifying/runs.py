@@ -33,8 +33,8 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
-    "max_epochs": -1,
 }
+MANY_EPOCHS = 1000  # Lightning's, where no number is given.
 
 
 class TrainingError(RuntimeError):
@@ -92,6 +92,7 @@ def verify(
             "logger": DummyLogger(),
             **QUIET,
             **trainer,
+            "max_epochs": epochs_for(trainer.get("max_epochs"), steps),
         }
         settings |= {"devices": 1, "strategy": "auto"} if alone else {"devices": devices, "strategy": strategy}
         own = [one for one in callbacks if not isinstance(one, Checkpoint)]
@@ -113,6 +114,11 @@ def forked(name: str) -> str:
         f"strategy={name}: verify runs a strategy in processes that it forks, and none of this name has such; give one "
         "that has, such as ddp, hybrid_pipeline or parameter_server, or use the command line's verify"
     )
+
+
+def epochs_for(given: int | None, steps: int) -> int:
+    """How many epochs a run has at most: those that the user gives, on which schedules depend, but enough for the steps."""
+    return max(given or MANY_EPOCHS, steps)
 
 
 def keeper(role: Role) -> Keeps:

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,20 @@ def test_batches_of_ranks_are_joined_by_samples_in_the_order_of_the_ranks() -> N
     assert both["pair"].image.tolist() == [0, 0, 1]
     assert both["pair"].target[0].shape == (3,)
     assert both["scale"] == 2
+
+
+def boxes(*counts: int) -> list[Tensor]:
+    return [torch.zeros(count, 4) for count in counts]
+
+
+@pytest.mark.parametrize("images", [torch.zeros(2, 3, 8, 8), tuple(torch.zeros(2, 3, 8, 8))], ids=["stacked", "listed"])
+def test_a_list_with_tensors_of_each_sample_is_joined_sample_by_sample(images: Any) -> None:
+    one = (images, [{"boxes": box} for box in boxes(2, 1)], boxes(2, 2))
+    two = (images, [{"boxes": box} for box in boxes(2, 2)], boxes(0, 3))
+    joint = joined([one, two])
+    assert [len(target["boxes"]) for target in joint[1]] == [2, 1, 2, 2]
+    assert [len(box) for box in joint[2]] == [2, 2, 0, 3]
+    assert [image.shape for image in joint[0]] == [(3, 8, 8)] * 4
 
 
 @pytest.mark.parametrize("part", [torch.tensor(1.0), object()], ids=["a number", "an object"])
