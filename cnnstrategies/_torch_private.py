@@ -8,6 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# What sees each operation below autograd, and so collectives, which no function mode sees.
+OperationMode = TorchDispatchMode
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

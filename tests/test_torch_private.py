@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 
 from cnnstrategies._torch_private import (
     PARTS_OF_A_SCHEDULE,
+    OperationMode,
     add_all,
     communication_seconds,
     convolution_backward,
@@ -37,6 +38,20 @@ def step(rank, store):
 
 def test_the_reducer_times_the_all_reduce_of_every_step(tmp_path):
     mp.start_processes(step, args=(tmp_path / "store",), nprocs=2, start_method="fork")
+
+
+def test_an_operation_mode_sees_collectives(tmp_path):
+    class Seen(OperationMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    with Seen():
+        dist.all_reduce(torch.ones(1))
+    assert "c10d::allreduce_" in names
+    dist.destroy_process_group()
 
 
 def test_a_compiled_module_is_told_from_others():

@@ -7,7 +7,10 @@ from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.strategies.mean_loss import has_mean_loss
 
 RANK_ZERO = "those of rank 0"
-OWN_MEANS = "a loss that is no mean over images (class weights, ignore_index) is a mean of each process's own"
+OWN_MEANS = (
+    "a loss that is no mean over images (class weights, ignore_index, Dice, pairs of images) is a mean of each "
+    "process's own"
+)
 RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
 
 

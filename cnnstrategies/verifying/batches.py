@@ -83,8 +83,8 @@ def joined(parts: Sequence[Any]) -> Any:
     """Batches of several ranks as one.
 
     Args:
-        parts: Of the same kind: tensors with samples as their first dimension, lists with an item for each sample (names,
-            or the boxes of each image), and mappings and tuples of these.
+        parts: Of the same kind: tensors with samples as their first dimension, lists with an item for each sample
+            (names, or the boxes of each image), and mappings and tuples of these.
 
     Raises:
         ConfigurationError: One is of another kind.

@@ -117,7 +117,7 @@ def forked(name: str) -> str:
 
 
 def epochs_for(given: int | None, steps: int) -> int:
-    """How many epochs a run has at most: those that the user gives, on which schedules depend, but enough for the steps."""
+    """How many epochs a run has at most: as many as the user gives, for schedules, but enough for the steps."""
     return max(given or MANY_EPOCHS, steps)
 
 

@@ -179,9 +179,9 @@ def test_a_hook_that_clips_each_workers_own_gradient_is_refused() -> None:
     [
         (
             Clamped,
-            "was changed between two steps (maybe by Clamped.on_train_batch_end): the servers hold",
+            "was changed between two steps, or in training_step (maybe by Clamped.on_train_batch_end): the servers",
         ),
-        (Rewritten, "net.head.weight was changed between two steps"),
+        (Rewritten, "net.head.weight was changed between two steps, or in training_step"),
         (Sudden, "net.stem.weight_v was used without a forward of its own module"),
         (Sparse, "the gradient of words is sparse"),
         (Unseen, "the gradient of net.attention.out_proj.weight was changed after backward"),
@@ -343,6 +343,13 @@ def sparse() -> Module:
     return module
 
 
+def gathers() -> Module:
+    module = Module()
+    module.loss = nn.Module()
+    module.loss.sinkhorn_gather_distributed = True
+    return module
+
+
 def servers(**options: Any) -> Options:
     return ParameterServerStrategy(**options).options
 
@@ -360,6 +367,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "WithModes keeps other weights .* mode: local": lambda: check_optimizers(
         [WithModes(Module().parameters(), 0.1)], servers(mode="async")
     ),
+    r"loss.sinkhorn_gather_distributed=True gathers .* or use strategy ddp": lambda: check_module(gathers(), servers()),
     r"words is Embedding\(sparse=True\).* use sparse=False": lambda: check_module(sparse(), servers()),
 }
 

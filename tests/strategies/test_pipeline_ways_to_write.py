@@ -458,7 +458,7 @@ class Flipping(Classifier):
 
 REFUSED_BEFORE = (
     (Flipping, "test_time_flips=true gives Flipping.model each batch twice, .* with strategy ddp"),
-    (Encoder, r"shared out over self.encoder, self.decoder: make one nn.Module of them that the steps call once"),
+    (Encoder, r"shared out over self.encoder, self.decoder: make one nn.Module of them, whose forward calls them"),
     (Gan, "automatic_optimization=False"),
     (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),
     (Compiled, "Compiled.model is compiled: .* leave out torch.compile"),
@@ -518,7 +518,36 @@ class Penalised(Classifier):
         return F.cross_entropy(self(batch[0]), batch[1]) + sum(p.square().sum() for p in self.model.parameters())
 
 
+class GatheringLoss(Classifier):
+    """As contrastive losses do where there is a process group."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs, labels = self(batch[0]), batch[1]
+        if dist.is_initialized():
+            outputs = torch.cat(gather(outputs))
+            labels = torch.cat(gather(labels))
+        return F.cross_entropy(outputs, labels)
+
+
+class GatheringInputs(Classifier):
+    """As momentum contrast does, to shuffle images among the processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images = batch[0]
+        if dist.is_initialized():
+            images = torch.cat(gather(images))[: len(images)]
+        return F.cross_entropy(self(images), batch[1])
+
+
+def gather(tensor: Tensor) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return gathered
+
+
 REFUSED_IN_A_STEP = (
+    (GatheringLoss, r"GatheringLoss.training_step calls a collective of torch.distributed \(allgather\)"),
+    (GatheringInputs, r"GatheringInputs.training_step calls a collective of torch.distributed \(allgather\)"),
     (ImagesAsTargets, r"computes with the images of the batch \(mse_loss\).* a second time, as targets"),
     (WithOption, r"self.siamese is called with scale=2.0 besides the images: .* set it in its __init__"),
     (Swapping, r"called with another tensor of the batch as 'left' than in the first step"),

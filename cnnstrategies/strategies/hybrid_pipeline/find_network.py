@@ -53,9 +53,9 @@ def _outermost(module: LightningModule) -> str:
         )
     raise ConfigurationError(
         f"strategy hybrid_pipeline divides one submodule that has all trainable parameters, and those of {kind} are "
-        f"shared out over {_selves(having)}: make one nn.Module of them that the steps call once, such as "
-        f"self.network = nn.Sequential({_selves(having)}), or freeze the others and name one with the strategy's "
-        "option network"
+        f"shared out over {_selves(having)}: make one nn.Module of them, whose forward calls them and which the steps "
+        "call once, with several views of the images as several inputs; or freeze the others and name one with the "
+        "strategy's option network; or use strategy ddp, which takes them as they are"
     )
 
 

@@ -1,7 +1,7 @@
 """A LightningModule whose steps leave no trace: what they log, count and store belongs to it alone."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric, MetricCollection
+
+from cnnstrategies._torch_private import OperationMode
+from cnnstrategies.errors import ConfigurationError
 
 FEW = 100  # Lists of more things are copied, and what is in them is not.
 # Objects that a step uses and does not count with; to copy them would take time or break them.
@@ -79,6 +82,42 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), isolate_rng(include_cuda=False):
         yield
+
+
+class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
+    """Refuses collectives of the user's own in a step that some of the ranks run alone: the others would never answer.
+
+    Args:
+        module: The module.
+        step: The step's name.
+
+    Attributes:
+        refusal: What was raised, for those who catch what steps raise.
+    """
+
+    def __init__(self, module: LightningModule, step: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refusal: ConfigurationError | None = None
+        self._step = f"{type(module).__name__}.{step}"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation.
+
+        Raises:
+            ConfigurationError: It is a collective.
+        """
+        if func.namespace == "c10d":
+            name = func.name().partition("::")[2].strip("_")
+            self.refusal = ConfigurationError(
+                f"{self._step} calls a collective of torch.distributed ({name}), as losses do that gather the "
+                "embeddings of all processes: with strategy hybrid_pipeline one rank runs this part of the step, on "
+                "all samples, and no other would answer; leave the gathering out (gather_distributed=False), or use "
+                "strategy ddp"
+            )
+            raise self.refusal
+        return func(*args, **(kwargs or {}))
 
 
 def _copy_of_module(module: nn.Module, made: dict[int, Any]) -> Any:

@@ -1,7 +1,7 @@
 """The loss that the last stage trains: the module's own step for each microbatch, or its method ``loss``."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from cnnstrategies.strategies.hybrid_pipeline.batches import form_of, seen, shap
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws
-from cnnstrategies.strategies.hybrid_pipeline.shadow import copy_metrics, same_random_numbers, shadow_of
+from cnnstrategies.strategies.hybrid_pipeline.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
 from cnnstrategies.strategies.mean_loss import has_mean_loss
 
@@ -68,13 +68,15 @@ class StepLoss(WeighedLoss):
             args[0] = batch
         else:
             kwargs["batch"] = batch
-        with same_random_numbers(self._device):
+        with same_random_numbers(self._device), ExitStack() as stack:
             if draws is None:
                 self._random.restore()
             else:
                 draws.start.restore(self._device)
-            with self._watch.watching_step(copies_alone=True) if self.thorough else nullcontext():
-                return loss_of(divided.module, shadow.training_step(*args, **kwargs))
+            if self.thorough:
+                stack.enter_context(self._watch.watching_step(copies_alone=True))
+                stack.enter_context(NoCollectives(divided.module, "training_step"))
+            return loss_of(divided.module, shadow.training_step(*args, **kwargs))
 
 
 def loss_of(module: LightningModule, output: Any) -> Tensor:

@@ -16,7 +16,7 @@ from cnnstrategies.strategies.hybrid_pipeline.batches import count_samples, firs
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
 from cnnstrategies.strategies.hybrid_pipeline.random_numbers import RandomNumbers
-from cnnstrategies.strategies.hybrid_pipeline.shadow import same_random_numbers
+from cnnstrategies.strategies.hybrid_pipeline.shadow import NoCollectives, same_random_numbers
 
 _SAME = 1e-4  # How far rows may be apart that were computed with others beside them, in parts of the greatest.
 _ELSEWHERE = "do it in on_after_batch_transfer, which runs where the images are and sees the targets, too"
@@ -126,7 +126,10 @@ def _run(
     with same_random_numbers(device):
         before = RandomNumbers(device)
         arguments = arguments_of(module, step, tree_unflatten(copies, tree), 0, dataloader)
-        given = given_to_network(module, path, network, step, arguments)
+        with NoCollectives(module, step) as watched:
+            given = given_to_network(module, path, network, step, arguments)
+        if watched.refusal is not None:
+            raise watched.refusal
         return given, RandomNumbers(device) != before
 
 

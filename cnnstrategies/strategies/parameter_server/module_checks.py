@@ -14,6 +14,8 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification import hyperparameters
 from cnnstrategies.strategies.parameter_server.options import Options
 
+GATHERS = "gather_distributed"  # The end of the names of such options of losses and memories, as lightly has them.
+
 
 def check_module(module: LightningModule, options: Options) -> None:
     """Refuse a module that the parameter server cannot train.
@@ -23,7 +25,8 @@ def check_module(module: LightningModule, options: Options) -> None:
         options: The strategy's.
 
     Raises:
-        ConfigurationError: It optimises by hand, clips gradients that it does not have, or has sparse ones.
+        ConfigurationError: It optimises by hand, clips gradients that it does not have, has sparse ones, or a loss that
+            gathers what other processes have.
     """
     if options.mode != "local" and is_overridden("configure_gradient_clipping", module):
         raise ConfigurationError(
@@ -41,6 +44,12 @@ def check_module(module: LightningModule, options: Options) -> None:
             raise ConfigurationError(
                 f"{name} is {type(child).__name__}(sparse=True), and the servers take dense gradients: use "
                 "sparse=False, mode: local, or strategy ddp"
+            )
+        for attribute in (one for one, value in vars(child).items() if value is True and one.endswith(GATHERS)):
+            raise ConfigurationError(
+                f"{name}.{attribute}=True gathers the outputs of all processes, and strategy parameter_server has no "
+                "process group of torch.distributed, without which such a loss gathers nothing: set it to False, which "
+                "compares a process's own images, or use strategy ddp"
             )
 
 

@@ -350,6 +350,6 @@ class Stepper:
             ):
                 who = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
-                    f"{self._names[index]} was changed between two steps{who}: the servers hold the parameters, and "
-                    "would put theirs in its place; use mode: local, or strategy ddp"
+                    f"{self._names[index]} was changed between two steps, or in training_step{who}: the servers hold "
+                    "the parameters, and would put theirs in its place; use mode: local, or strategy ddp"
                 )
