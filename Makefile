@@ -47,8 +47,8 @@ PART ?= 1/1
 test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
 	CNNSTRATEGIES_ZOO_PART=$(PART) PYTHONPATH=tests/zoo $(ZOO_VENV)/bin/python -m pytest --numprocesses 2 \
-		tests/zoo/networks.py tests/zoo/modules.py
-	$(ZOO_VENV)/bin/python tests/zoo/table.py docs/zoo.md
+		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py
+	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py docs/zoo.md
 
 # The same on less capable processors, as far as this one can play them, and with other random numbers.
 test-portable: $(INSTALLED)

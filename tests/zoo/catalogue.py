@@ -1,4 +1,4 @@
-"""Networks that nobody here wrote: the smallest of each of timm's families, and one of each of torchvision's.
+"""Networks that nobody here wrote: the smallest of each of timm's families, one of each of torchvision's and of smp's.
 
 Left out are those of more than 80 million parameters, for which these trials would take minutes and gigabytes.
 """
@@ -125,3 +125,15 @@ TORCHVISION = {
     "wide_resnet50_2": 96,
 }
 SEGMENTATION = ("deeplabv3_mobilenet_v3_large", "fcn_resnet50", "lraspp_mobilenet_v3_large")
+SEGMENTATION_MODELS = {
+    "Unet": 64,
+    "UnetPlusPlus": 64,
+    "FPN": 64,
+    "PSPNet": 64,
+    "Linknet": 64,
+    "MAnet": 64,
+    "PAN": 128,
+    "DeepLabV3": 64,
+    "DeepLabV3Plus": 64,
+    "UPerNet": 64,
+}

@@ -1,204 +1,281 @@
-"""Published modules under every strategy, with their own steps, losses, teachers and optimizers."""
+"""Modules that packages publish, under every strategy, with their own steps, losses, teachers and optimizers."""
 
-import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-import segmentation_models_pytorch as smp
 import torch
 import torchvision
-from lightly.loss import NegativeCosineSimilarity
-from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead, SimSiamPredictionHead, SimSiamProjectionHead
-from lightly.models.utils import deactivate_requires_grad, update_momentum
 from lightning.pytorch import LightningModule
-from pytorch_metric_learning import losses
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from torch_uncertainty.losses import DECLoss
-from torch_uncertainty.routines import ClassificationRoutine
-from torchgeo.trainers import ClassificationTask, PixelwiseRegressionTask, RegressionTask, SemanticSegmentationTask
-from trial import CLASSES, Classifier, images_and_labels, part_of, try_all
-
-SIZE = 64
-
-
-@pytest.mark.parametrize(
-    "name",
-    part_of(
-        ["Unet", "UnetPlusPlus", "FPN", "PSPNet", "Linknet", "MAnet", "PAN", "DeepLabV3", "DeepLabV3Plus", "UPerNet"]
-    ),
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch_uncertainty.layers.distributions import NormalInverseGammaLinear, NormalLinear
+from torch_uncertainty.losses import (
+    ConfidencePenaltyLoss,
+    ConflictualLoss,
+    DECLoss,
+    DERLoss,
+    DistributionNLLLoss,
+    FocalLoss,
 )
-def test_segmentation_models_pytorch(name: str) -> None:
-    def make() -> LightningModule:
-        torch.manual_seed(0)
-        kind = getattr(smp, name)
-        return Classifier(kind("resnet18", encoder_weights=None, in_channels=3, classes=CLASSES))
+from torch_uncertainty.methods import EMA, mc_dropout
+from torch_uncertainty.models.classification import (
+    batchensemble_lenet,
+    lenet,
+    masked_resnet,
+    mimo_resnet,
+    packed_lenet,
+)
+from torch_uncertainty.models.segmentation import packed_small_unet, seg_former, small_unet
+from torch_uncertainty.routines import (
+    ClassificationRoutine,
+    PixelRegressionRoutine,
+    RegressionRoutine,
+    SegmentationRoutine,
+)
+from torch_uncertainty.transforms import MIMOBatchFormat, RepeatTarget
+from torchgeo.datamodules.utils import collate_fn_detection
+from torchgeo.trainers import (
+    BYOLTask,
+    ChangeDetectionTask,
+    ClassificationTask,
+    InstanceSegmentationTask,
+    MoCoTask,
+    ObjectDetectionTask,
+    PixelwiseRegressionTask,
+    RegressionTask,
+    SemanticSegmentationTask,
+    SimCLRTask,
+)
+from trial import CLASSES, part_of, try_all
 
-    try_all(
-        f"segmentation_models_pytorch.{name}",
-        make,
-        lambda: images_and_labels(2 * SIZE if name == "PAN" else SIZE, masks=True),
-    )
+SIZE, SAMPLES = 32, 24
+SMALL = "test_resnet"  # timm's smallest
+SEED = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(SAMPLES, 3, SIZE, SIZE, generator=SEED)
+LABELS = torch.randint(CLASSES, (SAMPLES,), generator=SEED)
+MASKS = torch.randint(CLASSES, (SAMPLES, SIZE, SIZE), generator=SEED)
+SIDES = torch.randint(SIZE // 4, SIZE // 2, (SAMPLES, 2, 2), generator=SEED)
 
 
 class Scenes(Dataset[dict[str, Tensor]]):
     """As torchgeo's datasets give them."""
 
-    def __init__(self, target: str, real: bool) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.images = torch.randn(24, 3, SIZE, SIZE, generator=generator)
-        shape = (24, SIZE, SIZE) if target == "mask" else (24,)
-        self.targets = torch.randint(CLASSES, shape, generator=generator)
-        self.target, self.real = target, real
+    def __init__(self, fields: dict[str, Tensor]) -> None:
+        self.fields = {"image": IMAGES} | fields
 
     def __len__(self) -> int:
-        return len(self.images)
+        return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        target = self.targets[index]
-        return {"image": self.images[index], self.target: target.float() if self.real else target}
+        return {name: values[index] for name, values in self.fields.items()}
 
 
-TORCHGEO: dict[str, tuple[Callable[[], LightningModule], str, bool]] = {
-    "ClassificationTask": (
-        lambda: ClassificationTask(model="resnet18", in_channels=3, num_classes=CLASSES), "label", False,
+class Boxes(Dataset[dict[str, Tensor]]):
+    """One or two objects in each image, with a mask each."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sides = SIDES[index, : 1 + index % 2]
+        corners = torch.arange(len(sides))[:, None] * SIZE // 2 + torch.tensor([0, 0])
+        boxes = torch.cat([corners, corners + sides], 1)
+        masks = torch.zeros(len(sides), SIZE, SIZE, dtype=torch.uint8)
+        for mask, (left, top, right, bottom) in zip(masks, boxes.tolist(), strict=True):
+            mask[top:bottom, left:right] = 1
+        return {
+            "image": IMAGES[index], "bbox_xyxy": boxes, "label": 1 + torch.arange(len(sides)), "mask": masks,
+        }  # fmt: skip
+
+
+def byol() -> BYOLTask:
+    """Without its random augmentation, for which the task has no argument."""
+    task = BYOLTask(model=SMALL)
+    task.model.augment = nn.Identity()
+    return task
+
+
+def of_boxes(kind: Callable[..., LightningModule], **arguments: Any) -> LightningModule:
+    """A task that chooses all of its candidates; where there are more, it draws them."""
+    task: Any = kind(num_classes=CLASSES, **arguments)
+    for part in (getattr(task.model, "rpn", None), getattr(task.model, "roi_heads", None)):
+        if part is not None:
+            part.fg_bg_sampler.batch_size_per_image = 10_000
+    return task  # type: ignore[no-any-return]
+
+
+segmentation = partial(SemanticSegmentationTask, model="unet", backbone="resnet18", in_channels=3, num_classes=CLASSES)
+change = partial(ChangeDetectionTask, backbone="resnet18", task="multiclass", num_classes=CLASSES, loss="ce")
+moco = partial(
+    MoCoTask, SMALL, hidden_dim=64, output_dim=32, lr=1e-3,
+    augmentation1=nn.Identity(), augmentation2=nn.Identity(),
+)  # fmt: skip
+LABEL, MASK, REAL_MASK = {"label": LABELS}, {"mask": MASKS}, {"mask": MASKS.float()}
+MULTILABEL = {"label": torch.randint(2, (SAMPLES, CLASSES), generator=SEED)}
+REAL = {"label": LABELS.float()}
+PAIRS = {"image": torch.randn(SAMPLES, 2, 3, SIZE, SIZE, generator=SEED), "mask": MASKS[:, None]}
+VIEWS = {"image": torch.randn(SAMPLES, 6, SIZE, SIZE, generator=SEED)}
+WEIGHTS = [1.0, 2.0, 3.0, 4.0, 5.0]
+
+# How to make a module, what its images come with, and whether its loss is a mean over images.
+TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | None, bool]] = {
+    "ClassificationTask": (partial(ClassificationTask, "resnet18", num_classes=CLASSES), LABEL, True),
+    "ClassificationTask, multi-label": (
+        partial(ClassificationTask, SMALL, task="multilabel", num_labels=CLASSES, loss="bce"), MULTILABEL, True,
     ),
-    "RegressionTask": (lambda: RegressionTask(model="resnet18", in_channels=3, num_outputs=1), "label", True),
-    "SemanticSegmentationTask, unet": (
-        lambda: SemanticSegmentationTask(model="unet", backbone="resnet18", in_channels=3, num_classes=CLASSES),
-        "mask", False,
+    "ClassificationTask, linear probe": (
+        partial(ClassificationTask, SMALL, num_classes=CLASSES, freeze_backbone=True), LABEL, True,
     ),
-    "SemanticSegmentationTask, fcn": (
-        lambda: SemanticSegmentationTask(model="fcn", in_channels=3, num_classes=CLASSES), "mask", False,
+    "ClassificationTask, class weights": (
+        partial(ClassificationTask, SMALL, num_classes=CLASSES, class_weights=WEIGHTS), LABEL, False,
     ),
-    "SemanticSegmentationTask, jaccard": (
-        lambda: SemanticSegmentationTask(
-            model="unet", backbone="resnet18", in_channels=3, num_classes=CLASSES, loss="jaccard"
-        ),
-        "mask", False,
+    "ClassificationTask, focal": (
+        partial(ClassificationTask, SMALL, num_classes=CLASSES, loss="focal"), LABEL, False,
     ),
+    "RegressionTask": (partial(RegressionTask, "resnet18", num_outputs=1), REAL, True),
+    "RegressionTask, mae": (partial(RegressionTask, SMALL, num_outputs=1, loss="mae"), REAL, True),
+    "SemanticSegmentationTask, unet": (segmentation, MASK, True),
+    "SemanticSegmentationTask, fcn": (partial(segmentation, model="fcn"), MASK, True),
+    "SemanticSegmentationTask, deeplabv3+": (partial(segmentation, model="deeplabv3+"), MASK, True),
+    "SemanticSegmentationTask, frozen encoder": (partial(segmentation, freeze_backbone=True), MASK, True),
+    "SemanticSegmentationTask, ignore_index": (partial(segmentation, model="fcn", ignore_index=0), MASK, False),
+    "SemanticSegmentationTask, jaccard": (partial(segmentation, loss="jaccard"), MASK, False),
     "PixelwiseRegressionTask": (
-        lambda: PixelwiseRegressionTask(model="unet", backbone="resnet18", in_channels=3), "mask", True,
+        partial(PixelwiseRegressionTask, model="unet", backbone="resnet18", in_channels=3), REAL_MASK, True,
     ),
+    "PixelwiseRegressionTask, fcn": (partial(PixelwiseRegressionTask, model="fcn", loss="mae"), REAL_MASK, True),
+    "ChangeDetectionTask, unet": (partial(change, model="unet"), PAIRS, True),
+    "ChangeDetectionTask, fcsiamdiff": (partial(change, model="fcsiamdiff"), PAIRS, True),
+    "ChangeDetectionTask, fcsiamconc": (partial(change, model="fcsiamconc"), PAIRS, True),
+    "BYOLTask": (byol, VIEWS, True),
+    "MoCoTask, version 1": (partial(moco, version=1, memory_bank_size=64, output_dim=96), VIEWS, False),
+    "MoCoTask, version 2": (partial(moco, version=2, layers=2, memory_bank_size=64), VIEWS, False),
+    "MoCoTask, version 3": (partial(moco, version=3), VIEWS, False),
+    "SimCLRTask": (
+        partial(SimCLRTask, SMALL, output_dim=32, lr=1e-3, memory_bank_size=0, augmentations=nn.Identity()),
+        VIEWS, False,
+    ),
+    "ObjectDetectionTask, faster-rcnn": (
+        partial(of_boxes, ObjectDetectionTask, model="faster-rcnn", backbone="resnet18"), None, False,
+    ),
+    "ObjectDetectionTask, fcos": (
+        partial(of_boxes, ObjectDetectionTask, model="fcos", backbone="resnet18"), None, False,
+    ),
+    "ObjectDetectionTask, retinanet": (
+        partial(of_boxes, ObjectDetectionTask, model="retinanet", backbone="resnet18"), None, True,
+    ),
+    "InstanceSegmentationTask": (partial(of_boxes, InstanceSegmentationTask), None, False),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", part_of(TORCHGEO))
 def test_torchgeo(name: str) -> None:
-    kind, target, real = TORCHGEO[name]
+    make, fields, is_mean = TORCHGEO[name]
 
-    def make() -> LightningModule:
-        torch.manual_seed(0)
-        return kind()
+    def data() -> DataLoader[Any]:
+        if fields is None:
+            return DataLoader(Boxes(), 4, collate_fn=collate_fn_detection)
+        return DataLoader(Scenes(fields), 4)
 
-    try_all(f"torchgeo.{name}", make, lambda: DataLoader(Scenes(target, real), 4), "jaccard" not in name)
+    try_all(f"torchgeo.{name}", make, data, is_mean)
 
 
-UNCERTAINTY: dict[str, Callable[[], nn.Module]] = {"cross-entropy": nn.CrossEntropyLoss, "DECLoss": DECLoss}
+def routine(
+    kind: Callable[..., LightningModule], make: Callable[[], nn.Module], loss: nn.Module, **arguments: Any
+) -> LightningModule:
+    network = make()
+    return kind(model=network, loss=loss, optim_recipe=torch.optim.SGD(network.parameters(), 1e-3, 0.9), **arguments)
+
+
+classifier = partial(routine, partial(ClassificationRoutine, num_classes=CLASSES))
+segmenter = partial(routine, partial(SegmentationRoutine, num_classes=CLASSES))
+regressor = partial(routine, partial(RegressionRoutine, output_dim=1))
+net = partial(lenet, 3, CLASSES)
+
+
+def with_head(head: Callable[..., nn.Module]) -> nn.Module:
+    """A network that gives the parameters of a distribution."""
+    return nn.Sequential(lenet(3, 16), nn.ReLU(), head(nn.Linear, event_dim=1, in_features=16))
+
+
+# How to make a module, and its targets; all of these losses are means over images.
+UNCERTAINTY: dict[str, tuple[Callable[[], LightningModule], Tensor]] = {
+    "ClassificationRoutine, cross-entropy": (
+        partial(classifier, partial(torchvision.models.resnet18, num_classes=CLASSES), nn.CrossEntropyLoss()), LABELS,
+    ),
+    "ClassificationRoutine, DECLoss": (
+        partial(classifier, partial(torchvision.models.resnet18, num_classes=CLASSES), DECLoss()), LABELS,
+    ),
+    "ClassificationRoutine, FocalLoss": (partial(classifier, net, FocalLoss(2.0)), LABELS),
+    "ClassificationRoutine, ConfidencePenaltyLoss": (partial(classifier, net, ConfidencePenaltyLoss()), LABELS),
+    "ClassificationRoutine, ConflictualLoss": (partial(classifier, net, ConflictualLoss()), LABELS),
+    "ClassificationRoutine, packed": (
+        partial(
+            classifier, partial(packed_lenet, 3, CLASSES), nn.CrossEntropyLoss(),
+            is_ensemble=True, format_batch_fn=RepeatTarget(4),
+        ),
+        LABELS,
+    ),
+    "ClassificationRoutine, batch ensemble": (
+        partial(
+            classifier, partial(batchensemble_lenet, 3, CLASSES, repeat_training_inputs=True), nn.CrossEntropyLoss(),
+            is_ensemble=True, format_batch_fn=RepeatTarget(4),
+        ),
+        LABELS,
+    ),
+    "ClassificationRoutine, masked": (
+        partial(
+            classifier, partial(masked_resnet, 3, CLASSES, 18, 4, 2.0, repeat_strategy="legacy"), nn.CrossEntropyLoss(),
+            is_ensemble=True, format_batch_fn=RepeatTarget(4),
+        ),
+        LABELS,
+    ),
+    "ClassificationRoutine, MIMO": (
+        partial(
+            classifier, partial(mimo_resnet, 3, CLASSES, 18, 2), nn.CrossEntropyLoss(),
+            is_ensemble=True, format_batch_fn=MIMOBatchFormat(2, rho=1.0),
+        ),
+        LABELS,
+    ),
+    "ClassificationRoutine, MC dropout": (
+        partial(
+            classifier, lambda: mc_dropout(net(dropout_rate=0.2), 4), nn.CrossEntropyLoss(), is_ensemble=True
+        ),
+        LABELS,
+    ),
+    "ClassificationRoutine, EMA": (partial(classifier, lambda: EMA(net(), 0.9), nn.CrossEntropyLoss()), LABELS),
+    "RegressionRoutine": (partial(regressor, partial(lenet, 3, 1), nn.MSELoss()), LABELS.float()),
+    "RegressionRoutine, normal distribution": (
+        partial(regressor, partial(with_head, NormalLinear), DistributionNLLLoss(), dist_family="normal"),
+        LABELS.float(),
+    ),
+    "RegressionRoutine, evidential": (
+        partial(regressor, partial(with_head, NormalInverseGammaLinear), DERLoss(0.01), dist_family="nig"),
+        LABELS.float(),
+    ),
+    "SegmentationRoutine": (partial(segmenter, partial(small_unet, 3, CLASSES), nn.CrossEntropyLoss()), MASKS),
+    "SegmentationRoutine, packed": (
+        partial(
+            segmenter, partial(packed_small_unet, 3, CLASSES, num_estimators=2), nn.CrossEntropyLoss(),
+            format_batch_fn=RepeatTarget(2),
+        ),
+        MASKS,
+    ),
+    "SegmentationRoutine, SegFormer": (
+        partial(segmenter, partial(seg_former, CLASSES, 0), nn.CrossEntropyLoss()), MASKS,
+    ),
+    "PixelRegressionRoutine": (
+        partial(
+            routine, partial(PixelRegressionRoutine, output_dim=1), partial(small_unet, 3, 1), nn.MSELoss()
+        ),
+        MASKS.float(),
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", part_of(UNCERTAINTY))
 def test_torch_uncertainty(name: str) -> None:
-    def make() -> LightningModule:
-        torch.manual_seed(0)
-        network = torchvision.models.resnet18(num_classes=CLASSES)
-        optimizer = torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9)
-        return ClassificationRoutine(
-            model=network, num_classes=CLASSES, loss=UNCERTAINTY[name](), optim_recipe=optimizer
-        )
-
-    try_all(f"torch_uncertainty.ClassificationRoutine, {name}", make, lambda: images_and_labels(SIZE))
-
-
-class Metric(LightningModule):
-    """Embeddings, and a loss that has weights of its own."""
-
-    def __init__(self, loss: Callable[..., nn.Module]) -> None:
-        super().__init__()
-        self.trunk = torchvision.models.resnet18(num_classes=16)
-        self.loss = loss(num_classes=CLASSES, embedding_size=16)
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        value: Tensor = self.loss(self.trunk(batch[0]), batch[1])
-        self.log("loss", value)
-        return value
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 1e-3, momentum=0.9)
-
-
-@pytest.mark.parametrize(
-    "name",
-    part_of(["ArcFaceLoss", "CosFaceLoss", "NormalizedSoftmaxLoss", "SphereFaceLoss", "SubCenterArcFaceLoss"]),
-)
-def test_pytorch_metric_learning(name: str) -> None:
-    def make() -> LightningModule:
-        torch.manual_seed(0)
-        return Metric(getattr(losses, name))
-
-    try_all(f"pytorch_metric_learning.{name}", make, lambda: images_and_labels(SIZE))
-
-
-class SimSiam(LightningModule):
-    """As in lightly's examples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = torchvision.models.resnet18()
-        self.backbone.fc = nn.Identity()
-        self.projection_head = SimSiamProjectionHead(512, 64, 32)
-        self.prediction_head = SimSiamPredictionHead(32, 16, 32)
-        self.criterion = NegativeCosineSimilarity()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        z = self.projection_head(self.backbone(x).flatten(start_dim=1))
-        return z.detach(), self.prediction_head(z)
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        (z0, p0), (z1, p1) = self.forward(batch[0]), self.forward(batch[0].flip(-1))
-        loss: Tensor = 0.5 * (self.criterion(z0, p1) + self.criterion(z1, p0))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-
-
-class BYOL(LightningModule):
-    """As in lightly's examples: a teacher that follows the student before each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = torchvision.models.resnet18()
-        self.backbone.fc = nn.Identity()
-        self.projection_head = BYOLProjectionHead(512, 64, 32)
-        self.prediction_head = BYOLPredictionHead(32, 64, 32)
-        self.backbone_momentum = copy.deepcopy(self.backbone)
-        self.projection_head_momentum = copy.deepcopy(self.projection_head)
-        deactivate_requires_grad(self.backbone_momentum)
-        deactivate_requires_grad(self.projection_head_momentum)
-        self.criterion = NegativeCosineSimilarity()
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        update_momentum(self.backbone, self.backbone_momentum, m=0.99)
-        update_momentum(self.projection_head, self.projection_head_momentum, m=0.99)
-        views = (batch[0], batch[0].flip(-1))
-        p = [self.prediction_head(self.projection_head(self.backbone(x))) for x in views]
-        z = [self.projection_head_momentum(self.backbone_momentum(x)).detach() for x in views]
-        loss: Tensor = 0.5 * (self.criterion(p[0], z[1]) + self.criterion(p[1], z[0]))
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9)
-
-
-LIGHTLY: dict[str, type[LightningModule]] = {"SimSiam": SimSiam, "BYOL": BYOL}
-
-
-@pytest.mark.parametrize("name", part_of(LIGHTLY))
-def test_lightly(name: str) -> None:
-    def make() -> LightningModule:
-        torch.manual_seed(0)
-        return LIGHTLY[name]()
-
-    try_all(f"lightly.{name}", make, lambda: images_and_labels(SIZE))
+    make, targets = UNCERTAINTY[name]
+    try_all(f"torch_uncertainty.{name}", make, lambda: DataLoader(TensorDataset(IMAGES, targets), 4))

@@ -6,14 +6,22 @@ from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
-from catalogue import SEGMENTATION, TIMM, TORCHVISION
+from catalogue import SEGMENTATION, SEGMENTATION_MODELS, TIMM, TORCHVISION
+from examples import LIGHTLY, METRIC_LEARNING
+from modules import TORCHGEO, UNCERTAINTY
 from trial import RESULTS, STRATEGIES
 
 PACKAGES = (
     *("torch", "lightning", "torchvision", "timm", "torchgeo", "lightly", "torch-uncertainty"),
     *("segmentation-models-pytorch", "pytorch-metric-learning"),
 )
-TOTAL = len(TIMM) + len(TORCHVISION) + len(SEGMENTATION) + 25  # of modules.py
+TOTAL = sum(
+    len(names)
+    for names in (
+        *(TIMM, TORCHVISION, SEGMENTATION, SEGMENTATION_MODELS),
+        *(TORCHGEO, UNCERTAINTY, METRIC_LEARNING, LIGHTLY),
+    )
+)
 HEAD = """# The zoo
 
 Published networks and modules, each trained for two steps in float64 by [`verify`](verify.md) under four strategies, on
