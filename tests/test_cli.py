@@ -60,6 +60,9 @@ def test_fit_validate_test_predict_and_quantize(run_cli, quick):
         for name in one.keys() - {"sample", "class"}:
             assert float(one[name]) == pytest.approx(float(two[name]), abs=1e-6)  # The file has six digits.
 
+    code, output = run_cli("test", *quick, *one_process)
+    assert code == 2
+    assert "test without ckpt_path: network.block1.0.0.weight has random values" in output
     code, output = run_cli("test", *quick, *one_process, best)
     assert code == 0, output
     accuracy = sum(row["class"] == target for row, target in zip(rows["two"], _test_targets(), strict=True)) / 359

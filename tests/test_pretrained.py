@@ -1,14 +1,17 @@
 """Trained weights by name, found where torchvision and timm keep what they have downloaded, and a new head."""
 
+import logging
 from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
 import timm
 import torch
+from torch import nn
 from torchvision.models import get_model, get_model_weights
 
-from cnnstrategies import ConfigurationError
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.commands.start_from import check_trained
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.pretrained import new_heads, pretrained, trained_with
 
@@ -133,3 +136,17 @@ def test_heads_are_all_that_is_new(name, heads):
         assert len(new_heads(network, 1000, 7)) == heads
     changed = {name for name, p in network.named_parameters() if tuple(p.shape) != before[name]}
     assert len(changed) == 2 * heads
+
+
+def test_weights_that_a_module_is_built_with_can_be_evaluated_and_random_ones_not(caplog):
+    def with_weights():
+        torch.manual_seed(0)
+        return ImageClassifier(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)), 2)
+
+    with caplog.at_level(logging.INFO):
+        check_trained("validate", with_weights(), with_weights)
+    assert "Weights: those that ImageClassifier is built with" in caplog.text
+    new_head = with_weights()
+    nn.init.normal_(new_head.network[2].weight)
+    with pytest.raises(ConfigurationError, match=r"validate without ckpt_path: network\.2\.weight has random values"):
+        check_trained("validate", new_head, with_weights)

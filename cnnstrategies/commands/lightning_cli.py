@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -28,7 +29,7 @@ from cnnstrategies.commands.parser import ArgumentParser
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import fail, shows_tracebacks
 from cnnstrategies.commands.run import ends_together
-from cnnstrategies.commands.start_from import check_fresh, checkpoint_of
+from cnnstrategies.commands.start_from import check_fresh, check_trained, checkpoint_of
 from cnnstrategies.commands.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.own_images import own_images
@@ -224,13 +225,21 @@ class CLI(LightningCLI):
         if given in WORDS:
             config.ckpt_path = path
         config.fresh = False
-        if path is not None and local_rank() == 0:
+        if local_rank() == 0 and path is not None:
             check_weights(self.model, path, kwargs.get("weights_only"), training)
+        elif local_rank() == 0 and not training:
+            check_trained(str(self.subcommand), self.model, self._model_again)
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].network):
             function(**kwargs)
+
+    def _model_again(self) -> LightningModule:
+        model_alone = Namespace(model=self.config[self.subcommand].model)  # type: ignore[no-untyped-call]
+        alone = Namespace({self.subcommand: model_alone})  # type: ignore[no-untyped-call]
+        model: LightningModule = self.parser.instantiate_classes(alone)[self.subcommand].model
+        return model
 
 
 def leaves_out_classes(words: Sequence[str]) -> bool:

@@ -1,10 +1,13 @@
 """The checkpoint that a run starts from."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-from lightning.pytorch import Trainer
+import torch
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
 
 from cnnstrategies.callbacks.run_record import RunRecord
 from cnnstrategies.checkpoint_words import FOUND, WORDS, SameCheckpoint, find_once
@@ -83,3 +86,26 @@ def is_first(trainer: Trainer) -> bool:
     """
     environment = getattr(trainer.strategy, "cluster_environment", None)
     return local_rank() == 0 and (environment is None or environment.node_rank() == 0)
+
+
+def check_trained(command: str, model: LightningModule, again: Callable[[], LightningModule]) -> None:
+    """Refuse to evaluate weights that nobody has trained.
+
+    Those that a module gets where it is built, as of ``pretrained``, are the same each time; random ones are not.
+
+    Args:
+        command: What is about to run, without a checkpoint.
+        model: What the configuration says.
+        again: Builds it once more.
+
+    Raises:
+        ConfigurationError: Some of its weights are random.
+    """
+    other = dict(again().named_parameters())
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter) or not torch.equal(parameter, other[name]):
+            raise ConfigurationError(
+                f"{command} without ckpt_path: {name} has random values, as {type(model).__name__} is built, so this "
+                "would say nothing of a trained network: add --ckpt_path best, or a checkpoint's path"
+            )
+    rank_zero_info(f"Weights: those that {type(model).__name__} is built with, as no ckpt_path is given")
