@@ -1,5 +1,6 @@
 """Image files to tensors; a damaged file is an error, whatever its damage."""
 
+import re
 from pathlib import Path
 from typing import BinaryIO
 
@@ -10,7 +11,20 @@ from torch import Tensor
 
 
 class BrokenImageError(Exception):
-    """A file that is not an image, or a damaged one; the message says why."""
+    """A file that is not an image, or a damaged one; the message says why.
+
+    Attributes:
+        kind: What is wrong with it, in a word.
+        remedy: What helps, other than to remove it.
+    """
+
+    kind, remedy = "broken", "repair"
+
+
+class TooLargeImageError(BrokenImageError):
+    """An image of so many pixels that Pillow does not decode it: it might be one that is made to fill the memory."""
+
+    kind, remedy = "too large", "make it smaller"
 
 
 def decode(file: Path | BinaryIO) -> Tensor:
@@ -37,6 +51,9 @@ def decode(file: Path | BinaryIO) -> Tensor:
             if image.mode in ("I", "F"):
                 raise ValueError(f"pixels of 32 bits ({image.mode}), whose range is unknown: give it 8 or 16")
             pixels = np.array(image.convert("RGB"))
+    except Image.DecompressionBombError as error:
+        many, most = (int(number) // 10**6 for number in re.findall(r"\d+", str(error)))
+        raise TooLargeImageError(f"it has {many} megapixels, and {most} are the most") from error
     # Pillow's formats raise OSError, ValueError, SyntaxError, struct.error and others for damaged data.
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) else None

@@ -20,6 +20,11 @@ EITHER = ("eval", "evaluation")
 MOST_NAMED = 3
 
 
+def readable(name: str) -> str:
+    """The name of a file as text in UTF-8 can hold it, with the number of each byte that is not of that."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def part_folders(root: Path) -> dict[str, Path]:
     """The folders of a data set's parts, by ``train``, ``val``, ``test`` and ``predict``.
 

@@ -22,6 +22,7 @@ from cnnstrategies.data.folders import (
     has_images,
     image_files,
     part_folders,
+    readable,
 )
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
@@ -200,6 +201,11 @@ class ImageFolderDataModule(ImageDataModule):
     def _check_folders(self) -> None:
         """Refuse a class without images, which nothing could be learned of, and a part without any."""
         for name in self.class_names:
+            if readable(name) != name:
+                raise ConfigurationError(
+                    f"{self.training_root / readable(name)}: a class is named by its folder, and this name is not in "
+                    "UTF-8: rename the folder"
+                )
             if not has_images(folder := self.training_root / name):
                 raise ConfigurationError(
                     f"no images for the class {name} in {folder.resolve()}: {FILES_END_IN}; remove the folder if it is "
@@ -241,8 +247,8 @@ class FolderSource:
         return len(self.names)
 
     def name(self, index: int) -> str:
-        """Path from the root of the file at ``index``."""
-        return os.fsdecode(self.names[index])
+        """Path from the root of the file at ``index``, to be read."""
+        return readable(os.fsdecode(self.names[index]))
 
     def fetch(self, indices: list[int]) -> Batch:
         """Decode and transform the images at ``indices``.
@@ -253,9 +259,11 @@ class FolderSource:
         return torch.stack([self.transform(self._decode(index)) for index in indices]), self.targets[indices]
 
     def _decode(self, index: int) -> torch.Tensor:
-        path = self.root / self.name(index)
+        path = self.root / os.fsdecode(self.names[index])
         try:
             return decode(path)
         except BrokenImageError as error:
             remedy = ", or set data.init_args.on_broken=skip" if self.on_broken == "refuse" else " and start again"
-            raise ConfigurationError(f"broken image {path} ({error}): repair or remove it{remedy}") from None
+            raise ConfigurationError(
+                f"{error.kind} image {path} ({error}): {error.remedy} or remove it{remedy}"
+            ) from None

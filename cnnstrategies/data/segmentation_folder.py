@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
 from cnnstrategies.data.decoding import BrokenImageError, decode
-from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders
+from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.masks import FILL, LEAST_AREA, check_mask, fitted, read_mask
 from cnnstrategies.data.module import ImageDataModule, split
@@ -178,7 +178,7 @@ class MaskedSource:
 
     def name(self, index: int) -> str:
         """Path from the root of an image."""
-        return self.pairs[index][0].relative_to(self.root).as_posix()
+        return readable(self.pairs[index][0].relative_to(self.root).as_posix())
 
     def image_size(self, index: int) -> tuple[int, int]:
         """Height and width of an image."""
@@ -199,7 +199,9 @@ class MaskedSource:
         try:
             image = decode(image_path)
         except BrokenImageError as error:
-            raise ConfigurationError(f"broken image {image_path} ({error}): repair or remove it") from None
+            raise ConfigurationError(
+                f"{error.kind} image {image_path} ({error}): {error.remedy} or remove it"
+            ) from None
         mask = torch.zeros(image.shape[1:], dtype=torch.uint8) if mask_path is None else self._mask(mask_path, image)
         if self.random is not None:
             pair = self.random(tv_tensors.Image(image), tv_tensors.Mask(mask))
@@ -218,7 +220,7 @@ class MaskedSource:
         try:
             mask = read_mask(path)
         except BrokenImageError as error:
-            raise ConfigurationError(f"broken mask {path} ({error}): repair or remove it") from None
+            raise ConfigurationError(f"{error.kind} mask {path} ({error}): {error.remedy} or remove it") from None
         height, width = image.shape[1:]
         check_mask(mask, path, (height, width), self.num_classes, self.ignore_index)
         return mask

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.decoding import BrokenImageError, TooLargeImageError, decode
 
 pytestmark = pytest.mark.light
 
@@ -69,6 +69,13 @@ def test_pixels_without_a_known_range_are_refused(kind):
     Image.fromarray(np.full((4, 5), 1000, dtype=kind)).save("image.tif")
     with pytest.raises(BrokenImageError, match=r"pixels of 32 bits .* give it 8 or 16$"):
         decode(Path("image.tif"))
+
+
+def test_an_image_of_too_many_pixels_is_not_called_damaged(monkeypatch):
+    Image.new("1", (2000, 1500)).save("image.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10**6)
+    with pytest.raises(TooLargeImageError, match=r"^it has 3 megapixels, and 2 are the most$"):
+        decode(Path("image.png"))
 
 
 @pytest.mark.parametrize("name", ["image.jpg", "image.png"])

@@ -1,5 +1,6 @@
 """The data modules: shapes, splits, names, and what they say about bad data."""
 
+import os
 import warnings
 from pathlib import Path
 
@@ -156,6 +157,26 @@ def test_a_broken_image_is_refused_by_its_path_in_one_line(num_workers):
     message = r"^broken image images/train/\w+/\d\.\w+ \(.*\): repair or remove it, or set .*on_broken=skip$"
     with pytest.raises(ConfigurationError, match=message):
         list(module.train_dataloader())
+
+
+def test_a_too_large_image_is_to_be_made_smaller(monkeypatch):
+    make_folder("images")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
+    with pytest.raises(ConfigurationError, match=r"^too large image images/.*: make it smaller or remove it, or set "):
+        module.val_source.fetch([0])
+
+
+def test_a_file_name_that_is_not_in_utf8_is_read_and_can_be_written():
+    make_folder("images")
+    Path("images/val/cat/1.png").rename(os.fsdecode(b"images/val/cat/caf\xe9.png"))
+    module = set_up(ImageFolderDataModule(Path("images"), image_size=16, num_workers=0))
+    names = [module.sample_name(index) for index in range(len(module.val_source))]
+    assert r"val/cat/caf\xe9.png" in names
+    assert module.val_source.fetch([names.index(r"val/cat/caf\xe9.png")])[0].shape == (1, 3, 16, 16)
+    Path("images/train/cat").rename(os.fsdecode(b"images/train/caf\xe9"))
+    with pytest.raises(ConfigurationError, match=r"train/caf\\xe9: a class is named by its folder, and .* rename the"):
+        ImageFolderDataModule(Path("images"))
 
 
 def test_broken_images_are_skipped_and_each_reported_once():

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.folders import readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.sampling import WINDOW
 from cnnstrategies.data.shards import jpeg, tar
@@ -84,7 +85,7 @@ class ShardSource:
 
     def name(self, number: int) -> str:
         """The image's name in what was packed."""
-        return os.fsdecode(self.columns["name"][number])
+        return readable(os.fsdecode(self.columns["name"][number]))
 
     def fetch(self, indices: list[int]) -> Batch:
         """Read, decode, crop and resize the images at ``indices``.
