@@ -29,7 +29,9 @@ def main(args: Sequence[str] | None = None) -> None:
         # takes over.
         signal.signal(signal.SIGTERM, _exit_on_signal)
         from cnnstrategies.commands.front import run
+        from cnnstrategies.commands.refuse import write_anywhere
 
+        write_anywhere()
         run(sys.argv[1:])
     except ConfigurationError as error:
         from cnnstrategies.commands.refuse import fail, in_one_line, shows_tracebacks

@@ -1,5 +1,6 @@
 """How the command line shows things, and says that something is wrong."""
 
+import io
 import os
 import re
 import sys
@@ -16,6 +17,13 @@ def fail(message: str) -> NoReturn:
     """
     print(f"cnnstrategies: error: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def write_anywhere() -> None:
+    """Show a question mark where a terminal's encoding lacks a character; Python would end the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def in_one_line(text: str) -> str:

@@ -10,17 +10,19 @@ from rich.table import Table
 
 from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.commands.quiet import quieten
+from cnnstrategies.commands.refuse import write_anywhere
 from cnnstrategies.export import Format, export
 from cnnstrategies.model_card import origin_of
 from cnnstrategies.quantize import quantize
 
 
 class Trainer(LightningTrainer):
-    """Lightning's Trainer with ``quantize`` and ``export``; a rank spawned with it is as quiet as the command line."""
+    """Lightning's Trainer with ``quantize`` and ``export``; a rank spawned with it speaks as the command line does."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         quieten()
+        write_anywhere()
 
     def quantize(
         self,

@@ -1,7 +1,9 @@
 """What the command line leaves out of Lightning's messages, and what it does not."""
 
+import io
 import logging
 import pickle
+import sys
 import warnings
 
 import pytest
@@ -10,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import seed_everything
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from cnnstrategies.cli import main
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.commands.quiet import LOGGERS, quieten
 from cnnstrategies.commands.trainer import Trainer
@@ -78,6 +81,19 @@ def test_a_spawned_rank_is_quiet_too(said):
     pickle.loads(trainer)
     seed_everything(1)
     assert said == []
+
+
+@pytest.mark.parametrize("start", ["command", "spawned rank"])
+def test_what_a_terminal_cannot_show_is_a_question_mark(start, monkeypatch):
+    trainer = pickle.dumps(Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False))
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="latin-1"))
+    if start == "command":
+        main(["--version"])
+    else:
+        pickle.loads(trainer)
+    print("0/23 •", flush=True)
+    assert terminal.getvalue().endswith(b"0/23 ?\n")
 
 
 def test_srun_is_spoken_of_only_where_a_job_has_more_nodes_than_the_run(said, monkeypatch, tmp_path):
