@@ -1,13 +1,14 @@
 """The parser of configurations: LightningCLI's, with errors of one line."""
 
 import argparse
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import yaml
-from jsonargparse import Namespace, set_parsing_settings
+from jsonargparse import Namespace, set_dumper, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
@@ -18,6 +19,22 @@ from cnnstrategies.commands.refuse import fail, shows_tracebacks
 # With parser_mode="omegaconf+", `${...}` follows overrides and works across several --config files.
 set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
 
+
+class _Dumper(yaml.SafeDumper):
+    """Writes quotes around texts that whoever follows references, or reads the file, would take for numbers: 1e3."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+def _dump(data: Any) -> str:
+    text: str = yaml.dump(data, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+    return text
+
+
+set_dumper("yaml", _dump)
 UNWRITABLE = "Unable to serialize instance "  # How jsonargparse begins what it writes in the place of a value.
 
 

@@ -74,6 +74,13 @@ def test_what_yaml_cannot_hold_is_left_to_its_class(run_cli):
     assert own == {"seed": 3}
 
 
+def test_a_text_that_looks_like_a_number_stays_one(run_cli):
+    code, output = printed(run_cli, "--run_name=1e3", "--trainer.logger.init_args.name=12E-4")
+    assert code == 0, output
+    assert "run_name: '1e3'" in output
+    assert "name: '12E-4'" in output
+
+
 def test_what_another_type_excludes_is_dropped(run_cli):
     code, output = printed(run_cli, "--model.init_args.network=torchvision.models.resnet18")
     assert code == 0, output
