@@ -141,7 +141,9 @@ def explain_parse_error(message: str, args: Sequence[str]) -> str:
         value, expected = in_one_line(match[1]), _types(types[1] if types else "")
         return f"{where}{value!r} is not accepted; it must be {expected}{_other_package(value)}"
     if match := re.search(r"Expected (?:an? )?(.*)\. Got value: (.*)$", message, re.DOTALL):
-        return f"{where}{in_one_line(match[2])!r} is not accepted; it must be {_types(match[1])}"
+        value, expected = in_one_line(match[2]), _types(match[1])
+        expected = f"a list, as in [{value}]" if expected == "list" else expected
+        return f"{where}{value!r} is not accepted; it must be {expected}"
     return re.sub(r'^Parser key "[^"]+":\s*', where, in_one_line(message))
 
 

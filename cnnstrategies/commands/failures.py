@@ -36,6 +36,15 @@ IN_OTHER_WORDS = tuple(
             "trainer.val_check_interval={}: an epoch has {} batches; give no more, a part such as 0.5, or set "
             "trainer.check_val_every_n_epoch to null, so that it counts batches of all epochs",
         ),
+        (
+            r"The parameter 'num_classes' expected value (\d+) but got (\d+) instead",
+            "weights: trained for {} classes, and num_classes={}: class_path: cnnstrategies.pretrained.pretrained "
+            "with the network's name keeps the weights and makes the last layer new",
+        ),
+        (
+            r"failed to listen on any local network address\. port: (\d+),.*EADDRINUSE",
+            "MASTER_PORT={}: another program has this port: set a free one, or, on a single machine, none",
+        ),
     )
 )
 NOT_LOGGED = re.compile(
@@ -58,6 +67,8 @@ def explain_build_error(error: BaseException) -> str:
     for link in chain:
         if isinstance(link, ModuleNotFoundError):
             return f"{where}{in_one_line(missing_package(link))}"
+        if (line := _in_other_words(str(link))) is not None:
+            return line
     # Of a union's members jsonargparse keeps the messages; the one that a constructor raised names the mistake.
     for link in chain:
         reasons = re.findall(r"^\s+- (?!Expected an? <class)(.+[^:\n])$", str(link), re.MULTILINE)
@@ -117,10 +128,12 @@ def explain_run_error(error: BaseException) -> str | None:
         return in_one_line(missing_package(error))
     if isinstance(error, torch.OutOfMemoryError):
         return f"{in_one_line(str(error)).split('. ')[0]}: take a smaller batch, or a strategy that divides the network"
-    for theirs, ours in IN_OTHER_WORDS:
-        if found := theirs.search(message):
-            return ours.format(*found.groups())
-    return None
+    return _in_other_words(message)
+
+
+def _in_other_words(message: str) -> str | None:
+    found = ((theirs.search(message), ours) for theirs, ours in IN_OTHER_WORDS)
+    return next((ours.format(*match.groups()) for match, ours in found if match), None)
 
 
 def refusal_in(traceback: str) -> str | None:

@@ -43,7 +43,7 @@ def given_keys(args: Sequence[str], roots: Mapping[str, str | None]) -> list[Giv
         roots: The classes of the keys that have no ``class_path``, by their path.
 
     Raises:
-        ConfigurationError: A file is not YAML, or gives arguments of a class beside its ``class_path``.
+        ConfigurationError: A file is not YAML, has no keys, or gives arguments of a class beside its ``class_path``.
     """
     tree: dict[str, Any] = {}
     for position, argument in enumerate(args):
@@ -71,7 +71,10 @@ def _read(file: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, UnicodeError) as error:
         why = in_one_line(str(error).replace(' in "<unicode string>",', ""))
         raise ConfigurationError(f"config: {file} is not YAML: {why}") from error
-    return content if isinstance(content, Mapping) else {}
+    if isinstance(content, Mapping):
+        return content
+    what = "is empty" if content is None else f"holds a {'list' if isinstance(content, list) else 'value'} alone"
+    raise ConfigurationError(f"config: {file} {what}: a configuration has keys, as in `trainer: {{max_epochs: 3}}`")
 
 
 def misspelt(name: str) -> str:

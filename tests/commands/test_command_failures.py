@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torchvision.models import resnet18
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.commands import lightning_cli
@@ -83,6 +84,13 @@ LINES = {
         ),
         "trainer.val_check_interval=100: an epoch has 2 batches; give no more, a part such as 0.5, or set ",
     ),
+    "port": (
+        RuntimeError(
+            "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: "
+            "-98, name: EADDRINUSE, message: address already in use"
+        ),
+        "MASTER_PORT=29500: another program has this port: set a free one, or, on a single machine, none",
+    ),
     "inner channels": (raised(lambda: nn.Conv2d(64, 4, 3)(torch.zeros(2, 32, 8, 8))), None),
 }
 
@@ -141,6 +149,21 @@ def test_what_cannot_run_is_refused_in_a_line(run_cli, quick, words, monkeypatch
     assert code == 2
     assert output.splitlines()[-1].startswith(f"cnnstrategies: error: {REFUSED[words]}")
     assert output.count("\n") == 1
+
+
+def test_trained_weights_with_other_classes_are_told_of_a_new_last_layer():
+    error = raised(lambda: resnet18(weights="DEFAULT", num_classes=2))
+    assert explain_build_error(error) == (
+        "weights: trained for 1000 classes, and num_classes=2: class_path: cnnstrategies.pretrained.pretrained with "
+        "the network's name keeps the weights and makes the last layer new"
+    )
+
+
+def test_one_word_in_the_place_of_a_list_is_told_how_to_write_it():
+    message = "Parser key \"allow\":\n  Expected a <class 'list'>. Got value: precision"
+    assert explain_parse_error(message, []) == (
+        "allow: 'precision' is not accepted; it must be a list, as in [precision]"
+    )
 
 
 def test_what_a_class_in_the_configuration_lacks_is_named_with_the_class():

@@ -98,6 +98,13 @@ def test_a_file_that_is_not_yaml_is_named():
         check(["fit", "--config=run.yaml"])
 
 
+@pytest.mark.parametrize(("text", "what"), {"": "is empty", "# a": "is empty", "- a": "holds a list alone"}.items())
+def test_a_file_without_keys_is_named(text, what):
+    Path("run.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"^config: run.yaml {what}: a configuration has keys, as in "):
+        check(["fit", QUICKSTART, "--config=run.yaml"])
+
+
 @pytest.mark.parametrize(
     "given",
     [
