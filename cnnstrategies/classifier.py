@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import MeanMetric
 from torchvision.transforms import v2
 
 from cnnstrategies._lightning_private import built_by_cli
@@ -16,6 +15,7 @@ from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import check_logits, main_logits
 from cnnstrategies.network_module import Batch, NetworkModule
+from cnnstrategies.tasks import TASKS, TaskName
 
 
 class ImageClassifier(NetworkModule):
@@ -32,13 +32,18 @@ class ImageClassifier(NetworkModule):
         network: Any module that maps images to logits (N, num_classes): a torchvision builder,
             ``timm.create_model``, a class or function of your own, or one of :mod:`cnnstrategies.networks`.
             Auxiliary logits, as GoogLeNet and Inception return them in training, are understood.
-        num_classes: Number of classes.
+        num_classes: Number of classes, of labels or of numbers.
         optimizer: Builds the optimizer from the parameters; AdamW with its defaults when left out.
         lr_scheduler: Builds the learning-rate scheduler from the optimizer; none when left out.
         lr_interval: Whether the scheduler advances after each epoch or after each optimizer step.
+        task: ``classes``: each image has one class. ``multilabel``: it has any number of labels; targets are zeros and
+            ones (N, num_classes), the loss is the binary cross-entropy, and ``val_map`` and ``val_f1`` are logged, the
+            means over the labels of average precision and F1. ``regression``: targets are numbers (N, num_classes), the
+            loss is the mean squared error, and ``val_mae`` and ``val_rmse`` are logged.
         class_weights: How much an image of each class counts in the loss; ``balanced`` for weights inverse to how often
             classes occur in the training data, whose mean over its images is 1. The loss is the mean over a batch's
-            images, and not over their weights.
+            images, and not over their weights. With ``multilabel`` how much it counts that an image has a label, in
+            proportion to that it has not.
         label_smoothing: Share of the target mass spread over all classes, in [0, 1).
         mixup_alpha: Mixes pairs of training images (Zhang et al. 2018) with a weight from Beta(alpha, alpha);
             0 turns it off.
@@ -70,6 +75,7 @@ class ImageClassifier(NetworkModule):
         optimizer: OptimizerCallable | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         lr_interval: Literal["epoch", "step"] = "epoch",
+        task: TaskName = "classes",
         class_weights: list[float] | Literal["balanced"] | None = None,
         label_smoothing: float = 0.0,
         mixup_alpha: float = 0.0,
@@ -87,7 +93,14 @@ class ImageClassifier(NetworkModule):
             *(network, num_classes, optimizer, lr_scheduler, lr_interval, decay_norms_and_biases, layer_lr_decay),
             unfreeze_every,
             *(channels_last, compile_backend),
+            least=TASKS[task].least,
         )
+        if task != "classes" and (label_smoothing or mixup_alpha or cutmix_alpha):
+            raise ConfigurationError(
+                f"label_smoothing, mixup and cutmix are for task=classes, and task={task}: set them to 0"
+            )
+        if task == "regression" and class_weights is not None:
+            raise ConfigurationError("class_weights with task=regression: numbers have no classes; leave them out")
         if not 0 <= label_smoothing < 1:
             raise ConfigurationError(f"label_smoothing={label_smoothing} is outside [0, 1); 0.1 is usual")
         for name, value in (
@@ -109,6 +122,9 @@ class ImageClassifier(NetworkModule):
                 )
         # Objects cannot be stored in a checkpoint that loads with weights_only=True; a configuration can.
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
+        self.task = task
+        self.learns = TASKS[task]
+        self.quality = self.learns.quality
         self.label_smoothing = label_smoothing
         self.balanced = class_weights == "balanced"
         given = class_weights if isinstance(class_weights, list) else [1.0] * num_classes
@@ -125,13 +141,19 @@ class ImageClassifier(NetworkModule):
         if cutmix_alpha:
             mixers.append(v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes))
         self.mix = v2.RandomChoice(mixers) if mixers else None
-        self.train_metrics = _metrics(num_classes, top5=False)
-        self.val_metrics = _metrics(num_classes, top5=num_classes > 5)
-        self.test_metrics = _metrics(num_classes, top5=num_classes > 5)
+        self.train_metrics, self.val_metrics, self.test_metrics = (
+            nn.ModuleDict({"loss": MeanMetric(), **self.learns.metrics(num_classes, training)})
+            for training in (True, False, False)
+        )
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
-        """Refuse data with another number of classes, or with masks."""
+        """Refuse data with another number of classes, for another task, or with masks."""
         super().check_data(datamodule)
+        if isinstance(datamodule, ImageDataModule) and datamodule.task != self.task:
+            raise ConfigurationError(
+                f"the model has task={self.task}, and {type(datamodule).__name__} has targets for {datamodule.task}: "
+                f"set model.init_args.task={datamodule.task}, or take ImageTableDataModule with task={self.task}"
+            )
         if self.balanced and not isinstance(datamodule, ImageDataModule):
             raise ConfigurationError(
                 f"class_weights=balanced: {type(datamodule).__name__} does not say how often classes occur: give a "
@@ -152,16 +174,16 @@ class ImageClassifier(NetworkModule):
                 raise ConfigurationError(
                     "class_weights=balanced: the training source has no `targets` to count: give a list of weights"
                 )
-            counts = torch.bincount(targets, minlength=self.num_classes).clamp(min=1)
-            self.class_weights.copy_(len(targets) / (self.num_classes * counts))
+            self.class_weights.copy_(self.learns.balance(targets, self.num_classes))
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        """The mean over the images of a batch of their cross-entropy, each times its class's weight.
+        """The mean over the images of a batch of what the task says, for classes their cross-entropy.
 
         Args:
             outputs: What the network returned: logits (N, num_classes), or a tuple of the main logits followed by
                 those of auxiliary classifiers.
-            targets: Class indices (N,) or class probabilities (N, num_classes).
+            targets: Class indices (N,) or class probabilities (N, num_classes); for other tasks numbers (N,
+                num_classes).
 
         Returns:
             A scalar.
@@ -171,18 +193,13 @@ class ImageClassifier(NetworkModule):
         """
         check_logits(outputs, len(targets), self.num_classes)
         main, *auxiliary = outputs if isinstance(outputs, tuple) else (outputs,)
-        loss = self._cross_entropy(main, targets)
+        # On the device of the stage that computes the loss, where that is not the module's.
+        weights = None if self.class_weights is None else self.class_weights.to(main)
+        loss = self.learns.loss(main, targets, weights, self.label_smoothing)
         for logits in auxiliary:
             if logits is not None:
-                loss = loss + self.aux_weight * self._cross_entropy(logits, targets)
+                loss = loss + self.aux_weight * self.learns.loss(logits, targets, weights, self.label_smoothing)
         return loss
-
-    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if self.class_weights is None:
-            return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
-        # torch's own mean divides by the batch's weights, and so depends on which images are in a process's batch.
-        weights = self.class_weights.to(logits)
-        return F.cross_entropy(logits, targets, weights, reduction="none", label_smoothing=self.label_smoothing).mean()
 
     def loss_weight(self, targets: Tensor) -> int:
         """How much the mean :meth:`loss` of a batch of such targets counts in that of several: its samples.
@@ -213,12 +230,13 @@ class ImageClassifier(NetworkModule):
         """Classify a batch of ``(images, indices)``.
 
         Returns:
-            ``index`` (N,), the positions in the predict dataset, and ``probabilities`` (N, num_classes).
+            ``index`` (N,), the positions in the predict dataset, and ``probabilities`` (N, num_classes), of labels each
+            by itself, or the ``values`` of a regression.
         """
         images, indices = batch
         outputs = self.evaluated(images)
         check_logits(outputs, len(images), self.num_classes)
-        return {"index": indices, "probabilities": main_logits(outputs).float().softmax(dim=1)}
+        return {"index": indices, self.learns.predicted: self.learns.values(main_logits(outputs).float())}
 
     def log_step(self, stage: Literal["train", "val", "test"], outputs: Any, targets: Tensor, loss: Tensor) -> None:
         """Add a batch to a stage's metrics and log them.
@@ -231,14 +249,8 @@ class ImageClassifier(NetworkModule):
         """
         logits = main_logits(outputs)
         check_logits(logits, len(targets), self.num_classes)  # The loss of a subclass may not check.
-        super().log_step(stage, logits, targets.argmax(dim=1) if targets.ndim == 2 else targets, loss)
+        super().log_step(stage, logits, targets, loss)
 
-
-def _metrics(num_classes: int, top5: bool) -> nn.ModuleDict:
-    metrics: dict[str, Metric] = {
-        "loss": MeanMetric(),
-        "acc": MulticlassAccuracy(num_classes, average="micro", validate_args=False),
-    }
-    if top5:
-        metrics["acc_top5"] = MulticlassAccuracy(num_classes, top_k=5, average="micro", validate_args=False)
-    return nn.ModuleDict(metrics)
+    def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What the metrics take."""
+        return self.learns.compared(logits, targets)

@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ class Comparison:
         images: How many were compared.
         difference: Largest of two logits.
         largest: Largest logit.
-        agreement: Share of the images with the same class, or of their pixels.
+        agreement: Share of the images with the same class, or of their pixels; None where these have none.
         of: Words for the pixels, where these have classes.
     """
 
@@ -54,15 +54,16 @@ class Comparison:
     images: int
     difference: float
     largest: float
-    agreement: float
+    agreement: float | None
     of: str = ""
 
     def __str__(self) -> str:
         """The comparison in a line."""
-        return (
+        said = (
             f"On {self.images} validation images the logits differ by {self.difference:.2g} at most (the largest is "
-            f"{self.largest:.3g}), and {self.agreement:.2%}{self.of} have the same class"
+            f"{self.largest:.3g})"
         )
+        return said if self.agreement is None else f"{said}, and {self.agreement:.2%}{self.of} have the same class"
 
 
 def export(
@@ -128,6 +129,8 @@ def export(
                 f"the network as {kind} gives other logits than the {'int8 network' if int8 else 'checkpoint'}, by up "
                 f"to {faithful.difference:.3g}: use another --format"
             )
+        if getattr(model, "task", "classes") != "classes":
+            compared = replace(compared, agreement=None)
         description = {"format": kind, "file": FILES[kind], "int8": int8, **describe(datamodule, batches[0])}
         (scratch / DESCRIPTION).write_text(json.dumps(description, indent=2, ensure_ascii=False), encoding="utf-8")
         card = model_card(description, str(compared), network, datamodule, origin)

@@ -3,7 +3,13 @@
 import difflib
 from collections.abc import Iterable
 
-USUAL = ("val_acc", "val_miou", "val_loss")  # Of ImageClassifier and ImageSegmenter, and of most modules.
+USUAL = (
+    "val_acc",
+    "val_miou",
+    "val_map",
+    "val_mae",
+    "val_loss",
+)  # Of ImageClassifier and ImageSegmenter, and of most modules.
 
 
 def is_of_epochs(name: str) -> bool:
@@ -13,7 +19,7 @@ def is_of_epochs(name: str) -> bool:
 
 def less_is_better(name: str) -> bool:
     """Whether a metric is one of which less is better."""
-    return any(word in name.lower() for word in ("loss", "error"))
+    return any(word in name.lower() for word in ("loss", "error", "mae", "rmse", "mse"))
 
 
 def worth_showing(names: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
-ON_BAR = ("train_loss", "val_loss", "val_acc", "test_acc", "val_miou", "test_miou")
+ON_BAR = ("train_loss", "val_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")
 
 
 class NetworkModule(LightningModule):
@@ -35,6 +35,7 @@ class NetworkModule(LightningModule):
         unfreeze_every: Epochs after which the next layer before those that learn begins to learn; 0 for all at once.
         channels_last: Store images and weights with the channels innermost.
         compile_backend: Compile the network with this ``torch.compile`` backend; not compiled when left out.
+        least: Of ``num_classes``.
 
     Raises:
         ConfigurationError: A number is out of its range, or the data has another number of classes.
@@ -52,10 +53,11 @@ class NetworkModule(LightningModule):
         unfreeze_every: int,
         channels_last: bool,
         compile_backend: str | None,
+        least: int = 2,
     ) -> None:
         super().__init__()
-        if num_classes < 2:
-            raise ConfigurationError(f"num_classes={num_classes}: at least 2 classes are needed")
+        if num_classes < least:
+            raise ConfigurationError(f"num_classes={num_classes}: at least {least} is needed")
         if not 0 < layer_lr_decay <= 1:
             raise ConfigurationError(f"layer_lr_decay={layer_lr_decay} is outside (0, 1]; 0.65 to 0.9 is usual")
         if unfreeze_every < 0:
@@ -71,6 +73,8 @@ class NetworkModule(LightningModule):
         self.unfreeze_every = unfreeze_every
         self.channels_last = channels_last
         self.compile_backend = compile_backend
+
+    quality: str = "acc"  # The metric by which networks are compared.
 
     def check_data(self, datamodule: LightningDataModule | None) -> None:
         """Refuse data with another number of classes.
@@ -150,15 +154,19 @@ class NetworkModule(LightningModule):
             targets: What the metrics compare its main logits with.
             loss: Mean loss over the batch.
         """
-        logits = main_logits(outputs).detach()
+        compared = self.compared(main_logits(outputs).detach(), targets)
         for name, metric in getattr(self, f"{stage}_metrics").items():
             if name == "loss":
                 metric.update(loss.detach(), weight=len(targets))
             else:
-                metric.update(logits, targets)
+                metric.update(*compared)
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=f"{stage}_{name}" in ON_BAR)
         if stage == "train":
             self.log("train_loss_step", loss.detach(), on_step=True, on_epoch=False)
+
+    def compared(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What the metrics take."""
+        return logits, targets
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Return the loss of a training batch."""

@@ -1,5 +1,6 @@
 """Post-training static quantisation of a trained network to int8."""
 
+import copy
 import itertools
 import platform
 import statistics
@@ -13,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import giving_logits, main_logits, name_of
-from cnnstrategies.segmenter import ImageSegmenter
+from cnnstrategies.network_module import NetworkModule
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -30,7 +30,8 @@ class Figures:
     """What a network costs and what it can do.
 
     Attributes:
-        quality: Share of the validation images that it classifies rightly; of a segmenter its mean IoU on them.
+        quality: Share of the validation images that it classifies rightly, or what else a model measures it by, such as
+            the mean IoU of a segmenter.
         megabytes: Size of its weights and buffers, MB (10^6 bytes).
         milliseconds: Median time of one batch on the CPU.
     """
@@ -87,10 +88,8 @@ def quantize(
     quantized = load_quantized(output)
     times = milliseconds([network, quantized], example)
     measure, metric = accuracy, "val_acc"
-    if isinstance(model, ImageSegmenter):
-        of_module = model.val_metrics["miou"]
-        assert isinstance(of_module, Metric)
-        measure, metric = partial(mean_iou, like=of_module), "val_miou"
+    if isinstance(model, NetworkModule) and model.quality != "acc":
+        measure, metric = partial(quality, model=model), f"val_{model.quality}"
     before = Figures(measure(network, datamodule.val_dataloader()), _megabytes(exported), times[0])
     after = Figures(measure(quantized, datamodule.val_dataloader()), _megabytes(torch.export.load(output)), times[1])
     return Report(before, after, len(example), has_int8_kernels(), metric)
@@ -210,19 +209,19 @@ def accuracy(network: Network, batches: Iterable[tuple[Tensor, Tensor]]) -> floa
     return right / total
 
 
-def mean_iou(network: Network, batches: Iterable[tuple[Tensor, Tensor]], like: Metric) -> float:
-    """Mean over the classes of the intersection of prediction and truth over their union.
+def quality(network: Network, batches: Iterable[tuple[Tensor, Tensor]], model: NetworkModule) -> float:
+    """What a model measures its network by.
 
     Args:
         network: Maps images to logits.
-        batches: Images (N, C, H, W) and masks (N, H, W).
-        like: The metric that says so; it is left as it is.
+        batches: Images (N, C, H, W) and their targets.
+        model: Whose validation metric it is; that is left as it is.
     """
-    metric = like.clone().cpu()
+    metric = copy.deepcopy(getattr(model.val_metrics, model.quality)).cpu()
     metric.reset()
     with torch.no_grad():
-        for images, masks in batches:
-            metric.update(main_logits(network(images)), masks)
+        for images, targets in batches:
+            metric.update(*model.compared(main_logits(network(images)), targets))
     return float(metric.compute())
 
 

@@ -79,6 +79,8 @@ class ImageSegmenter(NetworkModule):
         self.val_metrics = self._metrics()
         self.test_metrics = self._metrics()
 
+    quality = "miou"
+
     def check_data(self, datamodule: LightningDataModule | None) -> None:
         """Refuse data with another number of classes, without masks, or whose masks have another ``ignore_index``."""
         super().check_data(datamodule)

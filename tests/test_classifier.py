@@ -1,5 +1,6 @@
 """`ImageClassifier`: the contract of the strategies, its loss, metrics, schedulers and checkpoints."""
 
+import math
 import warnings
 from types import SimpleNamespace
 
@@ -68,6 +69,46 @@ def test_balanced_weights_are_inverse_to_how_often_classes_occur():
     torch.testing.assert_close(model.class_weights[:2], len(targets) / (10 * counts))
     with pytest.raises(ConfigurationError, match="class_weights=balanced: LightningDataModule does not say"):
         model.check_data(LightningDataModule())
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_labels_and_numbers_are_learned_measured_and_predicted(task):
+    model = ImageClassifier(nn.Identity(), num_classes=3, task=task)
+    torch.manual_seed(0)
+    logits, targets = torch.randn(40, 3), torch.randint(2, (40, 3)).float()
+    each = [model.loss(logits[[i]], targets[[i]]) for i in range(40)]
+    torch.testing.assert_close(model.loss(logits, targets), torch.stack(each).mean())
+    model.log = lambda *_, **__: None
+    for part in range(0, 40, 8):
+        model.validation_step((logits[part : part + 8], targets[part : part + 8]), 0)
+    found = {name: float(metric.compute()) for name, metric in model.val_metrics.items()}
+    predicted = model.predict_step((logits, torch.arange(40)), 0)
+    if task == "multilabel":
+        torch.testing.assert_close(model.loss(logits, targets), F.binary_cross_entropy(logits.sigmoid(), targets))
+        torch.testing.assert_close(predicted["probabilities"], logits.sigmoid())
+        ranked = targets.gather(0, logits.argsort(dim=0, descending=True))
+        precision = ranked.cumsum(dim=0) / torch.arange(1, 41)[:, None]
+        assert found["map"] == pytest.approx(float(((precision * ranked).sum(0) / ranked.sum(0)).mean()), abs=0.02)
+        both = ((logits > 0) * targets).sum(dim=0)
+        assert found["f1"] == pytest.approx(float((2 * both / ((logits > 0).sum(0) + targets.sum(0))).mean()), rel=1e-5)
+        assert model.quality in found
+    else:
+        torch.testing.assert_close(model.loss(logits, targets), F.mse_loss(logits, targets))
+        assert torch.equal(predicted["values"], logits)
+        assert found["mae"] == pytest.approx(float((logits - targets).abs().mean()), rel=1e-5)
+        assert found["rmse"] == pytest.approx(float(F.mse_loss(logits, targets)) ** 0.5, rel=1e-5)
+    assert found["loss"] == pytest.approx(float(model.loss(logits, targets)), rel=1e-5)
+    with pytest.raises(ConfigurationError, match=rf"task={task} needs targets of shape \(40, 3\), .* gives \(40,\)"):
+        model.loss(logits, targets[:, 0])
+
+
+def test_weights_of_labels_are_those_of_the_ones_that_are_there():
+    model = ImageClassifier(nn.Identity(), num_classes=2, task="multilabel", class_weights=[1.0, 3.0])
+    logits, targets = torch.zeros(1, 2), torch.tensor([[1.0, 1.0]])
+    assert float(model.loss(logits, targets)) == pytest.approx(2 * math.log(2))
+    assert model.learns.balance(torch.tensor([[1, 0], [1, 1], [0, 1], [1, 0]]), 2).tolist() == pytest.approx(
+        [1 / 3, 1.0]
+    )
 
 
 def test_mirror_images_take_part_in_evaluation_alone():
@@ -203,6 +244,9 @@ MISTAKES = {
     "sizes": ({"train_sizes": {0: 128, 5: 0}}, "train_sizes has 5: 0"),
     "mixup": ({"mixup_alpha": -1.0}, "mixup_alpha=-1.0 is negative; use 0"),
     "weights": ({"class_weights": [1.0, 2.0]}, r"class_weights=\[1.0, 2.0\]: a number from 0 on for each of the 10"),
+    "task": ({"task": "multilabel", "mixup_alpha": 0.1}, "mixup and cutmix are for task=classes, and task=multilabel"),
+    "numbers": ({"task": "regression", "class_weights": "balanced"}, "class_weights with task=regression"),
+    "one label": ({"num_classes": 1, "task": "multilabel"}, "num_classes=1: at least 2"),
     "cutmix": ({"cutmix_alpha": -0.5}, "cutmix_alpha=-0.5"),
 }
 

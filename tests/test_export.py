@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,13 @@ def test_a_program_of_its_own_uses_it_from_the_first_import_on(kind):
     found = [importlib.util.find_spec(name) for name in ("torch", "numpy", "onnxruntime")]
     folders = {str(Path(one.origin).parents[1]) for one in found if one is not None}
     assert use("out", "-S", PYTHONPATH=os.pathsep.join(folders)).startswith("3 images")
+
+
+@pytest.mark.light
+def test_only_classes_are_called_equal():
+    found = export.Comparison(Path("model.pt2"), 5, 0.0, 1.0, 0.5)
+    assert str(found).endswith("and 50.00% have the same class")
+    assert str(replace(found, agreement=None)).endswith("(the largest is 1)")
 
 
 def refuses(*_, **__):

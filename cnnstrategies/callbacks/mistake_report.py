@@ -86,6 +86,8 @@ class MistakeReport(Callback):
         everywhere = _everywhere(trainer)
         if everywhere and not trainer.is_global_zero:
             return
+        if getattr(module, "task", "classes") != "classes":
+            return  # Labels and numbers are not taken for one another.
         logits, targets = outputs["logits"].detach(), outputs["targets"]
         targets = targets.argmax(dim=1) if targets.shape == logits.shape else targets
         if targets.is_floating_point() or targets.shape != logits.shape[:1] + logits.shape[2:]:

@@ -29,7 +29,7 @@ class PredictionWriter(Callback):
 
     Columns: ``sample`` (the data module's ``sample_name(index)``, else the index), ``class`` (the name of the most
     probable class, else its number), ``probability``, then one column of probability per class, or the next probable
-    classes.
+    classes. Of ``values`` in place of probabilities, as of a regression, one column each.
 
     Args:
         output: The file; ``predictions.csv`` in the log directory when left out. For masks the folder, ``predictions``
@@ -54,6 +54,7 @@ class PredictionWriter(Callback):
         self._probabilities: list[Tensor] = []
         self._folder = Path()
         self._masks = 0
+        self._are_values = False
 
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,13 +86,15 @@ class PredictionWriter(Callback):
             write_masks(folder, getattr(trainer, "datamodule", None), outputs["index"].tolist(), outputs["masks"].cpu())
             self._masks += len(outputs["index"])
             return
-        if not isinstance(outputs, dict) or not {"index", "probabilities"} <= outputs.keys():
+        self._are_values = isinstance(outputs, dict) and "values" in outputs
+        rows = "values" if self._are_values else "probabilities"
+        if not isinstance(outputs, dict) or not {"index", rows} <= outputs.keys():
             raise ConfigurationError(
                 f"{type(pl_module).__name__}.predict_step returned {type(outputs).__name__}: predictions.csv needs "
                 "a dict with 'index' (N,) and 'probabilities' (N, classes)"
             )
         self._indices.append(outputs["index"].cpu())
-        self._probabilities.append(outputs["probabilities"].float().cpu())
+        self._probabilities.append(outputs[rows].float().cpu())
 
     @override
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,22 +116,23 @@ class PredictionWriter(Callback):
         datamodule = getattr(trainer, "datamodule", None)
         sample_name = getattr(datamodule, "sample_name", str)
         classes = [str(name) for name in getattr(datamodule, "class_names", range(probabilities.shape[1]))]
-        columns = ["sample", "class", "probability"]
-        if self.top is None:
-            columns += [f"p({name})" for name in classes]
-        else:
-            for place in range(2, min(self.top, len(classes)) + 1):
-                columns += [f"class {place}", f"probability {place}"]
+        most = 0 if self._are_values else self.top or 1
+        whole = self._are_values or self.top is None
+        columns = ["sample", "class", "probability"][: 3 if most else 1]
+        for place in range(2, min(most, len(classes)) + 1):
+            columns += [f"class {place}", f"probability {place}"]
+        if whole:
+            columns += classes if self._are_values else [f"p({name})" for name in classes]
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             writer.writerow(columns)
             for index, row in zip(indices, probabilities.tolist(), strict=True):
-                order = sorted(range(len(row)), key=row.__getitem__, reverse=True)[: self.top or 1]
+                order = sorted(range(len(row)), key=row.__getitem__, reverse=True)[:most]
                 cells = [sample_name(index)]
                 for best in order:
                     cells += [classes[best], f"{row[best]:.6f}"]
-                writer.writerow([*cells, *(f"{value:.6f}" for value in row if self.top is None)])
+                writer.writerow([*cells, *(f"{value:.6f}" for value in row if whole)])
 
 
 def gather_rows(trainer: Trainer, indices: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from cnnstrategies.data.cifar100 import CIFAR100DataModule
 from cnnstrategies.data.digits import DigitsDataModule
 from cnnstrategies.data.fashion_mnist import FashionMNISTDataModule
 from cnnstrategies.data.image_folder import ImageFolderDataModule
+from cnnstrategies.data.image_table import ImageTableDataModule
 from cnnstrategies.data.mnist import MNISTDataModule
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.segmentation_folder import SegmentationFolderDataModule
@@ -18,6 +19,7 @@ __all__ = [
     "FashionMNISTDataModule",
     "ImageDataModule",
     "ImageFolderDataModule",
+    "ImageTableDataModule",
     "MNISTDataModule",
     "SegmentationFolderDataModule",
     "ShardedImageDataModule",

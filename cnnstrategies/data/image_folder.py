@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from cnnstrategies.data.verification import broken_images
 from cnnstrategies.errors import ConfigurationError
 
 OnBroken = Literal["refuse", "skip"]
-Files = tuple[list[str], list[int]]
+Files = tuple[list[str], list[Any]]
 
 
 class ImageFolderDataModule(ImageDataModule):
@@ -104,6 +104,16 @@ class ImageFolderDataModule(ImageDataModule):
         self.prepare_as(IMAGENET)
         if not self.root.is_dir():
             raise ConfigurationError(f"no directory {self.root.resolve()}: set data.init_args.root")
+        self.find()
+        self.num_classes = len(self.class_names)
+        self._reported: set[str] = set()
+
+    def find(self) -> None:
+        """Find the parts and the classes.
+
+        Raises:
+            ConfigurationError: They cannot be trained on.
+        """
         self.folders = part_folders(self.root)
         self.training_root = self.folders.get("train", self.root)
         self.class_names = self._class_folders(self.training_root)
@@ -113,8 +123,6 @@ class ImageFolderDataModule(ImageDataModule):
                 "needed, at least 2"
             )
         self._check_folders()
-        self.num_classes = len(self.class_names)
-        self._reported: set[str] = set()
 
     @override
     def prepare_as(self, trained: Preprocessing) -> None:
@@ -228,13 +236,13 @@ class FolderSource:
     Args:
         root: Directory of the files.
         names: Their paths from ``root``.
-        targets: Their classes.
+        targets: Their classes, or several numbers for each.
         transform: Applied to each decoded image, uint8 (3, H, W); the results must have equal shapes.
         on_broken: What the user chose; it decides which remedy an error names.
     """
 
     def __init__(
-        self, root: Path, names: Sequence[str], targets: list[int], transform: Transform, on_broken: OnBroken
+        self, root: Path, names: Sequence[str], targets: list[Any], transform: Transform, on_broken: OnBroken
     ) -> None:
         self.root = root
         # One array: workers are forked, and counting references to a million strings would copy them into each.

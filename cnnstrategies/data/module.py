@@ -16,6 +16,7 @@ from cnnstrategies.data.masks import of_image
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.tasks import TaskName
 
 
 class ImageDataModule(LightningDataModule):
@@ -33,6 +34,7 @@ class ImageDataModule(LightningDataModule):
         ignore_index: The value of pixels in masks that count nowhere; None where targets are classes of images.
         prefetch: Batches that each worker process has ready.
         shuffle_block: Samples of the blocks that are shuffled as a whole; None shuffles all samples.
+        task: What the targets are for: ``classes``, ``multilabel`` or ``regression``.
         balanced: Whether training has as many samples of each class; the training source then has ``targets``.
         preprocessing: How images are resized and normalised, where that can follow a network's trained weights.
         not_prepared_as: How those were that such weights were trained on, where it cannot.
@@ -69,6 +71,7 @@ class ImageDataModule(LightningDataModule):
     prefetch: int = 2
     shuffle_block: int | None = None
     balanced: bool = False
+    task: TaskName = "classes"
     preprocessing: Preprocessing | None
     not_prepared_as: Preprocessing | None
     places: Mapping[str, str]

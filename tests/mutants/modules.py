@@ -81,13 +81,13 @@ def a_run_that_is_stopped_does_not_save_its_last_step(
 
 @replaces(Comparison.__init__, killed_by=test_export.test_what_cannot_be_exported_is_refused_and_nothing_is_left)
 def an_exported_network_may_give_other_logits(
-    right: Callable[[Comparison, Path, int, float, float, float, str], None],
+    right: Callable[[Comparison, Path, int, float, float, float | None, str], None],
     self: Comparison,
     file: Path,
     images: int,
     difference: float,
     largest: float,
-    agreement: float,
+    agreement: float | None,
     of: str = "",
 ) -> None:
     right(self, file, images, 0.0, largest, agreement, of)

@@ -116,6 +116,10 @@ def _module(source: str, init_args: Mapping[str, Any]) -> ImageDataModule:
 
 
 def _of_folder(module: ImageFolderDataModule) -> Contents:
+    if module.task != "classes":
+        raise ConfigurationError(
+            f"targets for {module.task} cannot be packed: shards hold a class or a mask of each image"
+        )
     root = module.root
     parts: dict[str, Images] = {}
     stats: list[Any] = []

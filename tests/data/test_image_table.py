@@ -1,0 +1,102 @@
+"""Images that a CSV file names, and what it says of them."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from PIL import Image
+
+from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.callbacks import MistakeReport, PredictionWriter
+from cnnstrategies.data import ImageTableDataModule
+from cnnstrategies.data.shards.contents import contents_of
+
+CLASSES = "image,species\na.png,cat\nb.png,dog\nc.png,cat\nd.png,dog\n"
+LABELS = "file,Split,wet,cold\na.png,train,0,1\nb.png,TRAIN,1,1\nc.png,valid,0,0\nd.png,testing,1,0\n"
+
+
+def table(text, **options):
+    Path("labels.csv").write_text(text)
+    for number, name in enumerate("abcd"):
+        Image.new("RGB", (9, 8), (40 * number,) * 3).save(f"{name}.png")
+    data = ImageTableDataModule(Path("."), image_size=8, batch_size=4, num_workers=0, **options)
+    data.setup("fit")
+    return data
+
+
+@pytest.mark.light
+def test_a_column_of_names_has_the_classes():
+    data = table(CLASSES, val_split=0.5)
+    assert data.class_names == ["cat", "dog"]
+    found = {source.name(i): int(source.targets[i]) for source in (data.train_source, data.val_source) for i in (0, 1)}
+    assert found == {"a.png": 0, "b.png": 1, "c.png": 0, "d.png": 1}
+    assert data.describe("val").startswith("2 held out of labels.csv, ")
+
+
+@pytest.mark.light
+def test_columns_of_numbers_are_labels_or_values_and_parts_are_known_by_their_usual_names():
+    data = table(LABELS, task="multilabel")
+    assert (data.class_names, data.num_classes) == (["wet", "cold"], 2)
+    assert data.describe("train") == "2 in labels.csv"
+    ((images, targets),) = data.train_dataloader()
+    assert images.shape == (2, 3, 8, 8)
+    assert sorted(targets.tolist()) == [[0.0, 1.0], [1.0, 1.0]]
+    assert [source.targets.tolist() for source in (data.val_source, data.test_source)] == [[[0.0, 0.0]], [[1.0, 0.0]]]
+    data = table(LABELS.replace("0,0", "-2.5,7"), task="regression", columns=["wet"])
+    assert data.val_source.targets.tolist() == [[-2.5]]
+    with pytest.raises(
+        ConfigurationError, match="task=classes, and ImageTableDataModule has targets for regression: set"
+    ):
+        ImageClassifier(torch.nn.Flatten(), 2).check_data(table(LABELS, task="regression"))
+    with pytest.raises(ConfigurationError, match="targets for multilabel cannot be packed"):
+        contents_of("ImageTableDataModule", {"root": ".", "task": "multilabel"})
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_it_is_evaluated_and_predicted(task, capsys):
+    data = table(LABELS, task=task)
+    torch.manual_seed(0)
+    model = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 2)), 2, task=task)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[MistakeReport(), PredictionWriter(Path("found.csv"))],
+    )  # fmt: skip
+    (metrics,) = trainer.validate(model, data, verbose=False)
+    assert f"val_{model.quality}" in metrics
+    assert "Mistakes" not in capsys.readouterr().out, "labels and numbers are not taken for one another"
+    trainer.predict(model, data, return_predictions=False)
+    (row,) = csv.DictReader(Path("found.csv").read_text().splitlines())
+    with torch.no_grad():
+        outputs = model.network(data.eval_transform(data.predict_source.fetch([0])[0]))[0]
+    names, values = (["wet", "cold"], outputs) if task == "regression" else (["p(wet)", "p(cold)"], outputs.sigmoid())
+    assert [float(row[name]) for name in names] == pytest.approx(values.tolist(), abs=1e-5)
+    assert row["sample"] == "d.png"
+    assert ("class" in row) == (task == "multilabel")
+
+
+MISTAKES = {
+    "no file": ("", {"labels": Path("other.csv")}, r"other.csv cannot be read \(No such file"),
+    "no rows": ("image,species\n", {}, "has the targets' columns none: task=classes needs one"),
+    "no column": (CLASSES, {"columns": ["age"]}, "has no column 'age': it has image, species"),
+    "two columns": (LABELS, {}, "columns wet, cold: task=classes needs one; name them in"),
+    "other split": (LABELS.replace("testing", "trial"), {"task": "multilabel"}, "the split 'trial': take train, val"),
+    "no training": ("image,split,a\na.png,val,1\n", {"task": "regression"}, "has no images for training"),
+    "other class": ("image,split,a\na.png,train,x\nb.png,train,y\nc.png,val,z\n", {}, "gives c.png the class 'z'"),
+    "no label": (LABELS.replace("1,1", "1,2"), {"task": "multilabel"}, "gives b.png 1, 2: 0 or 1 for each label is"),
+    "no number": (LABELS.replace("1,1", "1,"), {"task": "regression"}, "gives b.png 1, : a number for each target is"),
+    "no image": (
+        LABELS.replace("a.png", "e.png"),
+        {"task": "regression"},
+        "names e.png, which is not there: paths begin",
+    ),
+    "balanced": (LABELS, {"task": "regression", "balanced": True}, "balanced with task=regression"),
+}
+
+
+@pytest.mark.light
+@pytest.mark.parametrize(("text", "options", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_in_the_file_is_named(text, options, message):
+    with pytest.raises(ConfigurationError, match=message):
+        table(text, **options)
