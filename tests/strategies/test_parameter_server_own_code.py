@@ -126,6 +126,12 @@ class Rewritten(Module):
         return super().training_step(batch, index)
 
 
+class Replaced(Module):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.net.head.weight.data = self.net.head.weight.data * 1.0
+        return super().training_step(batch, index)
+
+
 class Sparse(Module):
     def __init__(self) -> None:
         super().__init__()
@@ -182,6 +188,7 @@ def test_a_hook_that_clips_each_workers_own_gradient_is_refused() -> None:
             "was changed between two steps, or in training_step (maybe by Clamped.on_train_batch_end): the servers",
         ),
         (Rewritten, "net.head.weight was changed between two steps, or in training_step"),
+        (Replaced, "net.head.weight was changed between two steps, or in training_step"),
         (Sudden, "net.stem.weight_v was used without a forward of its own module"),
         (Sparse, "the gradient of words is sparse"),
         (Unseen, "the gradient of net.attention.out_proj.weight was changed after backward"),
