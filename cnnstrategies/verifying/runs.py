@@ -23,7 +23,9 @@ from cnnstrategies.verifying.verdict import Row, Verdict, compared, differences,
 
 # By an exception that ends a process, in the traceback of one of its ranks too, and by the command line.
 REFUSAL = re.compile(
-    r"^(?:cnnstrategies\.errors\.ConfigurationError: (.*?)(?=\n\n|\Z)|cnnstrategies: error: ([^\n]*))", re.M | re.S
+    r"^(?:cnnstrategies\.[\w.]+\.(?:ConfigurationError|NotHereError): (.*?)(?=\n\n|\Z)"
+    r"|cnnstrategies: error: ([^\n]*))",
+    re.M | re.S,
 )
 EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)\w*: .*", re.MULTILINE)
 LAST_LINES = 30  # of what a run that has failed has printed

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import cnnstrategies
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies.hybrid_pipeline.layers import NotHereError
 from cnnstrategies.verifying import runs
 from cnnstrategies.verifying.runs import TrainingError
 
@@ -75,6 +77,15 @@ def test_strategies_are_forked_and_others_are_refused() -> None:
     ]
     with pytest.raises(ConfigurationError, match="strategy=fsdp: verify runs a strategy in processes that it forks"):
         cnnstrategies.verify(Module(), Data(), "fsdp")
+
+
+@pytest.mark.light
+def test_refusals_of_any_kind_are_found_in_what_a_rank_has_printed() -> None:
+    for kind in (ConfigurationError, NotHereError):
+        printed = f"Traceback\n{''.join(traceback.format_exception_only(kind('self.model.update: why; remedy')))}"
+        found = runs.REFUSAL.search(printed)
+        assert found is not None
+        assert found[1].strip() == "self.model.update: why; remedy"
 
 
 class Drifts(Module):
