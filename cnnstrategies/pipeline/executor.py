@@ -307,7 +307,7 @@ def check_rows(outputs: Any, samples: int) -> None:
             raise ConfigurationError(
                 f"the network returns a tensor of shape {tuple(leaf.shape)} for {samples} samples: cut into stages, it "
                 "runs on parts of the batch, and what it returns must have one row per sample (compute means in the "
-                "module's loss)"
+                "module's loss; for an ensemble that returns a row for each of its members use strategy ddp)"
             )
 
 

@@ -106,8 +106,22 @@ class WeighedLoss(PartialLoss):
         Its value is not a number where it is not clear by which factor to multiply that.
 
         Raises:
-            ConfigurationError: There are no such factors.
+            ConfigurationError: There are no such factors, or the loss takes no outputs but the network's own.
         """
+        try:
+            return self._part(outputs, microbatch)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            self.loss(outputs, microbatch)  # It may fail with these, too, and that is to be seen then.
+            reason = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+            raise ConfigurationError(
+                f"the loss fails with made-up outputs ({reason}), and not with the network's own: by them it is found "
+                "out how much each microbatch counts; let it take them (as by validate_args=False in distributions), "
+                "or use strategy ddp"
+            ) from error
+
+    def _part(self, outputs: Any, microbatch: int) -> Tensor:
         if self.same_draws:
             return self._in_its_place(outputs, microbatch)
         factors = self._factors(outputs, microbatch)

@@ -2,6 +2,8 @@
 
 import inspect
 import linecache
+import math
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +60,8 @@ class LeafTracer(fx.Tracer):
     """
 
     def __init__(self, whole: Collection[nn.Module], numbers: Sequence[Any]) -> None:
-        super().__init__()
+        # Functions of einops look at the types of what they are given, and a stand-in has none.
+        super().__init__(autowrap_modules=(math, *([sys.modules["einops"]] if "einops" in sys.modules else [])))
         self._contexts = Contexts()
         self._whole = whole
         self._numbers = iter(numbers)

@@ -112,6 +112,22 @@ def test_what_microbatches_do_not_tell_is_refused(loss: Any, message: str) -> No
         in_parts(loss)
 
 
+def test_a_loss_that_takes_no_made_up_outputs_is_refused_by_its_own_words() -> None:
+    def constrained(outputs: Outputs, targets: Tensor) -> Tensor:
+        if not torch.isin(outputs["value"].detach(), values).all():
+            raise ValueError("value must be one of these\nand is not")
+        return outputs["value"].mean()
+
+    def broken(outputs: Outputs, targets: Tensor) -> Tensor:
+        raise ZeroDivisionError("of the user's own")
+
+    values = outputs()["value"]
+    with pytest.raises(ConfigurationError, match=r"made-up outputs \(ValueError: value must be one of these\)"):
+        in_parts(constrained)
+    with pytest.raises(ZeroDivisionError):
+        in_parts(broken)
+
+
 def test_a_loss_of_the_weights_is_refused() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=torch.float64))
     parts = WeighedLoss(lambda o, m: o["logits"].mean() + weight.square().sum(), [weight])

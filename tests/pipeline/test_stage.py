@@ -3,6 +3,8 @@
 import copy
 import random
 import re
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -244,6 +246,24 @@ def test_a_module_that_cannot_be_traced_inside_stays_whole() -> None:
         comparison.compare(divide_by_names(network, ["1"]), torch.randn(2, 3, 8, 8, dtype=torch.float64))
 
     run_apart(compared)
+
+
+def test_functions_of_einops_become_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    einops: Any = ModuleType("einops")
+    monkeypatch.setitem(sys.modules, "einops", einops)
+
+    def rearrange(tensor: Any, pattern: str) -> Tensor:
+        if type(tensor) is not Tensor:
+            raise RuntimeError(f"Tensor type unknown to einops {type(tensor)}")
+        return tensor.transpose(1, 2)
+
+    class Rearranged(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return einops.rearrange(images.relu(), "b c n -> b n c")
+
+    einops.rearrange = rearrange
+    images = torch.randn(2, 3, 4)
+    assert torch.equal(trace(Rearranged())(images), Rearranged()(images))
 
 
 def test_what_a_network_decides_by_the_shape_of_its_images_holds_for_these() -> None:

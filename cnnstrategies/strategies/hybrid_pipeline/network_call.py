@@ -17,11 +17,19 @@ class _CallSeen(BaseException):
 
 
 class _Recorder(nn.Module):
-    """Takes the network's place and keeps what it is called with."""
+    """Takes the network's place and keeps what it is called with; all else that a step asks for is the network's.
 
-    def __init__(self) -> None:
+    Args:
+        network: The network.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._network = [network]  # Hidden, for its layers are none of this module's.
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_network"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.call = (args, kwargs)
@@ -53,7 +61,8 @@ def given_to_network(
     Returns:
         The values; None where the step does not come to call it, or not as the network can be called.
     """
-    recorder = _Recorder().train(module.training)
+    recorder = _Recorder(network)
+    recorder.training = module.training
     shadow = shadow_of(module, path, recorder, copy_metrics(module))
     try:
         with torch.no_grad():
