@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch_uncertainty.layers.distributions import NormalInverseGammaLinear, NormalLinear
 from torch_uncertainty.losses import (
     ConfidencePenaltyLoss,
-    ConflictualLoss,
     DECLoss,
     DERLoss,
     DistributionNLLLoss,
@@ -210,7 +209,6 @@ UNCERTAINTY: dict[str, tuple[Callable[[], LightningModule], Tensor]] = {
     ),
     "ClassificationRoutine, FocalLoss": (partial(classifier, net, FocalLoss(2.0)), LABELS),
     "ClassificationRoutine, ConfidencePenaltyLoss": (partial(classifier, net, ConfidencePenaltyLoss()), LABELS),
-    "ClassificationRoutine, ConflictualLoss": (partial(classifier, net, ConflictualLoss()), LABELS),
     "ClassificationRoutine, packed": (
         partial(
             classifier, partial(packed_lenet, 3, CLASSES), nn.CrossEntropyLoss(),
