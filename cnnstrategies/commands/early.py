@@ -48,7 +48,7 @@ HOMES = (
 # Arguments that no configuration gives: the caller does.
 FROM_ELSEWHERE = ("params", "optimizer")
 ANYTHING = object()
-MOST_NAMES = 16  # that are listed beside a guess
+MOST_NAMES = 20  # that are listed beside a guess
 # Of the commands themselves, and not of a configuration.
 OPTIONS = {
     *("config", "help", "help_full", "print_config", "weights_only", "verbose", "return_predictions", "output"),
