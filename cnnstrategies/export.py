@@ -23,6 +23,7 @@ from cnnstrategies.data.masks import FILL
 from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.inference import network_of
 from cnnstrategies.logits import giving_logits, main_logits, name_of
 from cnnstrategies.model_card import CARD, Origin, model_card
 from cnnstrategies.portable_int8 import in_own_operators
@@ -75,13 +76,13 @@ def export(
     calibration_batches: int = 16,
     origin: Origin | None = None,
 ) -> Comparison:
-    """Write ``model.network`` and what belongs to it, and compare what was written with it.
+    """Write a module's network and what belongs to it, and compare what was written with it.
 
     Beside the network come ``export.json`` with the shape of an image, what is done to it before, and the names of the
     classes, and a model card, ``README.md``.
 
     Args:
-        model: Its ``network`` is exported; it is moved to the CPU and to eval mode.
+        model: What maps its images to logits is exported; it is moved to the CPU and to eval mode.
         datamodule: Whose validation images are compared, and whose preprocessing and classes are described.
         output: The folder to make.
         kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
@@ -93,9 +94,7 @@ def export(
         ConfigurationError: A package is missing, the folder is there, the model has no network, the network cannot be
             exported, the format has no int8, or what was written gives other results.
     """
-    network = getattr(model, "network", None)
-    if not isinstance(network, nn.Module):
-        raise ConfigurationError(f"export: {type(model).__name__} has no `network`, the module to export; give it that")
+    network = network_of(model, "export")
     if int8 and kind == "safetensors":
         raise ConfigurationError(
             "export of int8 to safetensors: that file holds weights for the network's own code, which computes in "

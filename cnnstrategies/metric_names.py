@@ -11,6 +11,8 @@ USUAL = (
     "val_loss",
 )  # Of ImageClassifier and ImageSegmenter, and of most modules.
 
+MOST = 8  # that a summary shows
+
 
 def is_of_epochs(name: str) -> bool:
     """Whether a logged value is a metric of the module's epochs, and no rate or speed."""
@@ -23,14 +25,15 @@ def less_is_better(name: str) -> bool:
 
 
 def worth_showing(names: Iterable[str]) -> list[str]:
-    """Which of the logged metrics a summary shows: the usual ones, else those of the validation, else all.
+    """Which of the logged metrics a summary shows: those of the validation, the usual ones first; else all.
 
     Args:
         names: What was logged, in that order.
     """
     epochs = [name for name in names if is_of_epochs(name)]
     usual = [name for name in USUAL if name in epochs]
-    return usual or [name for name in epochs if name.lower().startswith("val")] or epochs
+    others = [name for name in epochs if name.lower().startswith("val") and name not in usual]
+    return [*usual, *others][:MOST] or epochs
 
 
 def not_logged(where: str, name: object, logged: Iterable[str]) -> str:

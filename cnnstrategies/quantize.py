@@ -16,6 +16,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.inference import network_of
 from cnnstrategies.logits import giving_logits, main_logits, name_of
 from cnnstrategies.network_module import NetworkModule
 
@@ -55,14 +56,14 @@ class Report:
 def quantize(
     model: LightningModule, datamodule: LightningDataModule, output: Path, calibration_batches: int = 16
 ) -> Report:
-    """Quantise ``model.network`` to int8 and save it.
+    """Quantise a module's network to int8 and save it.
 
     Weights and activations become int8 by torchao's PT2E flow: the exported graph is given observers, sees
     training batches to find the range of each activation, and is converted. The file, written by
     ``torch.export.save``, holds the int8 weights and not the original ones; :func:`load_quantized` brings it back.
 
     Args:
-        model: Its ``network`` is quantised; it is moved to the CPU and to eval mode.
+        model: What maps its images to logits is quantised; it is moved to the CPU and to eval mode.
         datamodule: Training batches calibrate, validation batches measure the accuracy.
         output: The ``.pt2`` file.
         calibration_batches: Number of training batches that are shown to the observers.
@@ -73,11 +74,7 @@ def quantize(
     Raises:
         ConfigurationError: torchao is not installed, the model has no network, or the network cannot be exported.
     """
-    network = getattr(model, "network", None)
-    if not isinstance(network, nn.Module):
-        raise ConfigurationError(
-            f"quantize: {type(model).__name__} has no `network`, the module to quantise; give it that attribute"
-        )
+    network = network_of(model, "quantize")
     network.cpu().eval()
     datamodule.prepare_data()
     datamodule.setup("fit")

@@ -144,7 +144,7 @@ class DataDependent(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (LightningModule(), {}, "LightningModule has no `network`"),
+        (LightningModule(), {}, "LightningModule has no forward that maps images to logits"),
         (ImageClassifier(SmallCNN(10), 10), {"calibration_batches": 0}, "calibration_batches=0: at least 1"),
         (ImageClassifier(DataDependent(), 10), {}, r"torch.export cannot export DataDependent.*: \w+"),
     ],

@@ -53,7 +53,7 @@ def check_checkpoint(path: Any, words: Sequence[str] = CHECKPOINT_WORDS) -> None
     Raises:
         ConfigurationError: There is no such file; the message lists the checkpoints beside it.
     """
-    if path is None or path in words:
+    if path is None or str(path) in words:
         return
     if "://" in str(path):
         _check_elsewhere(str(path))

@@ -10,7 +10,6 @@ from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf.errors import OmegaConfBaseException
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from typing_extensions import override
@@ -23,7 +22,7 @@ from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
 from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
 from cnnstrategies.commands.early import given, signature_of
-from cnnstrategies.commands.errors import check_callbacks, check_checkpoint, check_trainer_names
+from cnnstrategies.commands.errors import CHECKPOINT_WORDS, check_callbacks, check_checkpoint, check_trainer_names
 from cnnstrategies.commands.failures import explain_build_error, explain_reference, refusal_in
 from cnnstrategies.commands.parser import ArgumentParser
 from cnnstrategies.commands.quiet import quieten
@@ -35,6 +34,7 @@ from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse know
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.dry_run import check_network
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.inference import give_predict_step
 from cnnstrategies.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
@@ -138,10 +138,7 @@ class CLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         config = self.config[self.subcommand]
         check_trainer_names(config.trainer.strategy, config.trainer.accelerator)
-        if self.subcommand in FROM_WEIGHTS:
-            check_checkpoint(config.ckpt_path, words=())
-        else:
-            check_checkpoint(config.ckpt_path)
+        check_checkpoint(config.ckpt_path, words=WORDS if self.subcommand in FROM_WEIGHTS else CHECKPOINT_WORDS)
         if self.subcommand == "fit":
             keep_apart(config)
         self.named = find_run(config.run_name, configuration_hash(config), os.environ)
@@ -206,11 +203,7 @@ class CLI(LightningCLI):
 
     def predict(self, **kwargs: Any) -> None:
         """Predict; the rows go to a file, and not into memory as well."""
-        if not is_overridden("predict_step", self.model, LightningModule):
-            raise ConfigurationError(
-                f"{type(self.model).__name__} has no predict_step: predictions.csv needs one that returns 'index' (N,) "
-                "and 'probabilities' (N, classes), as that of ImageClassifier does"
-            )
+        give_predict_step(self.model)
         if (folder := self.config_init[self.subcommand].predictions.images) is not None:
             own_images(self.datamodule, folder)  # Each rank looks again; here no process has been started yet.
         self._run(self.trainer.predict, **{**kwargs, "return_predictions": False})

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cnnstrategies.checkpoint_check import check_weights
+from cnnstrategies.checkpoint_words import WORDS, find_checkpoint
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.commands.refuse import write_anywhere
 from cnnstrategies.export import Format, export
@@ -37,7 +38,7 @@ class Trainer(LightningTrainer):
         Args:
             model: Whose network is quantised.
             datamodule: Calibrates with training data, measures with validation data.
-            ckpt_path: The checkpoint.
+            ckpt_path: The checkpoint, or ``best`` or ``last``.
             output: The file to write; ``cnnstrategies.quantize.load_quantized`` loads it.
             calibration_batches: Number of training batches that set the ranges of the activations.
 
@@ -75,7 +76,7 @@ class Trainer(LightningTrainer):
         Args:
             model: Whose network is exported.
             datamodule: Compares with validation data, and says what is done to images and what classes are called.
-            ckpt_path: The checkpoint.
+            ckpt_path: The checkpoint, or ``best`` or ``last``.
             output: The folder to make.
             format: ``safetensors``, ``torch_export`` or ``onnx``.
             int8: Quantise weights and activations to int8 before; not for ``safetensors``.
@@ -84,14 +85,15 @@ class Trainer(LightningTrainer):
         Raises:
             ConfigurationError: The checkpoint is of another network, or the network cannot be exported.
         """
-        origin = origin_of(ckpt_path, self._load(model, ckpt_path))
+        origin = origin_of(*self._load(model, ckpt_path))
         found = export(model, datamodule, output, format, int8, calibration_batches, origin)
         console = Console(soft_wrap=True)
         console.print(str(found))
         console.print(f"Saved: {found.file}, with export.json and a model card beside it")
 
-    def _load(self, model: LightningModule, ckpt_path: Path) -> dict[str, Any]:
-        check_weights(model, ckpt_path, weights_only=True)
-        checkpoint = self.strategy.checkpoint_io.load_checkpoint(ckpt_path, weights_only=True)
+    def _load(self, model: LightningModule, ckpt_path: Path) -> tuple[Path, dict[str, Any]]:
+        path = find_checkpoint(str(ckpt_path), self) if str(ckpt_path) in WORDS else ckpt_path
+        check_weights(model, path, weights_only=True)
+        checkpoint = self.strategy.checkpoint_io.load_checkpoint(path, weights_only=True)
         model.load_state_dict(checkpoint["state_dict"])
-        return checkpoint
+        return path, checkpoint

@@ -125,7 +125,7 @@ def test_a_class_whose_package_is_missing_is_named(run_cli, quick):
 
 MODULE = "from lightning.pytorch import LightningModule\n\nclass Lit(LightningModule):\n    pass\n"
 REFUSED = {
-    "predict --model=mine.Lit": "Lit has no predict_step: predictions.csv needs one that returns 'index' (N,) and",
+    "predict --model=mine.Lit": "predict: Lit has no forward that maps images to logits: give it one, such as",
     "fit --model=mine.Litt": "model: cannot use 'mine.Litt': module 'mine' has no attribute 'Litt'; did you mean Lit?",
     "fit --model=nowhere.Lit": "model: cannot use 'nowhere.Lit': No module named 'nowhere'",
     "fit --trainer.accelerator=gpu": "No supported gpu backend found: with --trainer.accelerator=cpu it runs here",

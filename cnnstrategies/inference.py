@@ -1,0 +1,101 @@
+"""What maps images to logits in any LightningModule: for prediction, export and quantisation."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.logits import main_logits
+
+PACKAGES = ("cnnstrategies.", "lightning.", "torch.")  # Whose forwards are no user's own.
+
+
+class OwnForward(nn.Module):
+    """A LightningModule's own ``forward`` with its layers under their own names, and nothing of a Trainer.
+
+    Args:
+        module: The module; the layers are shared with it.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        for name, child in module.named_children():
+            self.add_module(name, child)
+        for name, parameter in module.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in module.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        self._module = (module,)  # Not a child: its names would come twice.
+
+    def forward(self, images: Tensor) -> Any:
+        """What the module's ``forward`` returns."""
+        return self._module[0].forward(images)
+
+
+def network_of(module: LightningModule, purpose: str) -> nn.Module:
+    """What maps images to logits: the ``network`` of this package's modules, else the module's own ``forward``.
+
+    Args:
+        module: Any module.
+        purpose: What it is for, in a message.
+
+    Raises:
+        ConfigurationError: It has neither.
+    """
+    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    if not owner.__module__.startswith(PACKAGES):
+        return OwnForward(module)
+    network = getattr(module, "network", None)
+    if isinstance(network, nn.Module):
+        return network
+    raise ConfigurationError(
+        f"{purpose}: {type(module).__name__} has no forward that maps images to logits: give it one, such as "
+        "`def forward(self, images): return self.model(images)`"
+    )
+
+
+class PredictsImages:
+    """The ``predict_step`` of a module that has none: the probabilities of a batch of ``(images, indices)``.
+
+    Args:
+        module: Its ``forward`` maps images to logits (N, classes), or to probabilities, which are taken as they are.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+
+    def __call__(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Classify a batch, as :meth:`~cnnstrategies.ImageClassifier.predict_step` does."""
+        images, indices = batch
+        logits = main_logits(self._module(images))
+        if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(images) or logits.shape[1] < 2:
+            what = f"shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            raise ConfigurationError(
+                f"predict: for {len(images)} images the forward of {type(self._module).__name__} returned {what}, and "
+                "logits of shape (N, classes) are needed: give it a predict_step that returns 'index' (N,) and "
+                "'probabilities' (N, classes)"
+            )
+        return {"index": indices, "probabilities": _as_probabilities(logits.float())}
+
+    __code__ = __call__.__code__  # Lightning reads a step's parameters there, as of a function.
+
+
+def _as_probabilities(logits: Tensor) -> Tensor:
+    sums = logits.sum(dim=1)
+    if bool((logits >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4):
+        return logits  # The module has made them such.
+    return logits.softmax(dim=1)
+
+
+def give_predict_step(module: LightningModule) -> None:
+    """Have a module without a ``predict_step`` predict by its ``forward``.
+
+    Raises:
+        ConfigurationError: It has no ``forward`` either.
+    """
+    if not is_overridden("predict_step", module, LightningModule):
+        network_of(module, "predict")
+        module.predict_step = PredictsImages(module)  # type: ignore[method-assign]  # for this object

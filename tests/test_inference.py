@@ -1,0 +1,104 @@
+"""Any LightningModule whose forward maps images to logits is predicted, exported and quantised as it is."""
+
+import csv
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from cnnstrategies import ConfigurationError, ImageClassifier, export
+from cnnstrategies.data import SyntheticDataModule
+from cnnstrategies.inference import PredictsImages, give_predict_step, network_of
+
+
+class Own(LightningModule):
+    """Several submodules, called in ``forward``, which does more than they."""
+
+    def __init__(self, probabilities: bool = False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten())
+        self.head = nn.Linear(144, 3)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("mean", torch.tensor(0.5))
+        self.probabilities = probabilities
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.head(self.encoder(images - self.mean)) * self.scale
+        return logits.softmax(dim=1) if self.probabilities else logits
+
+    def training_step(self, batch, index):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def data():
+    return SyntheticDataModule(num_samples=100, num_classes=3, image_size=8, channels=1, batch_size=6)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch_export"])
+def test_a_module_with_a_forward_of_its_own_is_exported_under_its_own_names(kind):
+    module = Own()
+    found = export.export(module, data(), Path("out"), kind)
+    assert found.agreement == 1
+    assert found.difference < 1e-5
+    network = network_of(module, "export")
+    assert network.state_dict().keys() == module.state_dict().keys()
+    images = torch.randn(2, 1, 8, 8)
+    assert torch.equal(network(images), module(images))
+
+
+def test_probabilities_are_those_of_the_forward_be_it_logits_or_them():
+    images, indices = torch.randn(5, 1, 8, 8), torch.arange(5)
+    logits, probabilities = Own(), Own(probabilities=True)
+    for module in (logits, probabilities):
+        give_predict_step(module)
+        module = pickle.loads(pickle.dumps(module))  # As it is sent to a rank that is spawned.
+        found = module.predict_step((images, indices), 0)
+        assert torch.equal(found["index"], indices)
+        torch.testing.assert_close(found["probabilities"], logits(images).softmax(dim=1))
+
+
+def test_a_predict_step_of_ones_own_stays():
+    module = ImageClassifier(nn.Identity(), 2)
+    give_predict_step(module)
+    assert "predict_step" not in vars(module)
+    assert network_of(module, "export") is module.network
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [(torch.zeros(2, 3, 4, 4), r"shape \(2, 3, 4, 4\)"), ([1], "list"), (torch.zeros(2, 1), "2, 1")],
+)
+def test_what_does_not_look_like_logits_is_refused(returned, what):
+    module = Own()
+    module.forward = lambda images: returned
+    with pytest.raises(ConfigurationError, match=rf"for 2 images the forward of Own returned .*{what}"):
+        PredictsImages(module)((torch.zeros(2, 1, 8, 8), torch.arange(2)), 0)
+
+
+def test_on_the_command_line_own_modules_train_and_predict(run_cli):
+    options = [
+        "--model=test_inference.Own",
+        "--data=SyntheticDataModule",
+        "--data.num_samples=60",
+        "--data.image_size=8",
+    ]
+    options += ["--data.num_classes=3", "--data.channels=1", "--trainer.accelerator=cpu", "--trainer.devices=1"]
+    options += ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs", "--trainer.enable_progress_bar=false"]
+    code, output = run_cli("fit", *options, "--trainer.max_epochs=1")
+    assert code == 0, output
+    code, output = run_cli("predict", *options, "--ckpt_path=last", "--predictions.output=out.csv")
+    assert code == 0, output
+    with open("out.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) > 0
+    assert all(sum(float(row[f"p({name})"]) for name in "012") == pytest.approx(1, abs=1e-4) for row in rows)
+    code, output = run_cli("export", *options, "--ckpt_path=last", "--output=exported", "--format=safetensors")
+    assert code == 0, output
+    assert Path("exported/model.safetensors").exists()
