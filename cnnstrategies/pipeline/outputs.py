@@ -84,7 +84,8 @@ class OutputGatherer:
                     continue
                 rows = torch.cat([split.global_rows(m) for m in own]).to(self.device)
                 if rank == self.transport.rank:
-                    piece = torch.cat([parts[m][index] for m in own])
+                    # In channels_last, which cat keeps, others would take the numbers for those of another layout.
+                    piece = torch.cat([parts[m][index] for m in own]).contiguous()
                 else:
                     piece = torch.empty((len(rows), *shape), dtype=value, device=self.device)
                 work = dist.broadcast(piece, rank, async_op=True) if self.placement.world_size > 1 else None

@@ -170,7 +170,7 @@ class UNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         skip = self.down(x)
         x = self.bottom(F.max_pool2d(skip, 2))
-        return self.head(torch.cat([skip, self.up(x)], dim=1))
+        return self.head(torch.cat([skip, self.up(x)], dim=1)).contiguous(memory_format=torch.channels_last)
 
 
 class Segmentation(Module):
