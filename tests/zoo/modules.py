@@ -106,7 +106,13 @@ def of_boxes(kind: Callable[..., LightningModule], **arguments: Any) -> Lightnin
 
 
 segmentation = partial(SemanticSegmentationTask, model="unet", backbone="resnet18", in_channels=3, num_classes=CLASSES)
-change = partial(ChangeDetectionTask, backbone="resnet18", task="multiclass", num_classes=CLASSES, loss="ce")
+change = partial(
+    ChangeDetectionTask,
+    backbone="timm-mobilenetv3_small_minimal_100",
+    task="multiclass",
+    num_classes=CLASSES,
+    loss="ce",
+)
 moco = partial(
     MoCoTask, SMALL, hidden_dim=64, output_dim=32, lr=1e-3,
     augmentation1=nn.Identity(), augmentation2=nn.Identity(),
