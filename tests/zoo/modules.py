@@ -39,7 +39,6 @@ from torchgeo.trainers import (
     BYOLTask,
     ChangeDetectionTask,
     ClassificationTask,
-    InstanceSegmentationTask,
     MoCoTask,
     ObjectDetectionTask,
     PixelwiseRegressionTask,
@@ -72,21 +71,16 @@ class Scenes(Dataset[dict[str, Tensor]]):
 
 
 class Boxes(Dataset[dict[str, Tensor]]):
-    """One or two objects in each image, with a mask each."""
+    """One or two objects in each image."""
 
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sides = SIDES[index, : 1 + index % 2]
-        corners = torch.arange(len(sides))[:, None] * SIZE // 2 + torch.tensor([0, 0])
-        boxes = torch.cat([corners, corners + sides], 1)
-        masks = torch.zeros(len(sides), SIZE, SIZE, dtype=torch.uint8)
-        for mask, (left, top, right, bottom) in zip(masks, boxes.tolist(), strict=True):
-            mask[top:bottom, left:right] = 1
-        return {
-            "image": IMAGES[index], "bbox_xyxy": boxes, "label": 1 + torch.arange(len(sides)), "mask": masks,
-        }  # fmt: skip
+        corners = torch.arange(len(sides))[:, None].expand(-1, 2) * (SIZE // 2)
+        labels = 1 + torch.arange(len(sides))
+        return {"image": IMAGES[index], "bbox_xyxy": torch.cat([corners, corners + sides], 1), "label": labels}
 
 
 def byol() -> BYOLTask:
@@ -94,15 +88,6 @@ def byol() -> BYOLTask:
     task = BYOLTask(model=SMALL)
     task.model.augment = nn.Identity()
     return task
-
-
-def of_boxes(kind: Callable[..., LightningModule], **arguments: Any) -> LightningModule:
-    """A task that chooses all of its candidates; where there are more, it draws them."""
-    task: Any = kind(num_classes=CLASSES, **arguments)
-    for part in (getattr(task.model, "rpn", None), getattr(task.model, "roi_heads", None)):
-        if part is not None:
-            part.fg_bg_sampler.batch_size_per_image = 10_000
-    return task  # type: ignore[no-any-return]
 
 
 segmentation = partial(SemanticSegmentationTask, model="unet", backbone="resnet18", in_channels=3, num_classes=CLASSES)
@@ -162,16 +147,13 @@ TORCHGEO: dict[str, tuple[Callable[[], LightningModule], dict[str, Tensor] | Non
         partial(SimCLRTask, SMALL, output_dim=32, lr=1e-3, memory_bank_size=0, augmentations=nn.Identity()),
         VIEWS, False,
     ),
-    "ObjectDetectionTask, faster-rcnn": (
-        partial(of_boxes, ObjectDetectionTask, model="faster-rcnn", backbone="resnet18"), None, False,
-    ),
+    # Faster R-CNN and Mask R-CNN draw candidates, and are large.
     "ObjectDetectionTask, fcos": (
-        partial(of_boxes, ObjectDetectionTask, model="fcos", backbone="resnet18"), None, False,
+        partial(ObjectDetectionTask, "fcos", backbone="resnet18", num_classes=CLASSES), None, False,
     ),
     "ObjectDetectionTask, retinanet": (
-        partial(of_boxes, ObjectDetectionTask, model="retinanet", backbone="resnet18"), None, True,
+        partial(ObjectDetectionTask, "retinanet", backbone="resnet18", num_classes=CLASSES), None, True,
     ),
-    "InstanceSegmentationTask": (partial(of_boxes, InstanceSegmentationTask), None, False),
 }  # fmt: skip
 
 
