@@ -26,6 +26,7 @@ __all__ = [
     "check_start",
     "end_observation",
     "ends_after_search",
+    "leave_samplers",
     "own_values",
     "ranks_are_children",
     "rate_names",
@@ -45,6 +46,14 @@ def acts_within_epochs(callback: Callback) -> str | None:
     if isinstance(callback, Timer) and callback.time_remaining() is not None and callback._interval == "step":
         return "interval='step' (max_time)"
     return None
+
+
+def leave_samplers(trainer: Trainer) -> None:
+    """Have the trainer put no DistributedSampler in the place of a loader's own, as with `use_distributed_sampler`.
+
+    That is an argument of the Trainer; whether its sampler is needed is known to the strategy.
+    """
+    trainer._accelerator_connector.use_distributed_sampler = False
 
 
 def built_by_cli() -> bool:

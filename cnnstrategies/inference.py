@@ -9,30 +9,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import main_logits
-
-PACKAGES = ("cnnstrategies.", "lightning.", "torch.")  # Whose forwards are no user's own.
-
-
-class OwnForward(nn.Module):
-    """A LightningModule's own ``forward`` with its layers under their own names, and nothing of a Trainer.
-
-    Args:
-        module: The module; the layers are shared with it.
-    """
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__()
-        for name, child in module.named_children():
-            self.add_module(name, child)
-        for name, parameter in module.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-        for name, buffer in module.named_buffers(recurse=False):
-            self.register_buffer(name, buffer)
-        self._module = (module,)  # Not a child: its names would come twice.
-
-    def forward(self, images: Tensor) -> Any:
-        """What the module's ``forward`` returns."""
-        return self._module[0].forward(images)
+from cnnstrategies.own_forward import has_own_forward, own_forward
 
 
 def network_of(module: LightningModule, purpose: str) -> nn.Module:
@@ -45,9 +22,8 @@ def network_of(module: LightningModule, purpose: str) -> nn.Module:
     Raises:
         ConfigurationError: It has neither.
     """
-    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    if not owner.__module__.startswith(PACKAGES):
-        return OwnForward(module)
+    if has_own_forward(module):
+        return own_forward(module)
     network = getattr(module, "network", None)
     if isinstance(network, nn.Module):
         return network

@@ -15,6 +15,7 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_c
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.compile import from_compiled
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from cnnstrategies._lightning_private import (
@@ -26,6 +27,7 @@ from cnnstrategies._lightning_private import (
     end_observation,
     ends_after_search,
     is_compiled_whole,
+    leave_samplers,
     own_values,
     ranks_are_children,
     rate_names,
@@ -147,3 +149,10 @@ def test_it_is_known_which_logged_values_are_of_a_rank_alone():
     )
     trainer.fit(module, torch.zeros(2, 1, 1))
     assert module.found == {"own", "own_step", "own_epoch", "metric_step"}
+
+
+def test_samplers_are_left_where_it_is_said():
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, enable_checkpointing=False)
+    assert trainer._data_connector._requires_distributed_sampler(loader := DataLoader(range(4)))
+    leave_samplers(trainer)
+    assert not trainer._data_connector._requires_distributed_sampler(loader)

@@ -22,6 +22,7 @@ from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import network_at
 from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, ordered_nodes, trace
 from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
@@ -74,7 +75,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
         options: What a plan needs beyond them.
     """
     named = getattr(getattr(trainer.strategy, "init_args", None), "network", None)
-    network = model.get_submodule(find_network(model, named))
+    network = network_at(model, find_network(model, named))
     device = device_of(trainer.accelerator)
     devices = _count(trainer.devices) * int(trainer.num_nodes)
     described = read_cluster(options.cluster, devices) if options.cluster is not None else None

@@ -20,6 +20,7 @@ from cnnstrategies.commands.lightning_cli import CLI
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import network_at
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
@@ -225,7 +226,7 @@ def _check_strategy(cli: SubmitCLI, size: Size, server_nodes: int) -> ParameterS
         strategy = StrategyRegistry.get(strategy)
     loading = size.tasks
     if isinstance(strategy, Strategy) and isinstance(strategy, HybridPipelineStrategy):
-        network = cli.model.get_submodule(check_module(cli.model, strategy.network_path))
+        network = network_at(cli.model, check_module(cli.model, strategy.network_path))
         strategy.request.check(network, size.tasks)
         loading = strategy.request.replicas_on(size.tasks)[0]
     if isinstance(cli.datamodule, ImageDataModule) and cli.datamodule.global_batch_size is not None:

@@ -42,7 +42,7 @@ def test_one_can_be_named_at_any_depth():
         ({}, "none has parameters to train: build it in __init__"),
         (
             {"encoder": layers(), "decoder": layers()},
-            r"over self.encoder, self.decoder: .* whose forward calls them and which the steps call once",
+            r"over self.encoder, self.decoder: .* own forward call them, and the steps self\(images\), once",
         ),
         ({"net": layers(), "scale": nn.Parameter()}, r"parameters of its own \(scale\) beside those of self.net"),
         ({"net": (same := layers()), "alias": same}, "alias shares parameters with LightningModule.net: .* leave out"),

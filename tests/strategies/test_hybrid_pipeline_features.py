@@ -368,7 +368,7 @@ class OwnModule(LightningModule):
     ("broken", "message"),
     [
         ("network", r"one submodule of OwnModule, and none has parameters to train: build it in __init__"),
-        ("several", r"shared out over self.features, self.head: make one nn.Module of them"),
+        ("several", r"shared out over self.features, self.head: have the module's own forward call them"),
         ("twice named", r"OwnModule.net shares parameters with OwnModule.network: .* leave out self.net"),
         ("parameters", r"parameters of its own \(temperature\) beside those of self.network"),
         ("manual", "automatic_optimization=False"),

@@ -10,6 +10,7 @@ from torch.optim import LBFGS, Optimizer
 
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import WHOLE, network_at
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimizer
@@ -30,7 +31,7 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
     """
     name = type(module).__name__
     path = find_network(module, named)
-    network = module.get_submodule(path)
+    network = network_at(module, path)
     if any(not parameter.numel() for parameter in network.parameters()):
         raise ConfigurationError(
             f"parts of {name}.{path} are gone: an earlier run with strategy hybrid_pipeline has failed and left each "
@@ -45,6 +46,12 @@ def check_module(module: LightningModule, named: str | None = None) -> str:
         )
     inside = set(network.parameters())
     outside = [name for name, p in module.named_parameters() if p.requires_grad and p not in inside]
+    if outside and path == WHOLE:
+        raise ConfigurationError(
+            f"{name} has trainable parameters that its forward does not use ({', '.join(outside[:3])}): call them "
+            "there, or freeze them (requires_grad_(False)), since each stage trains its own part of "
+            "what self(x) computes; or use strategy ddp"
+        )
     if outside:
         raise ConfigurationError(
             f"{name} has trainable parameters outside {path} ({', '.join(outside[:3])}): move them into it, since "

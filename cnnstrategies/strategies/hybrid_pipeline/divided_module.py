@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import PLACE, network_at
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.optimizer_state import Groups, group_names, hold, merge_state, named_state, split_state
 from cnnstrategies.strategies.hybrid_pipeline.find_network import put_network
@@ -33,10 +34,11 @@ class DividedModule:
     """
 
     def __init__(self, module: LightningModule, path: str, pipeline: Pipeline, callbacks: Iterable[Any]) -> None:
-        network = module.get_submodule(path)
+        network = network_at(module, path)
         self.module = module
         self.path = path
-        self.prefix = f"{path}."
+        self.prefix = f"{path}." if path else ""
+        self._place = f"{path or PLACE}."
         self.pipeline = pipeline
         self.network = network
         self.names = list(network.state_dict())
@@ -74,7 +76,7 @@ class DividedModule:
             for value in vars(callback).values():
                 if isinstance(value, AveragedModel) and isinstance(value.module, LightningModule):
                     copy = value.module
-                    whole = copy.get_submodule(self.path)
+                    whole = network_at(copy, self.path)
                     part = blueprint.of(whole).build(stage).to(self.pipeline.device)
                     put_network(copy, self.path, NetworkStandIn(part, self.path, whole))
                     self._divided.append((copy, part, whole))
@@ -145,19 +147,22 @@ class DividedModule:
 
     def whole_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Replace this stage's part of a state dict of the module by that of all stages on rank 0; a collective."""
-        own = {name: value for name, value in state.items() if name.startswith(self.prefix)}
+        there = [name for name in state if name.startswith(self._place)]
+        own = {self.prefix + name.removeprefix(self._place): state[name] for name in there}
         parts = self.pipeline.collect(own)
         if parts is None:
             return state
         merged = {name: value for part in parts for name, value in part.items()}
         ordered = {self.prefix + name: merged[self.prefix + name] for name in self.names}
-        return {**ordered, **{name: value for name, value in state.items() if name not in own}}
+        return {**ordered, **{name: value for name, value in state.items() if name not in there}}
 
     def own_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This stage's part of a state dict of the whole module, with every key that is none of the network's."""
+        place = {self.prefix + name: self._place + name for name in self.names}
         own = self.module.state_dict().keys()
-        others = {self.prefix + name for name in self.names} - own
-        return {name: value for name, value in state.items() if name not in others}
+        return {
+            place.get(name, name): value for name, value in state.items() if name not in place or place[name] in own
+        }
 
     def whole_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 an optimizer's state over the whole network, as one process would save it; a collective."""

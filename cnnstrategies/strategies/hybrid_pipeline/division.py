@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from cnnstrategies.own_forward import network_at
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.transport import cpu_group
 from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero
@@ -44,7 +45,7 @@ def choose_layout(request: LayoutRequest, trainer: Trainer, path: str, device: t
     Raises:
         ConfigurationError: There is none, or they compute something else.
     """
-    network = trainer.lightning_module.get_submodule(path)
+    network = network_at(trainer.lightning_module, path)
     example = partial(example_images, trainer, path)
     layout = request.choose(network, trainer, trainer.world_size, device, example)
     if trainer.state.fn == TrainerFn.FITTING and layout.cuts:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from cnnstrategies._lightning_private import train_loader
+from cnnstrategies.own_forward import network_at
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.tracing import network_inputs
 from cnnstrategies.strategies.hybrid_pipeline.batches import flatten
@@ -35,7 +36,7 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     """
     size = max(2, size)  # Batch normalisation refuses to train on one, which many examples have.
     module = trainer.lightning_module
-    network = module.get_submodule(path)
+    network = network_at(module, path)
     names = network_inputs(network)
     example = module.example_input_array
     shape = getattr(getattr(trainer, "datamodule", None), "image_shape", None)
@@ -53,7 +54,7 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
 def example_on_device(module: LightningModule, path: str, size: int) -> Images | None:
     """The same on the network's device and of its type; None before the module has a trainer, too."""
     images = example_images(module.trainer, path, size) if is_attached(module) else None
-    return None if images is None else on_device_of(module.get_submodule(path), images)
+    return None if images is None else on_device_of(network_at(module, path), images)
 
 
 def is_attached(module: LightningModule) -> bool:

@@ -5,6 +5,7 @@ from torch import nn
 
 from cnnstrategies._torch_private import put_module
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import WHOLE, has_own_forward, own_forward
 
 
 def find_network(module: LightningModule, named: str | None) -> str:
@@ -13,7 +14,7 @@ def find_network(module: LightningModule, named: str | None) -> str:
     Args:
         module: The module.
         named: The path that the user has named; by default the child that has all of the module's parameters, or
-            all that are trainable.
+            all that are trainable; else the module's own ``forward``, whose path is empty.
 
     Raises:
         ConfigurationError: There is none, or another path leads to its parameters, too.
@@ -25,6 +26,10 @@ def find_network(module: LightningModule, named: str | None) -> str:
 
 def put_network(module: nn.Module, path: str, network: nn.Module) -> None:
     """Put another module in the place of a submodule."""
+    if path == WHOLE:
+        own = own_forward(module)
+        own.come_back(module) if network is own else own.give_way(module, network)
+        return
     parent, _, name = path.rpartition(".")
     put_module(module.get_submodule(parent), name, network)
 
@@ -39,6 +44,8 @@ def _outermost(module: LightningModule) -> str:
             found = [name for name, own in children.items() if wanted <= own]
             if found:
                 return found[0]
+    if trainable and has_own_forward(module):
+        return WHOLE
     own = [name for name, _ in module.named_parameters(recurse=False)]
     having = [name for name, parameters in children.items() if parameters & trainable]
     if not having:
@@ -53,9 +60,9 @@ def _outermost(module: LightningModule) -> str:
         )
     raise ConfigurationError(
         f"strategy hybrid_pipeline divides one submodule that has all trainable parameters, and those of {kind} are "
-        f"shared out over {_selves(having)}: make one nn.Module of them, whose forward calls them and which the steps "
-        "call once, with several views of the images as several inputs; or freeze the others and name one with the "
-        "strategy's option network; or use strategy ddp, which takes them as they are"
+        f"shared out over {_selves(having)}: have the module's own forward call them, and the steps "
+        "self(images), once, with several views of the images as several inputs; or freeze the others and name one "
+        "with the strategy's option network; or use strategy ddp, which takes them as they are"
     )
 
 
@@ -75,6 +82,8 @@ def _checked(module: LightningModule, named: str) -> str:
 
 def _refuse_aliases(module: LightningModule, path: str) -> None:
     """Refuse a module that has the network's parameters in a second place, where no stage would be put."""
+    if path == WHOLE:
+        return
     kind = type(module).__name__
     inside = set(module.get_submodule(path).parameters())
     for other, child in module.named_modules(remove_duplicate=False):

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import children_of
 from cnnstrategies.pipeline.fixed import Traced
 
 _HERE = "with strategy hybrid_pipeline every rank runs the hooks, and has the parameters of its own stage alone"
@@ -36,9 +37,9 @@ class Layers(Traced):
                 self.register_parameter(name, parameter)
             for name, buffer in own.named_buffers(recurse=False):
                 self.register_buffer(name, buffer, persistent=name in own.state_dict())
-        found = {} if own is None else dict(_children(own))
-        for name, child in _children(whole):
-            self.add_module(name, _layer(f"{path}.{name}", child, found.get(name)))
+        found = {} if own is None else dict(children_of(own))
+        for name, child in children_of(whole):
+            self.add_module(name, _layer(f"{path}.{name}".removeprefix("."), child, found.get(name)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse to compute.
@@ -78,7 +79,7 @@ class Layers(Traced):
         if isinstance(key, slice):
             return nn.ModuleList([self[place] for place in range(len(whole))[key]])
         chosen = whole[key]
-        name = next((name for name, child in _children(whole) if child is chosen), None)
+        name = next((name for name, child in children_of(whole) if child is chosen), None)
         return getattr(self, str(key) if name is None else name)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -109,13 +110,6 @@ def _layer(path: str, whole: nn.Module, own: nn.Module | None) -> nn.Module:
     if own is whole or not (_has_any(whole.parameters()) or _has_any(whole.buffers())):
         return whole  # Without parameters it is the same everywhere.
     return LayersElsewhere(path, whole, None) if own is None else Layers(path, whole, own)
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module's children, those too that it has under a second name."""
-    for name, child in module.named_modules(remove_duplicate=False):
-        if name and "." not in name:
-            yield name, child
 
 
 def _has_any(tensors: Iterator[Tensor]) -> bool:

@@ -17,6 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import OperationMode
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import PLACE, WHOLE
 
 FEW = 100  # Lists of more things are copied, and what is in them is not.
 # Objects that a step uses and does not count with; to copy them would take time or break them.
@@ -67,8 +68,11 @@ def shadow_of(
         network: What stands there in the copy.
         metrics: What stands in the place of its metrics; no step's result depends on what they have counted.
     """
-    made: dict[int, Any] = {**metrics, id(module.get_submodule(path)): network}
+    standing = dict(module.named_children()).get(PLACE) if path == WHOLE else module.get_submodule(path)
+    made: dict[int, Any] = {**metrics, id(standing): network}
     shadow = _copy_of_module(module, made)
+    if standing is None:
+        vars(shadow)["forward"] = network
     shadow.trainer = MutedTrainer(module.trainer)
     for name in ("log", "log_dict", "print"):
         vars(shadow)[name] = _say_nothing

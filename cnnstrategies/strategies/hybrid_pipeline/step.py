@@ -74,7 +74,7 @@ class NetworkStandIn(Layers):
 
     def __init__(self, stage: StageModule, path: str, network: nn.Module) -> None:
         super().__init__(path, network, stage)
-        self._path = path
+        self._path = path or "forward"
         self._inputs = network_inputs(network)
         self._signature = inspect.signature(network.forward)
         self.training = stage.training

@@ -20,8 +20,10 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import leave_samplers
 from cnnstrategies.default_group import end_at_exit, leave_at_exit
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.own_forward import network_at
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
@@ -153,7 +155,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if module is None or module is self._checked:
             return
         path = check_module(module, self.network_path)
-        network = module.get_submodule(path)
+        network = network_at(module, path)
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
@@ -207,6 +209,8 @@ class HybridPipelineStrategy(DDPStrategy):
         existed = dist.is_initialized()
         super().setup_environment()
         own_metric_states(self.lightning_module)
+        if self.placement.replicas[0] == 1:
+            leave_samplers(self.lightning_module.trainer)  # Lightning's would shuffle what is not to be.
         if not existed:
             end_at_exit()
 
@@ -220,7 +224,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
         path = check_module(self.lightning_module, self.network_path)
-        network = self.lightning_module.get_submodule(path)
+        network = network_at(self.lightning_module, path)
         broadcast_weights(network, self.time_limit)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
