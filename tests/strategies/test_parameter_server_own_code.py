@@ -83,6 +83,18 @@ class Hooks(Module):
             self.average.weight.lerp_(self.net.head.weight, 0.5)
 
 
+class Following(Module):
+    """With an average of weights that the optimizer is given, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros_like(self.net.head.weight))
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        self.average.data = 0.9 * self.average.data + 0.1 * self.net.head.weight.data
+        return super().training_step(batch, index)
+
+
 class SecondSteps(Module):
     """As GANs have it."""
 
@@ -106,7 +118,7 @@ def loader(batch: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(images, torch.randint(5, (SAMPLES,), generator=generator)), batch)
 
 
-@pytest.mark.parametrize(("kind", "callbacks"), [(Module, ()), (Hooks, (Scaled(),)), (SecondSteps, ())])
+@pytest.mark.parametrize(("kind", "callbacks"), [(Following, ()), (Hooks, (Scaled(),)), (SecondSteps, ())])
 def test_what_a_module_does_is_done_on_one_device(kind: type[Module], callbacks: tuple[Callback, ...]) -> None:
     """To weights and gradients, in hooks, in the step and in the network."""
     verdict = verify(kind(), loader(4), "parameter_server", callbacks=callbacks, steps=STEPS)

@@ -78,7 +78,8 @@ class Stepper:
         if is_compiled_whole(module) or any(is_compiled(child) for child in module.modules()):  # Nobody sees inside.
             self._noted, self._readers.found = NOTED_STEPS, set(range(len(self.parameters)))
         self._waited: set[int] = set()  # parameters whose modules have computed in this step
-        self._written = [_state_of(parameter) for parameter in self.parameters]
+        self._written = [writes(parameter) for parameter in self.parameters]
+        self._memory = [parameter.data_ptr() for parameter in self.parameters]
         self._had: list[Tensor] | None = None  # the values that came, where somebody may write others
         self._had_from: int | None = None  # the rank that spoke for this node
         self._in_step = False
@@ -184,7 +185,8 @@ class Stepper:
 
     def note_values(self) -> None:
         """The weights are those that came: whoever writes others from now on is found."""
-        self._written = [_state_of(parameter) for parameter in self.parameters]
+        self._written = [writes(parameter) for parameter in self.parameters]
+        self._memory = [parameter.data_ptr() for parameter in self.parameters]
         self._had_from = self.worker.leader
         if self._sees_weights and self.outer is None:
             self._had = [parameter.detach().clone() for parameter in self.parameters]
@@ -342,19 +344,20 @@ class Stepper:
                     f"{NOTED_STEPS} steps: its value may have been that of the step before; call its module, use it so "
                     "from the first step on, or use strategy ddp"
                 )
-            if _state_of(parameter) != self._written[index] or (
-                # A leader that takes over brings the values of the servers' present step.
-                self._had is not None
-                and self._had_from == self.worker.leader
-                and not torch.equal(parameter, self._had[index])
+            # `.data =` counts no write; an average of weights, which has no gradient, may have its own memory.
+            moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
+            if (
+                moved
+                or writes(parameter) != self._written[index]
+                or (
+                    # A leader that takes over brings the values of the servers' present step.
+                    self._had is not None
+                    and self._had_from == self.worker.leader
+                    and not torch.equal(parameter, self._had[index])
+                )
             ):
                 who = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
                     f"{self._names[index]} was changed between two steps, or in training_step{who}: the servers hold "
                     "the parameters, and would put theirs in its place; use mode: local, or strategy ddp"
                 )
-
-
-def _state_of(parameter: Tensor) -> tuple[int, int]:
-    """What changes when somebody writes to a parameter, or gives it other memory, which ``.data =`` does."""
-    return writes(parameter), parameter.data_ptr()
