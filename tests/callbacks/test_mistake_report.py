@@ -27,6 +27,10 @@ def rows(path):
 @pytest.mark.cluster  # It takes long.
 def test_it_is_the_same_for_any_number_of_processes_and_is_drawn(run_cli, quick, monkeypatch):
     shown = []
+    hardly = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=1", "--trainer.logger.init_args.name=trained"]
+    code, output = run_cli("fit", *quick, *PROCESSES["one"], *hardly)
+    assert code == 0, output
+    trained = f"--ckpt_path={Path('runs/trained/version_0/checkpoints/last.ckpt').resolve()}"
     draw_confusion, draw_mistakes = confusion.draw_confusion, worst.draw_mistakes
     for name, words in PROCESSES.items():
         if name == "one":
@@ -36,7 +40,12 @@ def test_it_is_the_same_for_any_number_of_processes_and_is_drawn(run_cli, quick,
             monkeypatch.setattr(mistake_report, "draw_confusion", lambda *_: None)
             monkeypatch.setattr(mistake_report, "draw_mistakes", lambda *_: None)
         code, output = run_cli(
-            "validate", *quick, *words, "--trainer.precision=64-true", f"--trainer.logger.init_args.name={name}"
+            "validate",
+            *quick,
+            *words,
+            trained,
+            "--trainer.precision=64-true",
+            f"--trainer.logger.init_args.name={name}",
         )
         assert code == 0, output
         folder = Path(f"runs/{name}/version_0")

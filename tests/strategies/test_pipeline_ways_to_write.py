@@ -396,6 +396,36 @@ class Finetuned(Module):
         self.named = [group["lr"] for group in groups], tuning.state_dict()
 
 
+class Shared(nn.Module):
+    """A layer in two places, under two names, as CoaT's position encodings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(4, 4, 3, padding=1)
+        self.first, self.last = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(16, CLASSES)
+        self.block = nn.ModuleDict({"mix": self.mix, "act": nn.Tanh()})
+        self.pool = nn.AdaptiveAvgPool2d(2)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.pool(self.block["act"](self.block["mix"](self.first(x)))).flatten(1))
+
+
+class SharesALayer(Module):
+    cut = "block.act"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Shared()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1])
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        state = self.trainer.strategy.lightning_module_state_dict()
+        if self.trainer.is_global_zero:
+            assert torch.equal(state["model.mix.weight"], state["model.block.mix.weight"])
+
+
 class OwnForward(Module):
     """Several submodules that ``forward`` calls, with a method, a parameter and a buffer of its own; and others beside.
 
@@ -442,7 +472,7 @@ class OwnForward(Module):
 
 
 WAYS = (
-    OwnForward,
+    *(OwnForward, SharesALayer),
     *(Classifier, Boring, Transfer, Segmentation, DictOutputs, MultiTask),
     *(Transformer, AutoEncoder, Siamese, DictBatch, Sizes, Finetuned),
 )

@@ -42,6 +42,10 @@ class DividedModule:
         self.pipeline = pipeline
         self.network = network
         self.names = list(network.state_dict())
+        # Layers that the network has in two places have two names there, and one in the graph.
+        self._twins: dict[int, list[str]] = {}
+        for name, tensor in network.state_dict(keep_vars=True).items():
+            self._twins.setdefault(id(tensor), []).append(name)
         self.callbacks = list(callbacks)
         self._groups: dict[Optimizer, Groups] = {}
         own = set(pipeline.blueprint.state[pipeline.place.stage])
@@ -153,6 +157,9 @@ class DividedModule:
         if parts is None:
             return state
         merged = {name: value for part in parts for name, value in part.items()}
+        for twins in self._twins.values():
+            held = next(merged[self.prefix + name] for name in twins if self.prefix + name in merged)
+            merged |= {self.prefix + name: held for name in twins}
         ordered = {self.prefix + name: merged[self.prefix + name] for name in self.names}
         return {**ordered, **{name: value for name, value in state.items() if name not in there}}
 
