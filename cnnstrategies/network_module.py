@@ -18,7 +18,7 @@ from cnnstrategies.pretrained import trained_with
 from cnnstrategies.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
-ON_BAR = ("train_loss", "val_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")
+ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")
 
 
 class NetworkModule(LightningModule):

@@ -9,6 +9,7 @@ from cnnstrategies.callbacks.graceful_stop import GracefulStop
 from cnnstrategies.callbacks.mistake_report import MistakeReport
 from cnnstrategies.callbacks.pipeline_timeline import PipelineTimeline
 from cnnstrategies.callbacks.predictions import PredictionWriter
+from cnnstrategies.callbacks.progress_bar import ProgressBar
 from cnnstrategies.callbacks.pruning import Pruning
 from cnnstrategies.callbacks.run_members import RunMembers
 from cnnstrategies.callbacks.start_panel import StartPanel
@@ -27,6 +28,7 @@ __all__ = [
     "MistakeReport",
     "PipelineTimeline",
     "PredictionWriter",
+    "ProgressBar",
     "Pruning",
     "RunMembers",
     "SamplesPerSecond",

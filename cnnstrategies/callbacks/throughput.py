@@ -59,4 +59,4 @@ class SamplesPerSecond(Callback):
         self._samples += int(samples)
         self._seconds += self._epoch_seconds
         self.mean = self._samples / self._seconds
-        pl_module.log("samples_per_s", samples / self._epoch_seconds, prog_bar=True, sync_dist=True)
+        pl_module.log("samples_per_s", samples / self._epoch_seconds, sync_dist=True)

@@ -6,6 +6,7 @@ from typing import Any
 from jsonargparse import Namespace
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import ProgressBar as Bar
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.plugins import CheckpointIO
 
@@ -17,6 +18,7 @@ from cnnstrategies.callbacks import (
     GracefulStop,
     MistakeReport,
     PredictionWriter,
+    ProgressBar,
     RunMembers,
     SamplesPerSecond,
     ServerTraffic,
@@ -100,6 +102,8 @@ def all_callbacks(config: Namespace) -> list[Callback]:
         # Lightning's `save_last` writes last.ckpt only together with a new best; this one after each epoch.
         last = ModelCheckpoint(config.checkpoint.dirpath, filename="last", enable_version_counter=False)
         defaults += [config.checkpoint, last]
+    if config.trainer.enable_progress_bar is not False and not any(isinstance(one, Bar) for one in callbacks):
+        defaults.append(ProgressBar())
     if SOCKET in os.environ:
         defaults.append(SweepReport())
     return callbacks + [new for new in defaults if not _has(callbacks, type(new))]
