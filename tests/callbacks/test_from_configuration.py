@@ -87,7 +87,6 @@ SCHEDULES = {
     "cosine": lambda total: partial(CosineAnnealingLR, T_max=total),
     "warm-up": lambda total: partial(WarmupCosine, total=total, warmup=3),
     "one cycle, momentum too": lambda total: partial(OneCycleLR, max_lr=0.1, total_steps=total),
-    "steps": lambda total: partial(StepLR, step_size=total // 4),
     "milestones": lambda total: partial(MultiStepLR, milestones=[total // 4]),
     "in turn": lambda total: partial(
         InTurn,
@@ -124,7 +123,7 @@ OTHERWISE = {
     "another rate": ({}, {"lr": 0.3}),
     "another decay and momentum": ({}, {"weight_decay": 0.1, "momentum": 0.5}),
     "another rate of a schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"lr": 0.3}),
-    "another schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": SCHEDULES["steps"](16)}),
+    "another schedule": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": SCHEDULES["milestones"](16)}),
     "a schedule where none was": ({}, {"schedule": SCHEDULES["cosine"](16)}),
     "none where one was": ({"schedule": SCHEDULES["cosine"](16)}, {"schedule": None}),
     "by epochs": (
@@ -192,14 +191,13 @@ def test_a_schedule_that_has_ended_before_is_refused(tmp_path):
         train(Small(SCHEDULES["one cycle, momentum too"](2)), ckpt_path=path)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam", "RMSprop"])
-def test_another_optimizer_is_refused(kind, tmp_path):
+def test_another_optimizer_is_refused(tmp_path):
     path = saved(tmp_path, Small)
     (tmp_path.parent / "config.yaml").touch()
-    with pytest.raises(
-        ConfigurationError, match=rf"saved with another optimizer than {kind}: it has dampening, .*yaml"
-    ):
-        train(Small(kind=getattr(torch.optim, kind)), ckpt_path=path)
+    for kind in (torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop):
+        message = rf"saved with another optimizer than {kind.__name__}: it has dampening, .*yaml"
+        with pytest.raises(ConfigurationError, match=message):
+            train(Small(kind=kind), ckpt_path=path)
 
 
 STRATEGIES = {
