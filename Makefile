@@ -41,14 +41,14 @@ test-extras:
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
 # Published networks and modules under every strategy, by verify, in an environment that has them; PART=3/10 takes a
-# tenth. See tests/zoo; the results go to build/zoo, and docs/zoo.md is made of them.
+# tenth. See tests/zoo; the results go to build/zoo, and benchmarks/zoo.md is made of them.
 ZOO_VENV ?= .venv-zoo
 PART ?= 1/1
 test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
 	CNNSTRATEGIES_ZOO_PART=$(PART) PYTHONPATH=tests/zoo $(ZOO_VENV)/bin/python -m pytest --numprocesses 2 \
 		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py
-	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py docs/zoo.md
+	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 
 # The same on less capable processors, as far as this one can play them, and with other random numbers.
 test-portable: $(INSTALLED)
