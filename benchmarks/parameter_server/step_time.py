@@ -46,7 +46,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--batch_size", type=int, default=32, help="images of a worker's step")
     options = parser.parse_args()
-    rows = [("network", *(f"{name}, ms" for name in WAYS), "parameter server / DDP", "without licences / with them")]
+    header = ("network", *(f"{name}, ms" for name in WAYS), "ratio of medians", "of rounds", "without licences / with")
+    rows = [header]
     for title, (make, classes) in NETWORKS.items():
         samples = 2 * options.steps * options.batch_size
         times: dict[str, list[float]] = {name: [] for name in WAYS}
@@ -55,7 +56,11 @@ def main() -> None:
                 strategy, callbacks = WAYS[name]
                 loader = partial(data, 32, classes, samples, options.batch_size)
                 times[name].append(fit(strategy, make, classes, loader, callbacks=callbacks).seconds_per_step())
-        row = [f"{statistics.median(times[name]) * 1e3:.1f}" for name in WAYS]
+        medians = {name: statistics.median(times[name]) for name in WAYS}
+        row = [
+            *(f"{value * 1e3:.1f}" for value in medians.values()),
+            f"{medians['parameter_server'] / medians['ddp']:.3f}",
+        ]
         for one, other in (("parameter_server", "ddp"), ("without licences", "parameter_server")):
             ratios = sorted(a / b for a, b in zip(times[one], times[other], strict=True))
             row.append(f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")

@@ -24,8 +24,9 @@ TOTAL = sum(
 )
 HEAD = """# The zoo
 
-Published networks and modules, each trained for two steps in float64 by [`verify`](../docs/verify.md) under four strategies, on
-CPUs: **equal** to one device, **refused** with the line that a user reads, or **said** by the start panel to differ.
+Published networks and modules, each trained for two steps in float64 by [`verify`](../docs/verify.md) under four
+strategies, on CPUs: **equal** to one device, **refused** with the line that a user reads, or **said** by the start
+panel to differ.
 `make test-zoo` makes this page; this one has {count} of the zoo's {total}, in {packages}.
 
 {sums}
