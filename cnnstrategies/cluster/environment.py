@@ -39,14 +39,10 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
     Raises:
         ConfigurationError: A run on several nodes was started in a job of SLURM without srun.
     """
-    if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins) or TorchElasticEnvironment.detect():
+    if any(isinstance(plugin, ClusterEnvironment) for plugin in plugins):
         return []
-    if (mpirun := next((kind for kind in MPIRUNS if kind.detect()), None)) is not None:
-        return [mpirun()]
-    # Asked first: Lightning's `detect` warns where srun is installed and not used.
-    said = "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect()
-    if said and _started_by_srun():
-        return [SLURMEnvironment(auto_requeue=False)]
+    if (launcher := _launcher()) is not None:
+        return [] if isinstance(launcher, TorchElasticEnvironment) else [launcher]  # Lightning finds torchrun itself.
     if num_nodes > 1 and "SLURM_JOB_ID" in os.environ and "NODE_RANK" not in os.environ:
         raise ConfigurationError(
             f"trainer.num_nodes={num_nodes}: this job of SLURM has started one process, on its first node: write srun "
@@ -58,12 +54,22 @@ def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterE
             f"This job of SLURM has {os.environ['SLURM_JOB_NUM_NODES']} nodes, and the run only this one: start it "
             "with srun, one task for each device, or from a login node with cnnstrategies submit"
         )
-    return [LightningEnvironment()] if said else []
+    return [LightningEnvironment()] if _in_slurm() else []
 
 
-def _started_by_srun() -> bool:
-    """Whether this process is a task of srun."""
-    return int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP)) < FIRST_SPECIAL_STEP
+def _launcher() -> ClusterEnvironment | None:
+    """What has started this process and its others; None where Lightning is to start them."""
+    if TorchElasticEnvironment.detect():
+        return TorchElasticEnvironment()
+    if (mpirun := next((kind for kind in MPIRUNS if kind.detect()), None)) is not None:
+        return mpirun()
+    is_task = int(os.environ.get("SLURM_STEP_ID", FIRST_SPECIAL_STEP)) < FIRST_SPECIAL_STEP  # of srun
+    return SLURMEnvironment(auto_requeue=False) if is_task and _in_slurm() else None
+
+
+def _in_slurm() -> bool:
+    # Asked first: Lightning's `detect` warns where srun is installed and not used.
+    return "SLURM_NTASKS" in os.environ and SLURMEnvironment.detect()
 
 
 def check_world(trainer: Trainer) -> None:
@@ -77,7 +83,7 @@ def check_world(trainer: Trainer) -> None:
     Raises:
         ConfigurationError: It has; the message says how to start as many.
     """
-    environment = getattr(trainer.strategy, "cluster_environment", None) or _started_by()
+    environment = getattr(trainer.strategy, "cluster_environment", None) or _launcher()
     # With Lightning's own, its processes are told how many they are by the trainer.
     if environment is None or isinstance(environment, LightningEnvironment):
         return
@@ -103,9 +109,3 @@ def check_world(trainer: Trainer) -> None:
             f"{nodes} x trainer.devices={devices} are {nodes * devices}: {remedy}, or change trainer.num_nodes and "
             "trainer.devices"
         )
-
-
-def _started_by() -> ClusterEnvironment | None:
-    if TorchElasticEnvironment.detect():
-        return TorchElasticEnvironment()
-    return next(iter(environment_plugins([])), None)
