@@ -4,9 +4,9 @@ import os
 import pydoc
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from jsonargparse import Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -113,18 +113,21 @@ class CLI(LightningCLI):
         super().parse_arguments(parser, args)
 
     def _classes_of_data(self) -> int:
-        command = self.config.get("subcommand")
-        kind = type(self.config)
-        section = kind(data=(self.config[command] if command else self.config).data)
-        alone = kind({"subcommand": command, command: section}) if command else section
         try:
-            built = self.parser.instantiate_classes(alone)
+            data = self._built_alone("data")
         except Exception as error:
             if shows_tracebacks():
                 raise
             fail(explain_build_error(error))
-        classes: int = (built[command] if command else built).data.num_classes
+        classes: int = data.num_classes
         return classes
+
+    def _built_alone(self, section: str) -> Any:
+        """What a section of the configuration says, built without the others."""
+        command, kind = self.config.get("subcommand"), type(self.config)
+        alone = kind({section: (self.config[command] if command else self.config)[section]})
+        built = self.parser.instantiate_classes(kind({"subcommand": command, command: alone}) if command else alone)
+        return (built[command] if command else built)[section]
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -221,18 +224,12 @@ class CLI(LightningCLI):
         if local_rank() == 0 and path is not None:
             check_weights(self.model, path, kwargs.get("weights_only"), training)
         elif local_rank() == 0 and not training:
-            check_trained(str(self.subcommand), self.model, self._model_again)
+            check_trained(str(self.subcommand), self.model, partial(self._built_alone, "model"))
         if local_rank() == 0 and self.datamodule is not None:
             # Missing data is found before any process starts; Lightning calls it again, when nothing is left to do.
             self.datamodule.prepare_data()
         with ends_together(self.trainer, self.config_init[self.subcommand].network):
             function(**kwargs)
-
-    def _model_again(self) -> LightningModule:
-        model_alone = Namespace(model=self.config[self.subcommand].model)  # type: ignore[no-untyped-call]
-        alone = Namespace({self.subcommand: model_alone})  # type: ignore[no-untyped-call]
-        model: LightningModule = self.parser.instantiate_classes(alone)[self.subcommand].model
-        return model
 
 
 def leaves_out_classes(words: Sequence[str]) -> bool:
