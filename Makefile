@@ -40,15 +40,17 @@ test-extras:
 	$(EXTRAS_VENV)/bin/python tests/cluster/containerfile_steps.py
 	$(EXTRAS_VENV)/bin/python -m pytest -m extra
 
-# Published networks and modules under every strategy, by verify, in an environment that has them; PART=3/10 takes a
-# tenth. See tests/zoo; the results go to build/zoo, and benchmarks/zoo.md is made of them.
+# Published networks and modules under every strategy, by verify, in an environment that has them; an hour and more, and
+# PART=3/10 takes a tenth. See tests/zoo; the results go to build/zoo, and those of the whole are made into the page.
 ZOO_VENV ?= .venv-zoo
 PART ?= 1/1
 test-zoo:
 	$(MAKE) VENV=$(ZOO_VENV) EXTRAS=test,zoo $(ZOO_VENV)/.installed
 	CNNSTRATEGIES_ZOO_PART=$(PART) PYTHONPATH=tests/zoo $(ZOO_VENV)/bin/python -m pytest --numprocesses 2 \
-		tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py
+		--maxschedchunk 1 --timeout 1500 tests/zoo/networks.py tests/zoo/modules.py tests/zoo/examples.py
+ifeq ($(PART),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
+endif
 
 # The same on less capable processors, as far as this one can play them, and with other random numbers.
 test-portable: $(INSTALLED)
