@@ -30,8 +30,16 @@ class Own(LightningModule):
         logits = self.head(self.encoder(images - self.mean)) * self.scale
         return logits.softmax(dim=1) if self.probabilities else logits
 
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        """In training a dict whose first item has no tensors, as in data with names of files."""
+        return (
+            dict(zip(("names", "images", "labels"), (["a name"], *batch), strict=True))
+            if self.trainer.training
+            else batch
+        )
+
     def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return nn.functional.cross_entropy(self(batch["images"]), batch["labels"])
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)

@@ -4,9 +4,7 @@ import zlib
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -14,6 +12,7 @@ from typing_extensions import override
 
 from cnnstrategies.callbacks import panel_rows as panel
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.samples import count_samples
 
 BYTES = 1 << 16  # of each tensor that are looked at
 
@@ -40,7 +39,9 @@ class FirstBatch(Callback):
         expected = None if size is None else size * panel.loading(trainer)
         strategy = trainer.strategy
         # A pipeline's ranks all count the whole batch, and its sum is their mean.
-        found = int(strategy.reduce(torch.tensor(float(_count(batch)), device=strategy.root_device), reduce_op="sum"))
+        found = int(
+            strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
+        )
         marks = strategy.all_gather(torch.tensor([_fingerprint(batch)], device=strategy.root_device))
         alike = _first_pair(marks.flatten().tolist())
         if expected is not None and found != expected and _is_full(trainer):
@@ -54,13 +55,6 @@ class FirstBatch(Callback):
                 "data: an IterableDataset must give each process its own part (torch.distributed.get_rank()), a "
                 "loader's own sampler likewise (DistributedSampler)"
             )
-
-
-def _count(batch: Any) -> int:
-    try:
-        return extract_batch_size(batch)
-    except MisconfigurationException:
-        return 0
 
 
 def _fingerprint(batch: Any) -> int:

@@ -7,6 +7,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from cnnstrategies.samples import count_samples
+
 
 class SamplesPerSecond(Callback):
     """Logs ``samples_per_s`` at the end of each training epoch: samples of all ranks over the epoch's time.
@@ -36,12 +38,13 @@ class SamplesPerSecond(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.strategy.root_device.type == "cuda" and trainer.is_last_batch:
-            torch.cuda.synchronize()  # Once an epoch: steps are queued faster than they run.
+        # Where the time begins and ends: steps are queued faster than they run.
+        if trainer.strategy.root_device.type == "cuda" and (self._mark is None or trainer.is_last_batch):
+            torch.cuda.synchronize()
         now = time.monotonic()
         if self._mark is not None:
             self._epoch_seconds += now - self._mark
-            self._epoch_samples += len(batch[0])
+            self._epoch_samples += count_samples(batch)
         self._mark = now
 
     @override

@@ -19,7 +19,7 @@ def test_the_first_step_and_validation_are_not_the_trainings_time(monkeypatch: p
 
     def step(seconds: float) -> None:
         now[0] += seconds
-        callback.on_train_batch_end(trainer, module, None, torch.zeros(1, 8), 0)
+        callback.on_train_batch_end(trainer, module, None, {"names": ["of a file"] * 8, "images": torch.zeros(8, 3)}, 0)
 
     for epoch in range(2):
         callback.on_train_epoch_start(trainer, module)

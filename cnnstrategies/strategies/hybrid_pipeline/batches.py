@@ -9,6 +9,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images
+from cnnstrategies.samples import count_samples
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 
 Kind = Literal["input", "source", "rows", "items", "same"]
@@ -126,11 +127,6 @@ def first_rows(batch: Any, count: int) -> Any:
     samples = count_samples(batch)
     cut = [leaf[:count] if _has_rows(leaf, samples) else leaf for leaf in leaves]
     return tree_unflatten(cut, tree)
-
-
-def count_samples(batch: Any) -> int:
-    """How many samples a batch has, by its first tensor."""
-    return next((len(leaf) for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim), 0)
 
 
 def check_forms(batch: Batch) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from cnnstrategies.strategies.hybrid_pipeline.batches import count_samples, first_rows
+from cnnstrategies.samples import count_samples
+from cnnstrategies.strategies.hybrid_pipeline.batches import first_rows
 
 
 class NoBatch(tuple[Any, ...]):

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.tracing import network_inputs
-from cnnstrategies.strategies.hybrid_pipeline.batches import count_samples, first_rows, flatten
+from cnnstrategies.samples import count_samples
+from cnnstrategies.strategies.hybrid_pipeline.batches import first_rows, flatten
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
 from cnnstrategies.strategies.hybrid_pipeline.random_numbers import RandomNumbers

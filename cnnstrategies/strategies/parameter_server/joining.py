@@ -8,7 +8,6 @@ from types import FrameType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -16,6 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
 from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.samples import count_samples
 from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
 from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, enter
 from cnnstrategies.strategies.parameter_server.options import Options
@@ -229,7 +229,7 @@ class JoiningStrategy(ParameterServerStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.batches += 1
-        self.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
+        self.samples += count_samples(args[0] if args else next(iter(kwargs.values())))
         return super().training_step(*args, **kwargs)
 
     @override

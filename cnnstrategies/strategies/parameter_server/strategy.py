@@ -10,7 +10,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -22,6 +21,7 @@ from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression, Specification
+from cnnstrategies.samples import count_samples
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
@@ -329,7 +329,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             )
         if self._stepper.leaves_out():
             return torch.zeros((), device=self.root_device, requires_grad=True)  # No parameter has a gradient of it.
-        self._stepper.samples += extract_batch_size(args[0] if args else next(iter(kwargs.values())))
+        self._stepper.samples += count_samples(args[0] if args else next(iter(kwargs.values())))
         self._buffers_are_equal = False
         self._dispatch.seen += 1
         with self._stepper.forward():
