@@ -80,7 +80,7 @@ def job_for(model: LightningModule, data: LightningDataModule, trainer: Any, opt
     devices = _count(trainer.devices) * int(trainer.num_nodes)
     described = read_cluster(options.cluster, devices) if options.cluster is not None else None
     asked = None if options.search else _asked(trainer.strategy)
-    decide_by_shapes(network.to(device), lambda size: _images(data)[0][:size].to(device))
+    decide_by_shapes(network, lambda size: _images(data)[0][:size])
     traced = trace(network)
     loading = asked.replicas_on(devices)[0] if asked else devices
     samples = _samples(data, options, devices, loading, int(trainer.accumulate_grad_batches))

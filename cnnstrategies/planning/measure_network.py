@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
 from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
 
+_CPU = torch.device("cpu")
+
 
 def profile(
     traced: fx.GraphModule,
@@ -24,6 +26,7 @@ def profile(
     warm_up: int = 2,
     repeats: int = 5,
     budget: float = 20.0,
+    apart_on: torch.device | None = None,
 ) -> GraphCosts:
     """Measure forward and backward time, activation and parameter bytes of every node.
 
@@ -33,18 +36,22 @@ def profile(
     since a node measured alone pays for the measurement. The network is measured in training mode and left as
     it was: buffers, gradients, modes and random numbers.
 
+    A network that does not fit on its device stays on the host, where its bytes are counted, and one node at a time
+    is brought there, run forward and at once backward. There is no whole to scale to then.
+
     Args:
-        traced: The traced network, on the device that it will train on.
-        microbatch: One microbatch of input (n, C, H, W) on the same device; several where the network takes several.
+        traced: The traced network, on the device that it will train on, or on the host.
+        microbatch: One microbatch of input (n, C, H, W) beside it; several where the network takes several.
         warm_up: Sweeps before the measurement.
         repeats: Sweeps measured; each time is their median.
         budget: Seconds after which a slow network is measured no more, once there is one measured sweep.
+        apart_on: The device that the network does not fit on.
 
     Returns:
         The costs for this microbatch size.
     """
     order = ordered_nodes(traced)
-    with preserved(traced), mode(traced, training=True):
+    with preserved(traced), mode(traced, training=True), _same_random_numbers(apart_on):
         for parameter in traced.parameters():
             # Zeros, so that a backward adds, as it does from the second microbatch of a step on.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -56,8 +63,12 @@ def profile(
             if sweeps and time.monotonic() > end:
                 break
             late = time.monotonic() > end
-            sweep = _sweep(traced, order, microbatch)
-            whole = _run_whole(traced, microbatch)
+            if apart_on is None:
+                sweep = _sweep(traced, order, microbatch)
+                whole = _run_whole(traced, microbatch)
+            else:
+                sweep = _sweep_apart(traced, order, microbatch, apart_on)
+                whole = (sum(sweep.forward.values()), sum(sweep.backward.values()))
             if index >= warm_up or late:
                 sweeps.append(sweep)
                 wholes.append(whole)
@@ -164,6 +175,33 @@ def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Images,
     return found
 
 
+def _sweep_apart(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Images, device: torch.device) -> _Sweep:
+    """Run each node forward and at once backward, alone on the device."""
+    found = _Sweep()
+    interpreter = fx.Interpreter(traced)
+    environment: dict[fx.Node, Any] = dict.fromkeys(traced.graph.nodes, microbatch)  # Of the placeholders it stays.
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            environment[node] = interpreter.fetch_attr(str(node.target))
+    for node in order:
+        cut = _cut_with_copy if changed_in_place(traced, node) else _cut
+        module = traced.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
+        home = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
+        module.to(device)
+        inputs = {
+            source: tree_map(cut, tree_map(partial(_moved, device=device), environment[source]))
+            for source in node.all_input_nodes
+        }
+        arguments = (fx.node.map_arg(given, inputs.__getitem__) for given in (node.args, node.kwargs))
+        found.forward[node], result = timed(partial(getattr(interpreter, node.op), node.target, *arguments), device)
+        roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        environment[node] = tree_map(partial(_moved, device=_CPU), result)
+        backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
+        found.backward[node] = timed(backward, device)[0] if roots else 0.0
+        module.to(home)
+    return found
+
+
 def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float]:
     """Seconds of the whole network's forward and of its backward."""
     device = tree_leaves(microbatch)[0].device
@@ -194,6 +232,18 @@ def _cut(value: Any) -> Any:
 def _cut_with_copy(value: Any) -> Any:
     cut = _cut(value)
     return cut.clone() if isinstance(cut, Tensor) else cut
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """The value elsewhere, without its history; whether it asks for a gradient stays."""
+    return value.detach().to(device).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _same_random_numbers(device: torch.device | None) -> AbstractContextManager[None]:
+    """What is drawn on a device besides the network's own leaves no trace there."""
+    if device is None or device.type == "cpu":
+        return nullcontext()
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def _parameter_bytes(traced: fx.GraphModule, order: Sequence[fx.Node]) -> dict[fx.Node, int]:

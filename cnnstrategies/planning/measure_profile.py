@@ -1,6 +1,7 @@
 """Measure a network in the precision that it will train in, and what its optimizer holds."""
 
 import contextlib
+import gc
 import inspect
 import math
 
@@ -14,6 +15,7 @@ from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.planning.measure_network import profile
 from cnnstrategies.planning.profile import Profile, from_two_sizes
 
+_HOST = torch.device("cpu")
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 # A second batch is so much smaller, since microbatches are between the two; batch normalisation refuses one sample.
 SMALLER = 4
@@ -26,7 +28,8 @@ def measure_profile(
     """Costs by the samples, from a device's share of a step's batch and a fourth of it.
 
     Args:
-        traced: The traced network, on the device.
+        traced: The traced network; it comes back to where it is. What does not fit on the device is measured there
+            one node at a time.
         images: Some of what it takes; they are repeated.
         size: Samples of the device's share.
         device: The device.
@@ -34,23 +37,33 @@ def measure_profile(
         channels_last: Whether the images lie so.
     """
     dtype = AUTOCAST.get(precision)
-    autocast = torch.autocast(device.type, dtype) if dtype else contextlib.nullcontext()
+    home = next(traced.parameters()).device
 
-    def batch_of(count: int) -> Images:
+    def batch_of(count: int, place: torch.device) -> Images:
         rows = torch.arange(count) % len(tree_leaves(images)[0])
 
         def taken(one: Tensor) -> Tensor:
             last = channels_last and one.ndim == 4
-            chosen = one[rows.to(one.device)].to(device)
+            chosen = one[rows.to(one.device)].to(place)
             return chosen.contiguous(memory_format=torch.channels_last) if last else chosen
 
         result: Images = tree_map(taken, images)
         return result
 
-    with autocast:
-        large = profile(traced, batch_of(size))
-        small = profile(traced, batch_of(max(min(2, size), size // SMALLER)))
-    return from_two_sizes(large, small, has_batch_norm(traced))
+    def measured(place: torch.device, apart_on: torch.device | None = None) -> Profile:
+        traced.to(place)
+        sizes = size, max(min(2, size), size // SMALLER)
+        large, small = (profile(traced, batch_of(count, place), apart_on=apart_on) for count in sizes)
+        return from_two_sizes(large, small, has_batch_norm(traced))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(traced.to, home)
+        for kind in {device.type, _HOST.type} if dtype else ():
+            stack.enter_context(torch.autocast(kind, dtype))
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return measured(device)
+        gc.collect()  # What an exception has held, so that it goes from the device, too.
+        return measured(_HOST, apart_on=device)
 
 
 def states_of(optimizer: Optimizer) -> int:

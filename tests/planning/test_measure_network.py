@@ -1,6 +1,8 @@
 """Profiling: what is measured, and that nothing of the network is touched."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import trace
-from cnnstrategies.planning import measure_network
+from cnnstrategies.planning import measure_network, measure_profile
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.measure_network import profile
 
@@ -122,6 +124,39 @@ def test_profiling_leaves_no_trace(microbatch: Tensor) -> None:
     gradients = {name: parameter.grad for name, parameter in network.named_parameters() if parameter.grad is not None}
     assert list(gradients) == ["stem.weight"]
     assert torch.equal(gradients["stem.weight"], torch.full_like(network.stem.weight, 3.0))
+
+
+def test_nodes_that_are_measured_apart_have_the_same_bytes_and_leave_no_trace(
+    network: Network, microbatch: Tensor
+) -> None:
+    state = {name: value.clone() for name, value in network.state_dict().items()}
+    whole, apart = (
+        profile(trace(network), microbatch, warm_up=0, repeats=1, apart_on=device)
+        for device in (None, torch.device("cpu"))
+    )
+    assert [replace(node, forward=0, backward=0) for node in apart.nodes] == [
+        replace(node, forward=0, backward=0) for node in whole.nodes
+    ]
+    assert replace(apart, nodes=()) == replace(whole, nodes=())
+    times = {node.name: node for node in apart.nodes}
+    assert all(node.forward > 0 for node in apart.nodes)
+    assert times["body"].backward > 0
+    assert all(torch.equal(value, state[name]) for name, value in network.state_dict().items())
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_a_network_that_does_not_fit_on_its_device_is_measured_apart(
+    network: Network, microbatch: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any, apart_on: torch.device | None = None, **options: Any) -> GraphCosts:
+        if apart_on is None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return profile(*arguments, apart_on=apart_on, warm_up=0, repeats=1, **options)
+
+    monkeypatch.setattr(measure_profile, "profile", full)
+    found = measure_profile.measure_profile(trace(network), microbatch, 8, torch.device("cpu"), "bf16-mixed", False)
+    assert found.costs.microbatch_size == 8
+    assert all(node.forward > 0 for node in found.costs.nodes)
 
 
 def test_preserved_restores_after_an_error() -> None:

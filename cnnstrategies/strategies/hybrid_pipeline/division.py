@@ -51,6 +51,10 @@ def choose_layout(request: LayoutRequest, trainer: Trainer, path: str, device: t
     if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
         images = example(COMPARED) if trainer.is_global_zero else None
         compare_on_rank_zero(network, layout.cuts, images, trainer)
+    if device.type == "cuda":
+        # What the training holds is to be measured, and not what these trials have held.
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     return layout
 
 

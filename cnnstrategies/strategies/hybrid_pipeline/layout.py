@@ -174,7 +174,6 @@ class LayoutRequest:
         cluster = measure_cluster(trainer.num_nodes, device)
         chosen: list[Any] = [None]
         if trainer.global_rank == 0:
-            network.to(device)
             optimizers = trainer.strategy.optimizers
             try:
                 job = Job(
