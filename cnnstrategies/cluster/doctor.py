@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cnnstrategies.cluster.addresses import Interface, choose_interface, interfaces, resolve
+from cnnstrategies.cluster.doctor_gpus import gpu_problems
 from cnnstrategies.cluster.doctor_place import Place
 from cnnstrategies.cluster.doctor_probe import Probe, measure
 from cnnstrategies.cluster.meeting import open_store
@@ -43,6 +45,7 @@ class Facts:
             that is not a file system.
         astray: In the first pod, where the main address leads, if not to itself.
         serves: Whether its probe answers where a server of parameters will listen; it then needs nothing else.
+        gpus: What is wrong with its GPUs.
     """
 
     node: int
@@ -54,6 +57,7 @@ class Facts:
     shared_memory: int | None = None
     astray: str | None = None
     serves: bool = False
+    gpus: Sequence[str] = ()
 
 
 @dataclass
@@ -113,6 +117,12 @@ def shared_memory() -> int | None:
     return found.f_frsize * found.f_blocks
 
 
+def examine_alone() -> Report:
+    """Examine this host, which no launcher has started with others."""
+    me = Facts(0, socket.gethostname(), "", "", 0, versions(), shared_memory(), gpus=gpu_problems())
+    return Report(1, {0: me}, {0: Findings()}, "")
+
+
 def _astray(main_address: str) -> str | None:
     """Where a name that should lead to this host leads, if not to it."""
     address = resolve(main_address)
@@ -146,7 +156,7 @@ def examine(
     mine = _choose(store, place, interface, wait)
     probe = _probe(mine.address, listen)
     own = (socket.gethostname(), mine.name, mine.address, probe.port)
-    me = Facts(place.node, *own, versions(), shared_memory(), astray, listen is not None)
+    me = Facts(place.node, *own, versions(), shared_memory(), astray, listen is not None, gpu_problems())
     store.set(f"facts/{me.node}", json.dumps(asdict(me)))
     present = _present(store, place, wait)
     hosts = {node: Facts(**json.loads(store.get(f"facts/{node}"))) for node in present}

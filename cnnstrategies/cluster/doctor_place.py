@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.mpirun import MpirunEnvironment
-from cnnstrategies.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,8 @@ class Place:
     main_port: int
 
 
-def find_place() -> Place:
-    """Read the variables of srun, torchrun, mpirun, or ``doctor --hosts``.
-
-    Raises:
-        ConfigurationError: None of them has started this process.
-    """
+def find_place() -> Place | None:
+    """Read the variables of srun, torchrun, mpirun, or ``doctor --hosts``; None where none has started this process."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes = int(os.environ["GROUP_WORLD_SIZE"])
         return Place(int(os.environ["GROUP_RANK"]), nodes, int(os.environ["LOCAL_RANK"]), *_main())
@@ -46,10 +41,7 @@ def find_place() -> Place:
         return Place(environment.node_rank(), nodes, environment.local_rank(), address, port)
     if "NNODES" in os.environ and "NODE_RANK" in os.environ:
         return Place(int(os.environ["NODE_RANK"]), int(os.environ["NNODES"]), 0, *_main())
-    raise ConfigurationError(
-        "cnnstrategies doctor checks several machines: start it as the training will be, with srun, torchrun or "
-        "mpirun, one process on each machine, or give their names: cnnstrategies doctor --hosts node1,node2"
-    )
+    return None
 
 
 def _main() -> tuple[str, int]:

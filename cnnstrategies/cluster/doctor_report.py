@@ -44,7 +44,7 @@ def links_table(report: Report) -> Table:
 
 def mends(report: Report) -> list[str]:
     """What is wrong and what to do about it; empty if all is well."""
-    checks = (_missing, _versions, _names, _links, _shared, _clocks, _memory)
+    checks = (_missing, _versions, _names, _links, _shared, _clocks, _memory, _gpus)
     return [line for check in checks for line in check(report)]
 
 
@@ -121,6 +121,10 @@ def _memory(report: Report) -> list[str]:
         for facts in report.hosts.values()
         if facts.shared_memory is not None and facts.shared_memory < SHARED_MEMORY
     ]
+
+
+def _gpus(report: Report) -> list[str]:
+    return [f"{facts.host}: {problem}" for facts in report.hosts.values() for problem in facts.gpus]
 
 
 def _clock(report: Report, node: int) -> str:

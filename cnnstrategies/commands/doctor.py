@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from cnnstrategies.cluster.doctor import examine
+from cnnstrategies.cluster.doctor import Report, examine, examine_alone
 from cnnstrategies.cluster.doctor_place import find_place
 from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
 from cnnstrategies.cluster.doctor_ssh import run_over_ssh
@@ -15,13 +15,10 @@ from cnnstrategies.errors import ConfigurationError
 
 
 def main(args: Sequence[str]) -> None:
-    """Check the hosts and exit with 0 if all is well, else with 1.
+    """Check the hosts, or this one alone, and exit with 0 if all is well, else with 1.
 
     Args:
         args: The command line from ``doctor`` on.
-
-    Raises:
-        ConfigurationError: No launcher has started this process, or on one host only.
     """
     options = parser().parse_args(args[1:])
     if options.hosts:
@@ -30,25 +27,32 @@ def main(args: Sequence[str]) -> None:
             passed.append(f"--interface={options.interface}")
         sys.exit(run_over_ssh(options.hosts.split(","), options.port, options.ssh, passed))
     place = find_place()
-    if place.local_rank != 0:
+    if place is not None and place.local_rank != 0:
         return
-    if place.nodes == 1:
-        raise ConfigurationError("cnnstrategies doctor has been started on one host: it checks two or more")
-    try:
-        with own_store():
-            place = find_place()  # Under torchrun the port is another one now.
-            report = examine(place, options.shared.absolute(), options.interface, options.wait, options.listen)
-    except ConfigurationError as error:
-        print(f"mend: {error}", file=sys.stderr)
-        sys.exit(1)
+    if place is None or place.nodes == 1:
+        report: Report | None = examine_alone()
+    else:
+        try:
+            with own_store():
+                place = find_place()  # Under torchrun the port is another one now.
+                assert place is not None, "it has been found"
+                report = examine(place, options.shared.absolute(), options.interface, options.wait, options.listen)
+        except ConfigurationError as error:
+            print(f"mend: {error}", file=sys.stderr)
+            sys.exit(1)
     if report is None:
         return
-    console = Console()
-    for table in (hosts_table(report), versions_table(report), links_table(report)):
-        console.print(table)
+    alone = report.nodes == 1
+    for table in (versions_table,) if alone else (hosts_table, versions_table, links_table):
+        Console().print(table(report))
     problems = mends(report)
     for problem in problems:
         print(f"mend: {problem}")
-    if not problems:
+    if alone:
+        print(
+            "This machine alone; for several, start it as the training will be, with srun, torchrun or mpirun, one "
+            "process on each machine, or give their names: cnnstrategies doctor --hosts node1,node2"
+        )
+    elif not problems:
         print(f"All {report.nodes} hosts agree, reach each other and share {report.directory}")
     sys.exit(1 if problems else 0)

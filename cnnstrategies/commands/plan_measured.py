@@ -193,4 +193,9 @@ def _images(data: LightningDataModule) -> tuple[Tensor, int]:
 def _link(options: PlanOptions, device: torch.device) -> Link:
     if options.bandwidth is not None:
         return Link(options.bandwidth * 1e6 / 8, options.latency / 1e3)
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        raise ConfigurationError(
+            "the connection between GPUs is measured between two of them, and this machine has one: give --bandwidth "
+            "(Mbit/s) and --latency (ms), or describe the machines with --cluster"
+        )
     return measure_local_link(device, "gloo" if device.type == "cpu" else "nccl")

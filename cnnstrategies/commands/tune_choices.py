@@ -60,7 +60,7 @@ def _memory_format(own: Any, arguments: Collection[str]) -> Iterator[Setting]:
 def _precision(trainer: Any, device: torch.device) -> Iterator[Setting]:
     if str(trainer.precision) not in ("32-true", "32", "None"):
         return
-    if device.type != "cuda" or torch.cuda.is_bf16_supported():
+    if device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
         yield Setting("bf16", {"trainer.precision": "bf16-mixed"}, Effect.LEARNING)
     if device.type == "cuda":
         yield Setting("TF32", _callback(float32_precision="high"), Effect.LEARNING)

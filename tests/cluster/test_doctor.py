@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import lightning
 import pytest
+import torch
 from cluster.processes_of import environment
 from cluster.two_hosts import NO_SSHD, SSHD, TwoHosts, bind, missing, start_sshd, two_hosts
 
-import cnnstrategies.cluster.doctor
 from cnnstrategies.cli import main
+from cnnstrategies.cluster import doctor as doctor_module
 from cnnstrategies.cluster.doctor import Facts, Findings, Report, rounds
+from cnnstrategies.cluster.doctor_gpus import gpu_problems
 from cnnstrategies.cluster.doctor_report import mends
 
 reason = missing()
@@ -30,7 +33,7 @@ def hosts() -> Iterator[TwoHosts]:
 
 def doctor(*arguments: str, **variables: str) -> None:
     os.environ.update(variables)
-    cnnstrategies.cluster.doctor.shared_memory = lambda: 2**30  # The tests may run in a container with little.
+    doctor_module.shared_memory = lambda: 2**30  # The tests may run in a container with little.
     sys.argv = ["cnnstrategies", "doctor", *arguments]
     main()
 
@@ -145,7 +148,42 @@ def test_every_two_hosts_meet_once_and_no_host_twice_at_a_time(count: int) -> No
     assert len(met) == len(set(met)) == count * (count - 1) // 2
 
 
-def test_without_a_launcher_it_says_how_to_start(run_cli: Callable[..., tuple[int, str]]) -> None:
+def test_without_a_launcher_it_checks_this_machine_and_says_how_to_check_several(
+    run_cli: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_module, "shared_memory", lambda: None)
+    monkeypatch.setattr(doctor_module, "gpu_problems", list)
     code, output = run_cli("doctor")
-    assert code == 2
+    assert code == 0
+    assert torch.__version__ in output
     assert "cnnstrategies doctor --hosts node1,node2" in output
+    monkeypatch.setattr(doctor_module, "gpu_problems", lambda: ["1 GPU that torch cannot use"])
+    code, output = run_cli("doctor")
+    assert code == 1
+    assert f"mend: {socket.gethostname()}: 1 GPU that torch cannot use" in output
+
+
+def test_what_bites_on_gpus_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_problems({}, tmp_path) == []
+    (tmp_path / "0000:01:00.0").mkdir()
+    (line,) = gpu_problems({}, tmp_path)
+    assert line.startswith(f"1 GPU that torch {torch.__version__} cannot use: ")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nMore.")
+
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    (line,) = gpu_problems({}, tmp_path)
+    assert line.endswith("is too old (found version 12020).")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    reached = {(0, 1)}
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair in reached)
+    (line,) = gpu_problems({"NCCL_P2P_DISABLE": "1"}, tmp_path)
+    assert line.startswith("GPUs 0 and 2, 1 and 2 do not reach each other's memory")
+    reached |= {(0, 2), (1, 2)}
+    lines = gpu_problems({"NCCL_P2P_DISABLE": "1", "CUDA_LAUNCH_BLOCKING": "1"}, tmp_path)
+    assert [line.partition(" ")[0] for line in lines] == ["NCCL_P2P_DISABLE=1", "CUDA_LAUNCH_BLOCKING=1"]
+    assert gpu_problems({"NCCL_P2P_DISABLE": "0"}, tmp_path) == []
