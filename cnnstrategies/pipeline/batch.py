@@ -61,8 +61,7 @@ class Batch:
     def rest_of(self, microbatch: int) -> tuple[Tensor, ...]:
         """What belongs to a microbatch of this rank, in the last stage."""
         if not self.parcels:
-            rows = self.split.global_rows(microbatch)
-            return tuple(tensor[rows.to(tensor.device)] for tensor in self.rest)
+            return tuple(tensor[self.split.global_rows(microbatch, device=tensor.device)] for tensor in self.rest)
         return self.parcels[microbatch % len(self.split.rows)].rest_of(microbatch)
 
 

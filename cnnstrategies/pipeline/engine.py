@@ -242,6 +242,11 @@ class Pipeline:
 
         return self._train(batch, loss, scale, more, send_outputs)
 
+    @property
+    def _own(self) -> range:
+        """The microbatches that run here."""
+        return range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
+
     def _train(
         self,
         batch: Batch,
@@ -257,7 +262,7 @@ class Pipeline:
             )
         parts = loss if isinstance(loss, PartialLoss) else MeanLoss(loss)
         if self.last:
-            parts.begin(batch)
+            parts.begin(batch, [m for m in self._own if batch.split.sizes[m]])
         self.gathering = None
         return self.executor.train(self.tasks, batch, parts, scale, more, computed)
 
@@ -267,8 +272,7 @@ class Pipeline:
         Returns:
             In the last stage the outputs of this rank's microbatches.
         """
-        own = range(self.place.replica, self.microbatches, self.placement.replicas[self.place.stage])
-        return self.executor.evaluate(own, batch)
+        return self.executor.evaluate(self._own, batch)
 
     def mean_loss(self) -> float:
         """The loss of the last step's batch, as the last stage has added it up; a collective."""

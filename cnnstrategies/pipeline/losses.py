@@ -24,8 +24,13 @@ class PartialLoss(ABC):
     """The loss of a batch in parts, in the last stage."""
 
     @abstractmethod
-    def begin(self, batch: Batch) -> None:
-        """Start on another batch."""
+    def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
+        """Start on another batch.
+
+        Args:
+            batch: The global batch.
+            microbatches: Those of this rank that have samples.
+        """
 
     @abstractmethod
     def part(self, outputs: Any, microbatch: int) -> Tensor:
@@ -50,7 +55,7 @@ class MeanLoss(PartialLoss):
         self.loss = loss
         self.weight = weight
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
         """Start on another batch."""
         self._batch = batch
         self._whole = None if self.weight is None else self.weight(_targets(batch.rest))
@@ -94,11 +99,12 @@ class WeighedLoss(PartialLoss):
         self.thorough = True
         self.same_draws = False
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
         """Start on another batch."""
         self._batch = batch
-        self._other_probe: tuple[Any, dict[int, Tensor]] | None = None
-        self._probe: tuple[Any, dict[int, Tensor]] | None = None
+        self._own = microbatches
+        self._found: dict[float, dict[int, dict[int, float | None]]] = {}
+        self._alike: list[Tensor] = []
 
     def part(self, outputs: Any, microbatch: int) -> Tensor:
         """The microbatch's loss, whose gradients are multiplied by the factors.
@@ -137,45 +143,53 @@ class WeighedLoss(PartialLoss):
 
     def _in_its_place(self, outputs: Any, microbatch: int) -> Tensor:
         """What has the gradients of the loss of all samples, which must not depend on what others' outputs are."""
-        rows = self._batch.split.global_rows(microbatch)
         gradients, *others = (
-            {leaf: gradient[rows.to(gradient.device)] for leaf, gradient in found.items()}
+            {
+                leaf: gradient[self._batch.split.global_rows(microbatch, device=gradient.device)]
+                for leaf, gradient in found.items()
+            }
             for _, found in (self._whole(outputs, microbatch, phase) for phase in PHASES)
         )
         leaves = tree_leaves(outputs)
         parts = []
         for leaf in gradients.keys() | {leaf for other in others for leaf in other}:
             for other in others:
-                if leaf not in other or leaf not in gradients or not _same(gradients[leaf], other[leaf]):
+                if leaf not in other or leaf not in gradients:
                     raise _compares_samples()
+                self._alike.append(_same(gradients[leaf], other[leaf]))
             parts.append((leaves[leaf] * gradients[leaf].to(leaves[leaf].dtype)).sum())
+        # Once in a step, and before its end: reading has the host wait for all that the device was told.
+        if microbatch == self._own[-1] and self._alike and not bool(torch.stack(self._alike).all()):
+            raise _compares_samples()
         loss = torch.stack(parts).sum() if parts else _nothing(outputs)
         return loss + (loss.detach() * float("nan") - loss.detach())
 
     def _factors(self, outputs: Any, microbatch: int) -> dict[int, float]:
         """One for each leaf of the outputs that the loss depends on."""
-        if self._probe is None:
-            self._probe = self._whole(outputs)
-        factors = self._compared(*self._probe, microbatch)
+        factors = self.factors_at(outputs, microbatch)
         if None in factors.values():
             # The first microbatch's outputs give this one no gradient; its own ones decide.
-            factors = self._compared(*self._whole(outputs, microbatch), microbatch)
+            factors = self._compared(*self._whole(outputs, microbatch), [microbatch])[microbatch]
         if self.thorough:
             self._check_that_outputs_do_not_matter(outputs, microbatch, factors)
         return {leaf: 1.0 if factor is None else factor for leaf, factor in factors.items()}
+
+    def factors_at(self, outputs: Any, microbatch: int, phase: float = 0.0) -> dict[int, float | None]:
+        """A microbatch's factors, found for all at once at outputs that are made of the first one's."""
+        if phase not in self._found:
+            self._found[phase] = self._compared(*self._whole(outputs, phase=phase), self._own)
+        return self._found[phase][microbatch]
 
     def _check_that_outputs_do_not_matter(
         self, outputs: Any, microbatch: int, factors: Mapping[int, float | None]
     ) -> None:
         """Refuse a loss whose factors depend on the outputs; those of other microbatches are not known yet."""
-        if self._other_probe is None:
-            self._other_probe = self._whole(outputs, phase=1.0)
-        gradients = self._other_probe[1]
-        for leaf, factor in self._compared(*self._other_probe, microbatch).items():
+        leaves = tree_leaves(outputs)
+        for leaf, factor in self.factors_at(outputs, microbatch, phase=1.0).items():
             before = factors.get(leaf)
-            if factor is None or before is None or leaf not in gradients:
+            if factor is None or before is None:
                 continue
-            allowed = max(SAME, ROUNDING * torch.finfo(gradients[leaf].dtype).eps)
+            allowed = max(SAME, ROUNDING * torch.finfo(_taken(leaves[leaf], slice(0)).dtype).eps)
             if abs(factor - before) > allowed * abs(before):
                 raise ConfigurationError(
                     f"how much a microbatch counts in the loss of its batch depends on what the network returns: "
@@ -194,27 +208,37 @@ class WeighedLoss(PartialLoss):
             microbatch: Which one's rows get these in their order, as they are.
             phase: Makes them other ones.
         """
-        size = next(len(leaf) for leaf in tree_leaves(outputs) if _differentiable(leaf))
-        rows = torch.arange(self._batch.split.samples) % size
-        own = torch.tensor([], dtype=torch.int64)
+        first = next(leaf for leaf in tree_leaves(outputs) if _differentiable(leaf))
+        rows = torch.arange(self._batch.split.samples, device=first.device) % len(first)
+        own = rows[:0]
         if microbatch is not None:
-            own = self._batch.split.global_rows(microbatch)
-            rows[own] = torch.arange(size)
+            own = self._batch.split.global_rows(microbatch, device=first.device)
+            rows[own] = torch.arange(len(first), device=first.device)
         everything = tree_map(
             partial(_varied, as_they_are=own, phase=phase), tree_map(partial(_taken, rows=rows), outputs)
         )
         return everything, self._gradients(everything, None)
 
-    def _compared(self, everything: Any, gradients: dict[int, Tensor], microbatch: int) -> dict[int, float | None]:
-        rows = self._batch.split.global_rows(microbatch)
-        own = self._gradients(tree_map(partial(_taken, rows=rows), everything), microbatch)
-        factors = {}
-        for leaf in gradients.keys() | own.keys():
-            some = gradients.get(leaf, own.get(leaf))
-            assert some is not None
-            nothing = torch.zeros((), dtype=some.dtype, device=some.device).expand(len(rows), *some.shape[1:])
-            whole = gradients[leaf][rows.to(some.device)] if leaf in gradients else nothing
-            factors[leaf] = _factor(whole, own.get(leaf, nothing))
+    def _compared(
+        self, everything: Any, gradients: dict[int, Tensor], microbatches: Sequence[int]
+    ) -> dict[int, dict[int, float | None]]:
+        """For each of some microbatches the factors; what they are made of is read from the device once for all."""
+        measures, places = [], []
+        device = next(leaf.device for leaf in tree_leaves(everything) if _differentiable(leaf))
+        for microbatch in microbatches:
+            rows = self._batch.split.global_rows(microbatch, device=device)
+            own = self._gradients(tree_map(partial(_taken, rows=rows), everything), microbatch)
+            for leaf in gradients.keys() | own.keys():
+                some = gradients.get(leaf, own.get(leaf))
+                assert some is not None
+                nothing = torch.zeros((), dtype=some.dtype, device=some.device).expand(len(rows), *some.shape[1:])
+                whole = gradients[leaf][rows] if leaf in gradients else nothing
+                measures.append(_measures(whole, own.get(leaf, nothing)))
+                places.append((microbatch, leaf, torch.finfo(some.dtype).eps))
+        factors: dict[int, dict[int, float | None]] = {microbatch: {} for microbatch in microbatches}
+        found = torch.stack(measures).tolist() if measures else []
+        for (microbatch, leaf, resolution), numbers in zip(places, found, strict=True):
+            factors[microbatch][leaf] = _factor(numbers, resolution)
         return factors
 
     def _gradients(self, outputs: Any, microbatch: int | None) -> dict[int, Tensor]:
@@ -281,46 +305,53 @@ def _varied(leaf: Any, as_they_are: Tensor, phase: float) -> Any:
         return leaf
     numbers = torch.arange(leaf.numel(), device=leaf.device, dtype=torch.float32).reshape(leaf.shape)
     shares = (0.75 + 0.25 * torch.sin(numbers * 2.3 + phase)).to(leaf.dtype)
-    shares[as_they_are.to(leaf.device)] = 1.0
+    shares[as_they_are] = 1.0
     return leaf * shares
 
 
-def _taken(leaf: Any, rows: Tensor) -> Any:
+def _taken(leaf: Any, rows: Tensor | slice) -> Any:
     """Some rows of an output, apart from its graph."""
     if not isinstance(leaf, Tensor):
         return leaf
-    taken = leaf.detach()[rows.to(leaf.device)]
+    taken = leaf.detach()[rows]
     # The factors do not depend on the precision.
     lower = torch.is_autocast_enabled(leaf.device.type) and _differentiable(leaf) and leaf.dtype.itemsize < 4
     return taken.float() if lower else taken
 
 
-def _factor(whole: Tensor, part: Tensor) -> float | None:
+def _measures(whole: Tensor, part: Tensor) -> Tensor:
+    """What :func:`_factor` is told of two gradients (5,), on their device."""
+    wide = torch.float64 if whole.device.type != "mps" else torch.float32
+    one, other = whole.to(wide).flatten(), part.to(wide).flatten()
+    if not one.numel():
+        return one.new_zeros(5)
+    squares = other @ other
+    factor = torch.where(squares > 0, (one @ other) / squares, 0.0)
+    is_finite = torch.isfinite(other).all().to(wide)
+    return torch.stack([1 - is_finite, squares, one.abs().max(), factor, (one - factor * other).abs().max()])
+
+
+def _factor(measures: Sequence[float], resolution: float) -> float | None:
     """By what to multiply one gradient to have the other; None where both are zero.
 
     Raises:
         ConfigurationError: They do not lie on one line.
     """
-    wide = torch.float64 if whole.device.type != "mps" else torch.float32
-    one, other = whole.to(wide).flatten(), part.to(wide).flatten()
-    if not bool(torch.isfinite(other).all()):
-        return float(not bool(torch.equal(one, torch.zeros_like(one))))
-    squares, product = float(other @ other), float(one @ other)
-    largest = float(one.abs().max()) if one.numel() else 0.0
+    has_no_bounds, squares, largest, factor, rest = measures
+    if has_no_bounds:
+        return float(largest != 0)
     if squares == 0 and largest == 0:
         return None
-    factor = product / squares if squares else 0.0
-    rest = float((one - factor * other).abs().max())
-    if rest > ROUNDING * torch.finfo(whole.dtype).eps * largest:
+    if rest > ROUNDING * resolution * largest:
         raise _compares_samples()
     return factor
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor, other: Tensor) -> Tensor:
     """Whether two gradients are, but for rounding."""
     if not one.numel():
-        return True
-    return bool((one - other).abs().max() <= ROUNDING * torch.finfo(one.dtype).eps * one.abs().max())
+        return torch.ones((), dtype=torch.bool, device=one.device)
+    return (one - other).abs().max() <= ROUNDING * torch.finfo(one.dtype).eps * one.abs().max()
 
 
 def _compares_samples() -> ConfigurationError:

@@ -1,13 +1,13 @@
 """How a global batch is cut into microbatches, and in which order its rows stand."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
 PER_STAGE_AND_REPLICA = 4
 NORMALISED_TOGETHER = 8  # Images of which mean and variance are still worth something.
 
@@ -82,16 +82,9 @@ class Split:
         positions[order] = torch.arange(len(order))
         return positions
 
-    @cached_property
-    def _offsets(self) -> list[int]:
-        return [0, *itertools.accumulate(self.rows)]
-
-    def global_rows(self, microbatch: int) -> Tensor:
-        """Rows of the global batch that a microbatch holds, in its order (n,)."""
-        replica = microbatch % len(self.rows)
-        start, stop = self.bounds[microbatch]
-        offset = self._offsets[replica]
-        return self.positions[offset + start : offset + stop]
+    def global_rows(self, *microbatches: int, device: torch.device = CPU) -> Tensor:
+        """Rows of the global batch that microbatches hold, one after the other and each in its order (n,)."""
+        return rows_on(self, microbatches, device)
 
     def assemble(self, parts: Sequence[Tensor]) -> Tensor:
         """The rows of the global batch, from those of each replica.
@@ -103,8 +96,22 @@ class Split:
             return parts[0]
         joined = torch.cat(list(parts))
         result = torch.empty_like(joined)
-        result[self.positions.to(joined.device)] = joined
+        every = range(self.microbatches)
+        own = (m for replica in range(len(self.rows)) for m in every[replica :: len(self.rows)])
+        result[self.global_rows(*own, device=joined.device)] = joined
         return result
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def rows_on(split: Split, microbatches: tuple[int, ...], device: torch.device) -> Tensor:
+    """See :meth:`Split.global_rows`; kept, because the host would wait for each copy to a device."""
+    rows = []
+    for microbatch in microbatches:
+        offset = sum(split.rows[: microbatch % len(split.rows)])
+        start, stop = split.bounds[microbatch]
+        rows.append(split.positions[offset + start : offset + stop])
+    return torch.cat(rows).to(device)
 
 
 def default_microbatches(replicas: Sequence[int], samples: int | None = None) -> int:

@@ -4,6 +4,7 @@ Everything is computed for all layers at once, on the device and without looking
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class MomentTable:
             group: The stage's replicas, whose microbatches count too; None for one.
         """
         moments = self.moments[:-1].double()
-        counts = torch.tensor(self.counts[:-1], dtype=torch.float64, device=moments.device)
+        counts = counts_on(tuple(map(tuple, self.counts[:-1])), moments.device)
         if group is not None:
             joined = torch.cat([counts.flatten(), moments.flatten()])
             dist.all_reduce(joined, group=group)
@@ -132,6 +133,13 @@ class MomentTable:
         later = torch.cat([torch.ones_like(left[:1]), left[:-1]]).flip(0)  # What is left after the later ones.
         shares = (weight * later).view(rows, -1)[:, self._cell_of]
         return left[-1], shares, number[-1]
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def counts_on(counts: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+    """The same numbers as a tensor; kept, because the host would wait for each copy to a device."""
+    return torch.tensor(counts, dtype=torch.float64, device=device)
 
 
 def _union(counts: Tensor, moments: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class OutputGatherer:
                 own = [m for m in range(replica, split.microbatches, self.placement.replicas[last]) if split.sizes[m]]
                 if not own:
                     continue
-                rows = torch.cat([split.global_rows(m) for m in own]).to(self.device)
+                rows = split.global_rows(*own, device=self.device)
                 if rank == self.transport.rank:
                     # In channels_last, which cat keeps, others would take the numbers for those of another layout.
                     piece = torch.cat([parts[m][index] for m in own]).contiguous()

@@ -85,8 +85,7 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
         none: Take no row at all.
     """
     split = batch.split
-    rows = None if microbatch is None else split.global_rows(microbatch)
-    count = 0 if none else split.samples if rows is None else len(rows)
+    count = 0 if none else split.samples if microbatch is None else split.sizes[microbatch]
     several = isinstance(batch.image_dtype, tuple)
     shapes: Any = batch.image_shape if several else (batch.image_shape,)
     dtypes: Any = batch.image_dtype if several else (batch.image_dtype,)
@@ -100,10 +99,11 @@ def seen(batch: Batch, microbatch: int | None, device: Any, none: bool = False) 
             return ImagesElsewhere.like(count, shape, dtype, device, computes=True)
         if kind == "rows":
             whole = batch.rest[value]
-            return whole[:count] if rows is None else whole[rows.to(whole.device)]
+            return whole[:count] if microbatch is None else whole[split.global_rows(microbatch, device=whole.device)]
         if kind == "items":
             items = _items(batch, form, value)
-            return type(value)(items[:count] if rows is None else [items[row] for row in rows.tolist()])
+            places = range(count) if microbatch is None else split.global_rows(microbatch).tolist()
+            return type(value)(items[place] for place in places)
         return value.to(device) if isinstance(value, Tensor) else value
 
     return form.whole(fill)

@@ -50,9 +50,9 @@ class StepLoss(WeighedLoss):
         self._draws = draws
         self.same_draws = draws is not None
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, microbatches: Sequence[int]) -> None:
         """Start on another batch."""
-        super().begin(batch)
+        super().begin(batch, microbatches)
         self._random = RandomState(self._device)
 
     def _run(self, outputs: Any, microbatch: int | None) -> Tensor:
