@@ -7,14 +7,13 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 from torchvision.transforms import v2
 
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import check_logits, main_logits
-from cnnstrategies.network_module import Batch, NetworkModule
+from cnnstrategies.network_module import Batch, MeanOverSamples, NetworkModule
 from cnnstrategies.tasks import TASKS, TaskName
 
 
@@ -142,7 +141,7 @@ class ImageClassifier(NetworkModule):
             mixers.append(v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes))
         self.mix = v2.RandomChoice(mixers) if mixers else None
         self.train_metrics, self.val_metrics, self.test_metrics = (
-            nn.ModuleDict({"loss": MeanMetric(), **self.learns.metrics(num_classes, training)})
+            nn.ModuleDict({"loss": MeanOverSamples(), **self.learns.metrics(num_classes, training)})
             for training in (True, False, False)
         )
 

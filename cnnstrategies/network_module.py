@@ -21,6 +21,30 @@ Batch = tuple[Tensor, Tensor]
 ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")
 
 
+class MeanOverSamples(Metric):
+    """The mean over the samples of batches, from each batch's mean.
+
+    torchmetrics' ``MeanMetric`` has the host wait for the device three times in each step.
+    """
+
+    total: Tensor
+    samples: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "samples"):
+            self.add_state(name, torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, mean: Tensor, samples: int) -> None:
+        """Add a batch of so many samples."""
+        self.total += mean.to(self.total.dtype) * samples
+        self.samples += samples
+
+    def compute(self) -> Tensor:
+        """The mean so far; not a number where that of a batch is none."""
+        return self.total / self.samples
+
+
 class NetworkModule(LightningModule):
     """Base of the modules that train one network on ``(images, targets)``.
 
@@ -157,7 +181,7 @@ class NetworkModule(LightningModule):
         compared = self.compared(main_logits(outputs).detach(), targets)
         for name, metric in getattr(self, f"{stage}_metrics").items():
             if name == "loss":
-                metric.update(loss.detach(), weight=len(targets))
+                metric.update(loss.detach(), len(targets))
             else:
                 metric.update(*compared)
             self.log(f"{stage}_{name}", metric, on_step=False, on_epoch=True, prog_bar=f"{stage}_{name}" in ON_BAR)

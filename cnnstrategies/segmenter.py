@@ -6,14 +6,13 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardIndex
 
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import main_logits
-from cnnstrategies.network_module import Batch, NetworkModule
+from cnnstrategies.network_module import Batch, MeanOverSamples, NetworkModule
 
 
 class ImageSegmenter(NetworkModule):
@@ -75,7 +74,7 @@ class ImageSegmenter(NetworkModule):
         self.save_hyperparameters(ignore=None if built_by_cli() else ["network", "optimizer", "lr_scheduler"])
         self.ignore_index = ignore_index
         self.aux_weight = aux_weight
-        self.train_metrics = nn.ModuleDict({"loss": MeanMetric()})
+        self.train_metrics = nn.ModuleDict({"loss": MeanOverSamples()})
         self.val_metrics = self._metrics()
         self.test_metrics = self._metrics()
 
@@ -140,7 +139,7 @@ class ImageSegmenter(NetworkModule):
         options: dict[str, Any] = {"ignore_index": self.ignore_index, "validate_args": False}
         return nn.ModuleDict(
             {
-                "loss": MeanMetric(),
+                "loss": MeanOverSamples(),
                 "miou": MulticlassJaccardIndex(self.num_classes, average="macro", **options),
                 "pixel_acc": MulticlassAccuracy(self.num_classes, average="micro", **options),
             }
