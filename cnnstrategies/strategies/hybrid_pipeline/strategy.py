@@ -346,9 +346,11 @@ class HybridPipelineStrategy(DDPStrategy):
         return bool(self._most(int(not decision)) == 0 if all else self._most(int(decision)))
 
     def _most(self, number: int) -> int:
-        value = torch.tensor(number, device=self.root_device)
+        # On the host, where it can be: to read it there waits for nothing that a device computes.
+        group = None if self.pipeline is None else self.pipeline.transport.control
+        value = torch.tensor(number, device=self.root_device if group is None else "cpu")
         if self.world_size > 1:
-            dist.all_reduce(value, op=ReduceOp.MAX)
+            dist.all_reduce(value, op=ReduceOp.MAX, group=group)
         return int(value)
 
     # Checkpoints
