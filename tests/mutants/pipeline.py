@@ -1,6 +1,7 @@
 """The pipeline's engine: it trains what one process trains, holds no more than it must, and no rank waits for ever."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import test_engine
@@ -8,7 +9,7 @@ import test_executor
 import test_hybrid_pipeline_modules
 import test_layouts
 import test_losses
-import test_step_calls
+import test_simulated_gpu
 import torch
 from mutants.faulty import replaces
 from torch import Tensor, nn
@@ -19,9 +20,12 @@ from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.connections import Edge, connection_rounds
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
+from cnnstrategies.pipeline.microbatches import CPU, Split, rows_on
+from cnnstrategies.pipeline.moments import MomentTable, counts_on
 from cnnstrategies.pipeline.recompute import RandomState
 from cnnstrategies.pipeline.step import Step
-from cnnstrategies.pipeline.timetable import Place, Task, tasks_of
+from cnnstrategies.pipeline.timetable import Place, Placement, Task, tasks_of
+from cnnstrategies.pipeline.transport import Transport
 
 
 @replaces(Step.part_of_loss, killed_by=test_layouts.test_random_layouts_equal_one_process, part=0)
@@ -99,8 +103,8 @@ def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
 
 @replaces(
     Step.part_of_loss,
-    killed_by=test_step_calls.test_a_step_reads_no_value_of_the_device_and_makes_one_collective_on_the_host,
-    recompute="never",
+    killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    replicas=(1,),
 )
 def a_step_waits_for_the_device_to_learn_its_loss(
     right: Callable[[Step, Any, int], Tensor], self: Step, outputs: Any, microbatch: int
@@ -108,6 +112,60 @@ def a_step_waits_for_the_device_to_learn_its_loss(
     part = right(self, outputs, microbatch)
     float(part)
     return part
+
+
+@replaces(
+    Split.global_rows, killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
+)
+def rows_of_a_split_are_copied_to_the_device_in_each_step(
+    right: Callable[..., Tensor], self: Split, *microbatches: int, device: torch.device = CPU
+) -> Tensor:
+    rows_on.cache_clear()
+    return right(self, *microbatches, device=device)
+
+
+@replaces(
+    MomentTable.update, killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
+)
+def counts_of_batch_norm_are_copied_to_the_device_in_each_step(
+    right: Callable[[MomentTable, bool, ProcessGroup | None], None],
+    self: MomentTable,
+    deferred: bool,
+    group: ProcessGroup | None,
+) -> None:
+    counts_on.cache_clear()
+    right(self, deferred, group)
+
+
+@replaces(
+    WeighedLoss.factors_at,
+    killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    replicas=(1,),
+)
+def the_factor_of_each_microbatch_is_read_from_the_device(
+    right: Callable[[WeighedLoss, Any, int, float], dict[int, float | None]],
+    self: WeighedLoss,
+    outputs: Any,
+    microbatch: int,
+    phase: float = 0.0,
+) -> dict[int, float | None]:
+    self._found.clear()
+    return right(self, outputs, microbatch, phase)
+
+
+@replaces(
+    Transport.__init__, killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(2, 1)
+)
+def sizes_of_a_batch_go_through_nccl(
+    right: Callable[[Transport, Placement, Iterable[Edge], torch.device, timedelta], None],
+    self: Transport,
+    placement: Placement,
+    pairs: Iterable[Edge],
+    device: torch.device,
+    timeout: timedelta,
+) -> None:
+    right(self, placement, pairs, device, timeout)
+    self.control = None
 
 
 @replaces(connection_rounds, killed_by=test_layouts.test_connections_are_made_in_disjoint_rounds, replicas=(2, 1))

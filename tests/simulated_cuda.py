@@ -1,0 +1,213 @@
+"""`torch.cuda`, autocast and NCCL of a simulated GPU; see `simulated_gpu.py`.
+
+What `simulate` does is not undone: it is for processes that were forked for a test.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from simulated_gpu import _COLLECTIVE, DEVICE, GpuMode, _plain, is_on_device
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+
+class Stream:
+    """What it is told is done at once, in the order in which the host tells it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = DEVICE.name
+
+    def wait_stream(self, other: object) -> None:
+        """It has nothing to wait for."""
+
+    def wait_event(self, event: object) -> None:
+        """It has nothing to wait for."""
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        """Mark what it has been told so far."""
+        return event or Event()
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        DEVICE.wait("a stream")
+
+
+class Event:
+    """A mark in a stream."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._is_over = False
+
+    def record(self, stream: object = None) -> None:
+        """Mark what a stream has been told so far."""
+        self._is_over = False
+
+    def query(self) -> bool:
+        """Whether it is over; it is, and so nobody waits any more."""
+        self._is_over = True
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        if not self._is_over:
+            DEVICE.wait("an event")
+        self._is_over = True
+
+    def elapsed_time(self, other: object) -> float:
+        """Milliseconds."""
+        return 0.0
+
+
+def simulate(index: int = 0, devices: int = 1) -> GpuMode:
+    """Give this process a simulated GPU, for good.
+
+    Args:
+        index: Its number.
+        devices: How many the machine has.
+
+    Returns:
+        What is to be entered where tensors are made on it; another thread only computes with those that are there.
+    """
+    DEVICE.name = torch.device("cuda", index)
+    _simulate_cuda(devices)
+    _simulate_autocast()
+    if dist.is_available():
+        _simulate_nccl()
+    return GpuMode()
+
+
+def _simulate_cuda(devices: int) -> None:
+    torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # For "cuda" without a number.
+    torch.backends.cudnn.enabled = False
+    if torch.backends.cuda.is_built():
+        # Autograd would ask CUDA's driver for contexts. It asks the first kind of accelerator, and this comes first.
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+        _setup_privateuseone_for_python_backend("nothing")
+
+    def synchronize(*_: Any) -> None:
+        DEVICE.wait("the device")
+
+    def seed(number: int) -> None:
+        DEVICE.random = torch.Generator().manual_seed(number).get_state()
+
+    def put_state(state: Tensor, *_: Any) -> None:
+        DEVICE.random = state.clone()
+
+    stream = Stream()
+    replaced = {
+        "_initialized": True,
+        "_lazy_init": lambda: None,
+        "_is_in_bad_fork": lambda: False,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: devices,
+        "current_device": lambda: DEVICE.name.index,
+        "set_device": lambda device: None,
+        "device": lambda device: nullcontext(),
+        "Stream": Stream,
+        "Event": Event,
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "synchronize": synchronize,
+        "get_rng_state": lambda device=None: DEVICE.random.clone(),
+        "set_rng_state": put_state,
+        "get_rng_state_all": lambda: [DEVICE.random.clone()],
+        "set_rng_state_all": lambda states: put_state(states[0]),
+        "manual_seed": seed,
+        "manual_seed_all": seed,
+        "empty_cache": lambda: None,
+        "memory_stats": lambda device=None: {},
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_name": lambda device=None: "simulated",
+        "is_bf16_supported": lambda *_, **__: True,
+    }
+    for name, value in replaced.items():
+        setattr(torch.cuda, name, value)
+    torch.accelerator.synchronize = synchronize
+    torch.accelerator.is_available = lambda: True
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+
+
+def _simulate_autocast() -> None:
+    """To C++ the tensors are the host's, and so is their autocast."""
+    autocast, is_enabled, dtype = torch.autocast, torch.is_autocast_enabled, torch.get_autocast_dtype
+
+    def kind_of(kind: str) -> str:
+        return "cpu" if kind == "cuda" else kind
+
+    class Autocast(autocast):  # type: ignore[misc, valid-type]
+        def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+            super().__init__(kind_of(device_type), *args, **kwargs)
+
+    torch.autocast = torch.amp.autocast = torch.amp.autocast_mode.autocast = Autocast  # type: ignore[misc, assignment]
+    torch.is_autocast_enabled = lambda kind="cuda": is_enabled(kind_of(kind))
+    torch.get_autocast_dtype = lambda kind: dtype(kind_of(kind))
+
+
+def _simulate_nccl() -> None:
+    """Groups of gloo that say they are NCCL's, but for those that are made to be gloo's.
+
+    A transfer of a tensor of the host in the former, or of the device in the latter, is refused.
+    """
+    new_group, on_host = dist.new_group, set()
+
+    def make(
+        ranks: Iterable[int] | None = None, timeout: Any = None, backend: str | None = None, **_: Any
+    ) -> dist.ProcessGroup | int | None:
+        group: dist.ProcessGroup | int | None = new_group(None if ranks is None else list(ranks), timeout)
+        if backend == "gloo" and isinstance(group, dist.ProcessGroup):
+            on_host.add(group.group_name)
+        return group
+
+    def backend_of(group: dist.ProcessGroup | None = None) -> str:
+        return "gloo" if group is not None and group.group_name in on_host else "nccl"
+
+    def collective(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        groups = [dist.ProcessGroup.unbox(one) for one in leaves if _is_group(one)]  # type: ignore[attr-defined]
+        backend = backend_of(groups[0])
+        for one in leaves:
+            if isinstance(one, Tensor) and is_on_device(one) != (backend == "nccl"):
+                raise AssertionError(f"{func} in a group of {backend}, of a tensor on {one.device}")
+        if backend == "nccl" and func is torch.ops.c10d.barrier.default:
+            DEVICE.wait("a barrier")
+        return _plain(func, args, kwargs)
+
+    _COLLECTIVE[0] = collective
+    for module in (dist, dist.distributed_c10d):
+        module.new_group, module.get_backend = make, backend_of
+
+    for name in ("_ddp_init_helper", "_pre_forward"):
+        _replace(name)
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+
+
+def _replace(name: str) -> None:
+    """DDP's buckets are made in C++."""
+    right = getattr(DistributedDataParallel, name)
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _buckets():
+            return right(self, *args, **kwargs)
+
+    setattr(DistributedDataParallel, name, replacement)
+
+
+@contextmanager
+def _buckets() -> Any:
+    DEVICE.makes_buckets = True
+    try:
+        yield
+    finally:
+        DEVICE.makes_buckets = False

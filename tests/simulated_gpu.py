@@ -1,0 +1,344 @@
+"""A simulated GPU: tensors that say they are on `cuda`, and hold their values in the host's memory.
+
+What it computes is, bit for bit, what the CPU computes. It refuses what a GPU refuses, an operation on tensors of both,
+and notes each place where the host would wait until the device has computed all that it was told. Its random numbers
+are its own.
+
+To torch's C++ such a tensor is one of the host, with `Python` among its dispatch keys: so no driver is ever asked. All
+that tells where a tensor is goes by Python. See `simulated_cuda.py` for `torch.cuda` and collectives.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+# What waits whatever it is given: its result, or the result's shape, depends on values.
+_WAITS = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.repeat_interleave.Tensor,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.unique_consecutive.default,
+    aten.bincount.default,
+}
+_INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+
+
+class MixedError(RuntimeError):
+    """An operation was given tensors of the host and of the device."""
+
+
+class Device:
+    """The one of this process.
+
+    Attributes:
+        name: `cuda` with its number.
+        waits: Where the host has waited since the last :meth:`waits_inside`, and how often.
+        random: The state of its random numbers.
+        pinned: Pinned memory by its address; held, so that no other gets the address.
+        buckets: Memory of the device that C++ has made, which takes it for the host's; likewise.
+        makes_buckets: What C++ makes now is such.
+    """
+
+    def __init__(self) -> None:
+        self.name = torch.device("cuda", 0)
+        self.waits: Counter[str] = Counter()
+        self.random = torch.Generator().manual_seed(0).get_state()
+        self.pinned: dict[int, Tensor] = {}
+        self.buckets: dict[int, Tensor] = {}
+        self.makes_buckets = False
+
+    def wait(self, what: str) -> None:
+        """The host waits for it."""
+        frame = sys._getframe(1)
+        inner = outer = None
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if "/cnnstrategies/" in name and "/tests/" not in name:
+                inner = inner or frame
+            elif "simulated_" not in name and "/torch/" not in name:
+                outer = outer or frame
+            frame = frame.f_back  # type: ignore[assignment]
+        found = inner or outer
+        where = "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
+        self.waits[f"{what} at {where}"] += 1
+
+    @contextmanager
+    def waits_inside(self) -> Iterator[Counter[str]]:
+        """Count those inside, apart from others."""
+        before, self.waits = self.waits, Counter()
+        try:
+            yield self.waits
+        finally:
+            self.waits = before
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw from its own random numbers."""
+        host = torch.get_rng_state()
+        torch.set_rng_state(self.random)
+        try:
+            yield
+        finally:
+            self.random = torch.get_rng_state()
+            torch.set_rng_state(host)
+
+
+DEVICE = Device()
+
+
+class GpuTensor(torch.Tensor):
+    """A tensor of the device.
+
+    Attributes:
+        host: Its values.
+    """
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor, requires_grad: bool = False) -> "GpuTensor":
+        """One with these values, which it shares."""
+        tensor: GpuTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device="cpu",
+            requires_grad=requires_grad,
+        )
+        tensor.host = host
+        return tensor
+
+    # These two let a module's parameters be replaced by it, as `.to("cuda")` does.
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["host"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> "GpuTensor":
+        return GpuTensor(inner["host"])
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"GpuTensor({tuple(self.shape)}, {self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.host.detach().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GpuTensor":
+        if id(self) not in memo:
+            copied = GpuTensor(self.host.detach().clone(), self.requires_grad)
+            if isinstance(self, torch.nn.Parameter):
+                copied._is_param = True  # type: ignore[attr-defined]
+            memo[id(self)] = copied
+        found: GpuTensor = memo[id(self)]
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What Python asks of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _ASKED.get(func, func)(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What is computed with it."""
+        return _compute(func, args, kwargs or {})
+
+
+class GpuMode(TorchDispatchMode):
+    """Makes tensors on `cuda`, in this thread."""
+
+    def __enter__(self) -> Any:
+        torch._C._set_only_lift_cpu_tensors(True)  # Else `torch.tensor(..., device="cuda")` would ask a driver.
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute."""
+        return _compute(func, args, kwargs or {})
+
+
+# What Python asks
+
+
+def _to(tensor: GpuTensor, *args: Any, **kwargs: Any) -> Tensor:
+    copy = kwargs.pop("copy", False)
+    device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    dtype = dtype or tensor.dtype
+    if device is not None and device.type != "cuda":
+        moved: Tensor = _ToHost.apply(tensor, device, dtype, non_blocking)
+        return moved
+    if dtype == tensor.dtype and form is None and not copy:
+        return tensor
+    converted: Tensor = aten._to_copy.default(tensor, dtype=dtype, memory_format=form)
+    return converted
+
+
+class _ToHost(torch.autograd.Function):
+    """A copy to the host, or to `meta`; C++ would take the device's tensor for one of the host already."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: GpuTensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
+        ctx.dtype = tensor.dtype
+        if device.type == "cpu":
+            DEVICE.wait("a copy to the host")  # With non_blocking, too: the new memory is not pinned.
+        return tensor.host.detach().to(device, dtype, copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].to(DEVICE.name, ctx.dtype), None, None, None
+
+
+def _one_hot(tensor: GpuTensor, num_classes: int = -1) -> Tensor:
+    if num_classes == -1:
+        DEVICE.wait("one_hot without the number of classes")
+    return GpuTensor(F.one_hot(tensor.host, num_classes))
+
+
+def _set_item(tensor: GpuTensor, place: Any, value: Any) -> None:
+    # C++ would copy it from the host, and CUDA fills.
+    value = value if isinstance(value, Tensor) else GpuTensor(torch.tensor(value, dtype=tensor.dtype))
+    Tensor.__setitem__(tensor, place, value)
+
+
+def _as_subclass(tensor: GpuTensor, kind: type) -> Tensor:
+    """For tensors without values, which stand for others."""
+    if kind not in _ON_DEVICE:
+        _ON_DEVICE[kind] = type(kind.__name__, (kind,), {"device": property(lambda self: DEVICE.name)})
+    return tensor.host.as_subclass(_ON_DEVICE[kind])
+
+
+def _refuse_numpy(*_: Any, **__: Any) -> Any:
+    raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+
+def _to_list(tensor: GpuTensor) -> Any:
+    return _to(tensor, "cpu").tolist()
+
+
+_ON_DEVICE: dict[type, type] = {}
+_ASKED: dict[Any, Callable[..., Any]] = {
+    Tensor.to: _to,
+    Tensor.cpu: lambda tensor, *args: _to(tensor, "cpu"),
+    Tensor.cuda: lambda tensor, *args, **kwargs: tensor,
+    Tensor.tolist: _to_list,
+    Tensor.numpy: _refuse_numpy,
+    Tensor.__array__: _refuse_numpy,
+    Tensor.__setitem__: _set_item,
+    Tensor.as_subclass: _as_subclass,
+    Tensor.is_pinned: lambda tensor, *args: False,
+    Tensor.get_device: lambda tensor: DEVICE.name.index,
+    Tensor.data_ptr: lambda tensor: tensor.host.data_ptr(),
+    Tensor.untyped_storage: lambda tensor: tensor.host.untyped_storage(),
+    Tensor.device.__get__: lambda tensor: DEVICE.name,  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
+    Tensor.is_cpu.__get__: lambda tensor: False,  # type: ignore[attr-defined]
+    F.one_hot: _one_hot,
+}
+
+
+# What is computed
+
+
+def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    on_device = any(isinstance(one, GpuTensor) for one in tensors)
+    device = kwargs.get("device")
+    device = None if device is None else torch.device(device)
+    if func.namespace == "c10d":
+        return _COLLECTIVE[0](func, args, kwargs)
+    if func is aten._pin_memory.default or kwargs.get("pin_memory"):
+        made = args[0].clone() if func is aten._pin_memory.default else func(*args, **{**kwargs, "pin_memory": False})
+        DEVICE.pinned[made.untyped_storage().data_ptr()] = made
+        return made
+    if func is aten._to_copy.default and device is not None and device.type == "cuda" and not on_device:
+        _from_host(args[0], kwargs.get("non_blocking", False))
+        kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
+    elif not on_device and (device is None or device.type != "cuda"):
+        made = func(*args, **kwargs)
+        if DEVICE.makes_buckets and isinstance(made, Tensor) and made.device.type == "cpu":
+            DEVICE.buckets[made.untyped_storage().data_ptr()] = made
+        return made
+    elif func is aten.copy_.default:
+        return _copy(*args, **kwargs)
+    elif on_device:
+        _look_at(func, args, tensors)
+    if device is not None and device.type == "meta":
+        return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+    own = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    if device is not None:
+        own["device"] = torch.device("cpu")
+    if torch.Tag.nondeterministic_seeded in func.tags and own.get("generator") is None:
+        with DEVICE.drawing():
+            result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, own))
+    else:
+        result = func(*tree_map(_unwrap, args), **tree_map(_unwrap, own))
+    if func is aten._local_scalar_dense.default:
+        return result
+    wrapped = tree_map(lambda one: GpuTensor(one) if type(one) is Tensor else one, result)
+    return return_and_correct_aliasing(func, args, kwargs, wrapped) if on_device else wrapped
+
+
+def _look_at(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    """Refuse what is mixed, and note where it waits."""
+    if func in _WAITS:
+        DEVICE.wait(str(func))
+    indices = [one for one in args[1] if one is not None] if func in _INDEXING else []
+    if not all(map(is_on_device, indices)):
+        DEVICE.wait("an index of the host")
+    if any(one.dtype in (torch.bool, torch.uint8) for one in indices):
+        DEVICE.wait("an index by a mask")
+    for one in tensors:
+        # As on a GPU, but for scalars of the host; indices may be anywhere.
+        if one.ndim and not is_on_device(one) and one.device.type != "meta" and not any(one is i for i in indices):
+            shapes = [(tuple(each.shape), each.device.type) for each in tensors]
+            raise MixedError(f"{func}: tensors of the host and of the device: {shapes}")
+
+
+def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if is_on_device(target) and not is_on_device(source):
+        _from_host(source, non_blocking)
+    elif is_on_device(source) and not is_on_device(target) and not (non_blocking and _is_pinned(target)):
+        DEVICE.wait("a copy to the host")
+    _unwrap(target).copy_(_unwrap(source))
+    return target
+
+
+def _from_host(source: Tensor, non_blocking: bool) -> None:
+    if source.device.type == "cpu" and source.numel() and not (non_blocking and _is_pinned(source)):
+        DEVICE.wait("a copy from the host" + ("" if _is_pinned(source) else "'s memory that is not pinned"))
+
+
+def is_on_device(tensor: Tensor) -> bool:
+    """Whether it is the device's."""
+    return isinstance(tensor, GpuTensor) or (
+        tensor.device.type == "cpu" and bool(DEVICE.buckets) and tensor.untyped_storage().data_ptr() in DEVICE.buckets
+    )
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() in DEVICE.pinned
+
+
+def _unwrap(value: Any) -> Any:
+    return value.host if isinstance(value, GpuTensor) else value
+
+
+def _plain(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+
+
+_COLLECTIVE: list[Callable[..., Any]] = [_plain]
