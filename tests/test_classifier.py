@@ -255,11 +255,11 @@ def test_each_function_starts_the_metrics_anew():
     model = ImageClassifier(SmallCNN(num_classes=10, in_channels=1), num_classes=10)
     model.trainer = trainer()
     metric = model.test_metrics["loss"]
-    metric.mean_value.share_memory_()  # as torch hands it to a rank that is spawned
-    metric.update(torch.tensor(2.0))
+    metric.total.share_memory_()  # as torch hands it to a rank that is spawned
+    metric.update(torch.tensor(2.0), 1)
     model.setup("test")
-    assert not metric.mean_value.is_shared(), "what a rank adds would be added to those of all"
-    assert metric.mean_value == 0
+    assert not metric.total.is_shared(), "what a rank adds would be added to those of all"
+    assert metric.total == 0
 
 
 @pytest.mark.parametrize(("options", "message"), MISTAKES.values(), ids=MISTAKES.keys())
