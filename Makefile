@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 EXTRAS ?= test,docs
 
-.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate long-run faults lint types docs check clean
+.PHONY: quickstart test test-cluster test-ray test-extras test-zoo test-gpu test-portable test-bounds fuzz-pipeline ends-pipeline mutants simulate long-run faults lint types docs check clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/cnnstrategies fit --config quickstart
@@ -51,6 +51,10 @@ test-zoo:
 ifeq ($(PART),1/1)
 	PYTHONPATH=tests:tests/zoo $(ZOO_VENV)/bin/python tests/zoo/table.py benchmarks/zoo.md
 endif
+
+# On a machine with GPUs: what nothing else can show. Some 20 minutes; writes the page. Without one it rehearses.
+test-gpu: $(INSTALLED)
+	$(BIN)/python tests/gpu/run.py benchmarks/gpu.md
 
 # The same on less capable processors, as far as this one can play them, and with other random numbers.
 test-portable: $(INSTALLED)
