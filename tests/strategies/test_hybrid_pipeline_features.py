@@ -404,6 +404,14 @@ def test_impossible_layouts_are_refused_before_processes_start(
         trainer.fit(OwnModule(), DataLoader(Images(8), 4))
 
 
+def test_gloo_between_gpus_is_refused_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HybridPipelineStrategy, "root_device", torch.device("cuda", 0))
+    strategy = HybridPipelineStrategy(cuts=["2"], process_group_backend="gloo")
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, barebones=True)
+    with pytest.raises(ConfigurationError, match="process_group_backend=gloo: gloo sends no messages"):
+        trainer.fit(OwnModule(), DataLoader(Images(8), 4))
+
+
 def test_contradicting_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="stages make 3, cuts make 2"):
         HybridPipelineStrategy(stages=3, cuts=["2"])

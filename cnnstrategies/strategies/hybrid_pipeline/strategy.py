@@ -156,6 +156,10 @@ class HybridPipelineStrategy(DDPStrategy):
             return
         path = check_module(module, self.network_path)
         network = network_at(module, path)
+        if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
+            raise ConfigurationError(
+                "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
+            )
         if self._layer_sync is not None:
             raise ConfigurationError(
                 "sync_batchnorm=True: the replicas of a stage run different microbatches and would wait for each "
