@@ -27,11 +27,12 @@ THEMES = """<style>
 :root {--ink: #3f4a57}
 @media (prefers-color-scheme: dark) {:root {--ink: #c3ccd6}}
 </style>"""
-COLOURS = {"forward": "#4C8BF5", "backward": "#F2994A", "gradients sent": "#27AE60", "activations sent": "#8E6CC9"}
+SENT, BETWEEN = "gradients sent", "sent between stages"
+COLOURS = {"forward": "#4C8BF5", "backward": "#F2994A", SENT: "#27AE60", BETWEEN: "#8E6CC9"}
 
 # On paper, like AlexNet: nearly all of the time is the convolutions', nearly all of the parameters are the
 # classifier's. In ms; forward is that of the whole batch on one quick device, and backward takes twice as long.
-DEVICES, MICROBATCHES, UNTIL, UNTIL_NARROW = 4, 12, 620.0, 320.0
+DEVICES, MICROBATCHES, UNTIL, UNTIL_NARROW = 4, 12, 460.0, 320.0
 SPEEDS = (1.0, 1.0, 1.0, 0.5)  # The last device is half as quick.
 CONVOLUTIONS, CLASSIFIER = 92.0, 8.0
 # An all-reduce, or push and pull, of all devices, whatever else their links carry.
@@ -40,94 +41,99 @@ SEND_CONVOLUTIONS, SEND_CLASSIFIER = 4.0, 76.0
 WIDE, NARROW = 9.0, 4.2  # inches; the narrow one fills a phone, its letters as large as the page's small ones
 
 Bar = tuple[int, str, float, float]  # row, kind, start, end
+# Steps that are made again and again, each with the share of a batch that it does.
+Steps = list[tuple[float, list[Bar]]]
 
 
-def one_device() -> Iterator[Bar]:
+def one_device() -> Steps:
     """Forward and backward, one after the other, on a quick device."""
     forward = CONVOLUTIONS + CLASSIFIER
-    start = 0.0
-    while start < UNTIL:
-        yield 0, "forward", start, start + forward
-        yield 0, "backward", start + forward, start + 3 * forward
-        start += 3 * forward
+    return [(1.0, [(0, "forward", 0.0, forward), (0, "backward", forward, 3 * forward)])]
 
 
-def data_parallel(rows: Sequence[int], start: float) -> Iterator[Bar]:
+def data_parallel(rows: Sequence[int]) -> list[Bar]:
     """A step of devices that wait for each other; a layer's gradients are sent while backward goes on."""
     whole = (CONVOLUTIONS + CLASSIFIER) / DEVICES
     times = {row: whole / SPEEDS[row] for row in rows}
-    sent = start + max(times.values()) * (1 + 2 * CLASSIFIER / (CONVOLUTIONS + CLASSIFIER))
-    end = max(sent + SEND_CLASSIFIER, start + 3 * max(times.values())) + SEND_CONVOLUTIONS
+    sent = max(times.values()) * (1 + 2 * CLASSIFIER / (CONVOLUTIONS + CLASSIFIER))
+    end = max(sent + SEND_CLASSIFIER, 3 * max(times.values())) + SEND_CONVOLUTIONS
+    bars: list[Bar] = []
     for row, forward in times.items():
-        yield row, "forward", start, start + forward
-        yield row, "backward", start + forward, start + 3 * forward
-        yield row, "gradients sent", sent, end
+        bars += [(row, "forward", 0.0, forward), (row, "backward", forward, 3 * forward), (row, SENT, sent, end)]
+    return bars
 
 
-def ddp() -> Iterator[Bar]:
+def ddp() -> Steps:
     """All wait for the slowest and for the classifier's gradients."""
-    end = 0.0
-    while end < UNTIL:
-        bars = list(data_parallel(range(DEVICES), end))
-        yield from bars
-        end = max(bar[3] for bar in bars)
+    return [(1.0, data_parallel(range(DEVICES)))]
 
 
-def parameter_server() -> Iterator[Bar]:
+def parameter_server() -> Steps:
     """Each worker sends its gradients and gets parameters, and waits for nobody else."""
-    for row in range(DEVICES):
-        end = 0.0
-        while end < UNTIL:
-            bars = list(data_parallel([row], end))
-            yield from bars
-            end = max(bar[3] for bar in bars)
+    return [(1 / DEVICES, data_parallel([row])) for row in range(DEVICES)]
 
 
-def hybrid_pipeline() -> Iterator[Bar]:
+def hybrid_pipeline() -> Steps:
     """Three replicas of the convolutions, the classifier on the slow device: by the package's simulator."""
     link = Link(bandwidth=1e9, latency=0.0)
+    replicas = (DEVICES - 1, 1)
     gradients = int(SEND_CONVOLUTIONS * 1e-3 * link.bandwidth * 3 / 4)  # Three devices send 4/3 of them in a ring.
     stages = [
         StageCost(1, forward * 1e-3 / MICROBATCHES, 2 * forward * 1e-3 / MICROBATCHES, parameters, 0, 0)
         for forward, parameters in ((CONVOLUTIONS, gradients), (CLASSIFIER / SPEEDS[-1], 0))
     ]
     activations = int(0.3e-3 * link.bandwidth)
-    step = simulate(timetable((3, 1), MICROBATCHES, "1f1b"), stages, {(0, 1): Message(activations, activations)}, link)
-    kinds = {"reduce": "gradients sent", "send": "activations sent"}
-    start = 0.0
-    while start < UNTIL:
-        for span in step.spans:
-            yield span.rank, kinds.get(span.kind, span.kind), start + 1e3 * span.start, start + 1e3 * span.end
-        start += 1e3 * step.step_time
+    step = simulate(
+        timetable(replicas, MICROBATCHES, "1f1b"), stages, {(0, 1): Message(activations, activations)}, link
+    )
+    kinds = {"reduce": SENT, "send": BETWEEN}
+    bars = []
+    for span in step.spans:
+        # A message is on the row of the first stage's device, whichever way it goes.
+        row = (span.microbatch or 0) % replicas[0] if span.kind == "send" else span.rank
+        bars.append((row, kinds.get(span.kind, span.kind), 1e3 * span.start, 1e3 * span.end))
+    return [(1.0, bars)]
 
 
 PANELS = {
-    "strategy: auto": one_device,
-    "strategy: ddp": ddp,
-    "strategy: hybrid_pipeline": hybrid_pipeline,
-    "strategy: parameter_server_async": parameter_server,
+    "auto": (one_device, "one device"),
+    "ddp": (ddp, "all wait for the slow one and the classifier's gradients"),
+    "hybrid_pipeline": (hybrid_pipeline, "the slow one has the classifier, whose gradients are not sent"),
+    "parameter_server_async": (parameter_server, "nobody waits"),
 }
 
 
+def speed(steps: Steps) -> float:
+    """Batches per ms."""
+    return sum(share / max(end for *_, end in bars) for share, bars in steps)
+
+
 def strategies(narrow: bool) -> Figure:
-    """Four timelines."""
+    """Four timelines, each with how often one device's speed it is."""
     until = UNTIL_NARROW if narrow else UNTIL
     figure = Figure(figsize=(NARROW if narrow else WIDE, 5.6), facecolor="none", layout="constrained")
     heights = [1.0, 3.0, 3.0, 3.0]
     axes = figure.subplots(len(PANELS), 1, sharex=True, gridspec_kw={"height_ratios": heights})
-    for axis, (title, bars) in zip(axes, PANELS.items(), strict=True):
+    for axis, (name, (steps, message)) in zip(axes, PANELS.items(), strict=True):
         spans: dict[tuple[int, str], list[tuple[float, float]]] = {}
-        for row, kind, start, end in bars():
-            if start < until:
-                spans.setdefault((row, kind), []).append((start, end - start))
+        for _, bars in steps():
+            period = max(end for *_, end in bars)
+            for row, kind, start, end in bars:
+                starts = (start + number * period for number in range(1 + int(until / period)))
+                spans.setdefault((row, kind), []).extend((at, end - start) for at in starts if at < until)
         rows = 1 + max(row for row, _ in spans)
         for (row, kind), lengths in spans.items():
-            place, edge = ((row + 0.64, 0.26), "none") if kind.endswith("sent") else ((row + 0.08, 0.5), TEXT)
+            if kind == BETWEEN:  # From device to device, behind those that it passes.
+                axis.vlines([at for at, _ in lengths], row + 0.58, rows - 0.92, colors=COLOURS[kind], lw=0.8, zorder=0)
+                continue
+            place, edge = ((row + 0.64, 0.26), "none") if kind == SENT else ((row + 0.08, 0.5), TEXT)
             axis.broken_barh(lengths, place, facecolors=COLOURS[kind], edgecolor=edge, linewidth=0.4)
         axis.set(ylim=(rows, 0), xlim=(0, until), yticks=[row + 0.45 for row in range(rows)])
         names = [f"device {row}" + ("" if SPEEDS[row] == 1 else ", slow") for row in range(rows)]
         axis.set_yticklabels(names, fontsize=9)
-        axis.set_title(title, loc="left", fontsize=11, family="monospace", color=TEXT)
+        axis.set_title(name if narrow else f"strategy: {name}", loc="left", fontsize=11, family="monospace", color=TEXT)
+        times = f"speed {speed(steps()) / speed(one_device()):.1f} x"
+        axis.set_title(times if narrow else f"{message}:  {times}", loc="right", fontsize=10, color=TEXT)
         _style(axis)
         if axis is not axes[-1]:
             axis.tick_params(bottom=False)
@@ -208,7 +214,7 @@ def choose(narrow: bool) -> Figure:
     axis.set(xlim=(0, 10), ylim=(end + 0.55, -0.5))
     axis.axis("off")
     box = {"boxstyle": "round,pad=0.45", "facecolor": "none", "edgecolor": TEXT}
-    answer = {**box, "edgecolor": COLOURS["gradients sent"]}
+    answer = {**box, "edgecolor": COLOURS[SENT]}
     arrow = {"arrowstyle": "->", "color": TEXT}
     for row, (question, leaves, strategy) in enumerate(QUESTIONS):
         top, stays = row * step, {"no": "yes", "yes": "no"}[leaves]
