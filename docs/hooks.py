@@ -78,4 +78,6 @@ def _page(path: Path) -> str:
         script = path.with_suffix(".py").name
         return text + (f"\nThe script: [{script}]({script})\n" if path.with_suffix(".py").is_file() else "")
     name = path.relative_to(ROOT).as_posix()
-    return f"---\nsearch: {{exclude: true}}\n---\n# {name}\n\n~~~~~~{SHOWN_AS[path.suffix]}\n{text}\n~~~~~~\n"
+    # Lines of 120 characters need the width of the contents.
+    front = "---\nsearch: {exclude: true}\nhide: [navigation, toc]\n---\n"
+    return f"{front}# {name}\n\n~~~~~~{SHOWN_AS[path.suffix]}\n{text}\n~~~~~~\n"
