@@ -39,6 +39,7 @@ WARNINGS = (
     r"You have overridden `on_(before|after)_batch_transfer` in `LightningModule` but have passed in a",
     r"torch.distributed.nn.functional.all_gather is deprecated",
     r"Grad strides do not match bucket view strides",
+    r"The dirpath has changed from ",  # Each run has a folder of its own, which the panel names.
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from cnnstrategies.cli import main
@@ -72,6 +73,17 @@ def test_news_warnings_and_errors_stay(said):
         "`Trainer.fit` stopped: No training batches.",
         "GPU available: but broken",
     ]
+    assert len(warned) == 1
+
+
+def test_a_checkpoint_of_another_run_is_loaded_without_a_word():
+    state = ModelCheckpoint("version_0").state_dict()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        ModelCheckpoint("version_1").load_state_dict(state)
+        assert len(warned) == 1, "Lightning says nothing: take it out of WARNINGS"
+        quieten()
+        ModelCheckpoint("version_1").load_state_dict(state)
     assert len(warned) == 1
 
 
