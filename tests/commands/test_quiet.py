@@ -58,6 +58,7 @@ def test_lightnings_talk_about_itself_is_left_out_and_a_library_user_hears_it(sa
     build()
     rank_zero_info("\n----\ndistributed_backend=gloo\nAll distributed processes registered.\n----\n")
     rank_zero_info("`Trainer.fit` stopped: `max_epochs=20` reached.")
+    rank_zero_info("Loaded model weights from the checkpoint at best.ckpt")
     assert said == []
 
 
