@@ -156,10 +156,9 @@ def settle(module: nn.Module) -> list[str]:
             layer.eval()
             layer.train = partial(_stays, layer)  # type: ignore[assignment]  # whoever asks
             norms += 1
-    said = [f"{drops} dropout layers are off: each process draws its own"] * bool(drops)
-    said += [f"{norms} batch normalisations take their running statistics: each process would take its own batch's"] * (
-        norms > 0
-    )
+    said = [f"dropout is off (layers: {drops}): each process draws its own"] * bool(drops)
+    statistics = "batch normalisation takes its running statistics"
+    said += [f"{statistics} (layers: {norms}): each process would take its own batch's"] * bool(norms)
     return said
 
 

@@ -96,6 +96,8 @@ def test_recipes_are_found_by_name_from_anywhere_and_files_come_first(run_cli, c
     Path("quickstart").unlink()
     with pytest.raises(ConfigurationError, match="no recipe of this name; did you mean 'quickstart'"):
         recipes.find("quikstart")
+    main(["configs"])
+    assert [line for line in capsys.readouterr().out.splitlines() if not line.endswith(".")] == [], "cut off"
     main(["configs", "quickstart"])
     assert capsys.readouterr().out.strip() == Path(ROOT / "configs/quickstart.yaml").read_text().strip()
 

@@ -61,7 +61,7 @@ def test_equal_is_said_with_what_was_compared(strategy: str) -> None:
     assert verdict.equal, verdict
     said = str(verdict)
     assert said.startswith("equal to one device\n")
-    for words in ("weights    equal: 6 compared", "schedules  equal: ", "1 dropout layers are off"):
+    for words in ("weights    equal: 6 compared", "schedules  equal: ", "dropout is off (layers: 1)"):
         assert words in said
     if strategy == "ddp":
         assert "5 on 40 samples, 24 of them different, loaded by 2 of 2 processes" in said
