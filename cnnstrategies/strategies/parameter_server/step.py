@@ -329,6 +329,7 @@ class Stepper:
                     "servers: change gradients in on_after_backward or on_before_optimizer_step of the module or of a "
                     "callback, which strategy parameter_server waits for, or use strategy ddp"
                 )
+        written = self._written_by_others()
         late = self._readers.found if self._noted >= NOTED_STEPS else range(len(self.parameters))
         for index, parameter in enumerate(self.parameters):
             if self._frozen[index]:
@@ -346,18 +347,18 @@ class Stepper:
                 )
             # `.data =` counts no write; an average of weights, which has no gradient, may have its own memory.
             moved = parameter.grad is not None and parameter.data_ptr() != self._memory[index]
-            if (
-                moved
-                or writes(parameter) != self._written[index]
-                or (
-                    # A leader that takes over brings the values of the servers' present step.
-                    self._had is not None
-                    and self._had_from == self.worker.leader
-                    and not torch.equal(parameter, self._had[index])
-                )
-            ):
+            if moved or writes(parameter) != self._written[index] or written[index]:
                 who = f" (maybe by {', '.join(self._sees_weights)})" if self._sees_weights else ""
                 raise ConfigurationError(
                     f"{self._names[index]} was changed between two steps, or in training_step{who}: the servers hold "
                     "the parameters, and would put theirs in its place; use mode: local, or strategy ddp"
                 )
+
+    def _written_by_others(self) -> list[bool]:
+        """Which values are not those that came, where somebody may have written others; read at once."""
+        # A leader that takes over brings the values of the servers' present step.
+        if self._had is None or self._had_from != self.worker.leader:
+            return [False] * len(self.parameters)
+        pairs = zip(self.parameters, self._had, strict=True)
+        different: list[bool] = torch.stack([(now != had).any() for now, had in pairs]).tolist()
+        return different
