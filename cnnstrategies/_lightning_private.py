@@ -22,6 +22,8 @@ __all__ = [
     "MultiProcessingLauncher",
     "ScriptLauncher",
     "acts_within_epochs",
+    "ask_of_sigterm",
+    "asks_of_sigterm",
     "built_by_cli",
     "check_start",
     "end_observation",
@@ -54,6 +56,24 @@ def leave_samplers(trainer: Trainer) -> None:
     That is an argument of the Trainer; whether its sampler is needed is known to the strategy.
     """
     trainer._accelerator_connector.use_distributed_sampler = False
+
+
+def ask_of_sigterm(trainer: Trainer, ask: bool) -> None:
+    """Whether all ranks are to learn before each batch that rank 0 has received a SIGTERM.
+
+    Lightning does it by a tensor on the device that it then reads: the host waits for each step. It is in vain where
+    Lightning's own handler of the signal has been replaced.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if ask:
+        loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    else:
+        loop._broadcast_sigterm_tensor = bool  # type: ignore[method-assign, assignment]  # does nothing
+
+
+def asks_of_sigterm(trainer: Trainer) -> bool:
+    """Whether they do, by a broadcast."""
+    return "_broadcast_sigterm_tensor" not in trainer.fit_loop.epoch_loop.__dict__
 
 
 def built_by_cli() -> bool:

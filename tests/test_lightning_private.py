@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
+import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
@@ -15,6 +17,7 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_c
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.compile import from_compiled
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -22,6 +25,8 @@ from cnnstrategies._lightning_private import (
     GlobalState,
     MultiProcessingLauncher,
     ScriptLauncher,
+    ask_of_sigterm,
+    asks_of_sigterm,
     built_by_cli,
     check_start,
     end_observation,
@@ -85,6 +90,19 @@ def test_the_number_of_steps_that_loggers_see_can_be_set():
     trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     set_batches_that_stepped(trainer, 7)
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 7
+
+
+@pytest.mark.parametrize("ask", [True, False])
+def test_ranks_are_told_of_a_sigterm_or_not(ask, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda flag, src: None)
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    ask_of_sigterm(trainer, ask)
+    assert asks_of_sigterm(trainer) is ask
+    trainer._signal_connector.received_sigterm = True
+    with pytest.raises(SIGTERMException) if ask else nullcontext():
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor()
+    ask_of_sigterm(trainer, True)
+    assert asks_of_sigterm(trainer)
 
 
 def test_the_method_that_overrides_the_configuration_is_still_called_so():

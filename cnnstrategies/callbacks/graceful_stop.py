@@ -15,6 +15,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from cnnstrategies._lightning_private import ask_of_sigterm
+
 CHECK_SECONDS = 0.5
 SELDOM_SECONDS = 5.0  # where a step does not wait for all ranks, but a check does
 # Where each step is logged or validated, there is no better one to wait for.
@@ -79,6 +81,7 @@ class GracefulStop(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Lightning installs its handlers after `setup` and `on_fit_start`; this hook comes later.
         self._install(trainer)
+        ask_of_sigterm(trainer, not self._previous)
         self._next_check = trainer.global_step
         self._checked_step = trainer.global_step
         self._checked_at = time.monotonic()
@@ -124,6 +127,7 @@ class GracefulStop(Callback):
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
         self._previous.clear()
+        ask_of_sigterm(trainer, True)
 
     def _install(self, trainer: Trainer) -> None:
         self._trainer = trainer

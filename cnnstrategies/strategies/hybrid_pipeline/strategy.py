@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import leave_samplers
+from cnnstrategies._lightning_private import asks_of_sigterm, leave_samplers
 from cnnstrategies.default_group import end_at_exit, leave_at_exit
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.own_forward import network_at
@@ -292,8 +292,9 @@ class HybridPipelineStrategy(DDPStrategy):
             yield
 
     def _end_together(self) -> None:
-        if self.world_size > 1:
-            dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)  # As Lightning for a batch.
+        assert self.lightning_module is not None
+        if self.world_size > 1 and asks_of_sigterm(self.lightning_module.trainer):  # As Lightning for a batch.
+            dist.broadcast(torch.zeros(1, dtype=torch.int64, device=self.root_device), 0)
         self._pipeline.end_together()
 
     @override
