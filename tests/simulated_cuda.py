@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulated_gpu import _COLLECTIVE, DEVICE, GpuMode, _plain, is_on_device
+from simulated_gpu import _COLLECTIVE, DEVICE, GpuMode, GpuTensor, _plain, is_on_device
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -75,6 +76,7 @@ def simulate(index: int = 0, devices: int = 1) -> GpuMode:
     DEVICE.name = torch.device("cuda", index)
     _simulate_cuda(devices)
     _simulate_autocast()
+    _simulate_first_gradients()
     if dist.is_available():
         _simulate_nccl()
     return GpuMode()
@@ -134,6 +136,7 @@ def _simulate_cuda(devices: int) -> None:
     torch.accelerator.synchronize = synchronize
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    torch._C._get_accelerator = lambda: torch.device("cuda")  # type: ignore[assignment]
 
 
 def _simulate_autocast() -> None:
@@ -152,12 +155,24 @@ def _simulate_autocast() -> None:
     torch.get_autocast_dtype = lambda kind: dtype(kind_of(kind))
 
 
+def _simulate_first_gradients() -> None:
+    """A backward that is told an edge of the graph, and no tensor, learns from C++ where its gradient is to be."""
+    make_gradients = torch.autograd._make_grads
+
+    def made(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        gradients = make_gradients(outputs, *args, **kwargs)
+        pairs = zip(outputs, gradients, strict=True)
+        return tuple(GpuTensor(g) if type(g) is Tensor and isinstance(o, GradientEdge) else g for o, g in pairs)
+
+    torch.autograd._make_grads = made
+
+
 def _simulate_nccl() -> None:
     """Groups of gloo that say they are NCCL's, but for those that are made to be gloo's.
 
     A transfer of a tensor of the host in the former, or of the device in the latter, is refused.
     """
-    new_group, on_host = dist.new_group, set()
+    new_group, all_reduce, on_host = dist.new_group, dist.all_reduce, set()
 
     def make(
         ranks: Iterable[int] | None = None, timeout: Any = None, backend: str | None = None, **_: Any
@@ -181,11 +196,21 @@ def _simulate_nccl() -> None:
             DEVICE.wait("a barrier")
         return _plain(func, args, kwargs)
 
+    def reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> dist.Work | None:
+        if op != dist.ReduceOp.AVG or tensor.is_floating_point():
+            return all_reduce(tensor, op, *args, **kwargs)
+        all_reduce(tensor, dist.ReduceOp.SUM, *args, **kwargs)  # gloo's mean takes no integers.
+        tensor.floor_divide_(dist.get_world_size())
+        return None
+
+    def device_of_objects(group: dist.ProcessGroup | None = None) -> str:
+        return "cpu" if backend_of(group) == "gloo" else str(DEVICE.name)
+
     _COLLECTIVE[0] = collective
     for module in (dist, dist.distributed_c10d):
-        module.new_group, module.get_backend = make, backend_of
-
-    for name in ("_ddp_init_helper", "_pre_forward"):
+        module.new_group, module.get_backend, module.all_reduce = make, backend_of, reduce
+    dist.distributed_c10d._get_object_coll_device = device_of_objects
+    for name in ("__init__", "_pre_forward"):
         _replace(name)
 
 

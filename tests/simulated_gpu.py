@@ -147,11 +147,58 @@ class GpuTensor(torch.Tensor):
         found: GpuTensor = memo[id(self)]
         return found
 
+    # What Python asks of it.
+
+    device = property(lambda self: DEVICE.name)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def get_device(self) -> int:
+        return DEVICE.name.index
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
+        return _to(self, *args, **kwargs)
+
+    def cpu(self, *_: Any, **__: Any) -> Tensor:
+        return _to(self, "cpu")
+
+    def cuda(self, *_: Any, **__: Any) -> "GpuTensor":
+        return self
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first")
+
+    __array__ = numpy
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        # C++ would copy a number from the host, where CUDA fills.
+        value = value if isinstance(value, Tensor) else GpuTensor(torch.tensor(value, dtype=self.dtype))
+        super().__setitem__(place, value)
+
+    def as_subclass(self, cls: Any) -> Any:
+        """For tensors without values, which stand for others; its own values are on the host."""
+        if cls not in _ON_DEVICE:
+            _ON_DEVICE[cls] = type(cls.__name__, (cls,), {"device": GpuTensor.device})
+        return self.host.as_subclass(_ON_DEVICE[cls])
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What Python asks of it."""
+        """What Python's functions are asked that are given one."""
+        function = {Tensor.to: _to, F.one_hot: _one_hot}.get(func, func)
         with torch._C.DisableTorchFunctionSubclass():
-            return _ASKED.get(func, func)(*args, **(kwargs or {}))
+            return function(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,12 +221,16 @@ class GpuMode(TorchDispatchMode):
 # What Python asks
 
 
-def _to(tensor: GpuTensor, *args: Any, **kwargs: Any) -> Tensor:
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args and isinstance(args[0], Tensor):
+        args = (args[0].device, args[0].dtype, *args[1:])
+    if not isinstance(tensor, GpuTensor):
+        return tensor.to(*args, **kwargs)
     copy = kwargs.pop("copy", False)
-    device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    device, dtype, _, form = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
     dtype = dtype or tensor.dtype
     if device is not None and device.type != "cuda":
-        moved: Tensor = _ToHost.apply(tensor, device, dtype, non_blocking)
+        moved: Tensor = _ToHost.apply(tensor, device, dtype)
         return moved
     if dtype == tensor.dtype and form is None and not copy:
         return tensor
@@ -191,7 +242,7 @@ class _ToHost(torch.autograd.Function):
     """A copy to the host, or to `meta`; C++ would take the device's tensor for one of the host already."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: GpuTensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
+    def forward(ctx: Any, tensor: GpuTensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         ctx.dtype = tensor.dtype
         if device.type == "cpu":
             DEVICE.wait("a copy to the host")  # With non_blocking, too: the new memory is not pinned.
@@ -199,7 +250,7 @@ class _ToHost(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].to(DEVICE.name, ctx.dtype), None, None, None
+        return gradients[0].to(DEVICE.name, ctx.dtype), None, None
 
 
 def _one_hot(tensor: GpuTensor, num_classes: int = -1) -> Tensor:
@@ -208,46 +259,7 @@ def _one_hot(tensor: GpuTensor, num_classes: int = -1) -> Tensor:
     return GpuTensor(F.one_hot(tensor.host, num_classes))
 
 
-def _set_item(tensor: GpuTensor, place: Any, value: Any) -> None:
-    # C++ would copy it from the host, and CUDA fills.
-    value = value if isinstance(value, Tensor) else GpuTensor(torch.tensor(value, dtype=tensor.dtype))
-    Tensor.__setitem__(tensor, place, value)
-
-
-def _as_subclass(tensor: GpuTensor, kind: type) -> Tensor:
-    """For tensors without values, which stand for others."""
-    if kind not in _ON_DEVICE:
-        _ON_DEVICE[kind] = type(kind.__name__, (kind,), {"device": property(lambda self: DEVICE.name)})
-    return tensor.host.as_subclass(_ON_DEVICE[kind])
-
-
-def _refuse_numpy(*_: Any, **__: Any) -> Any:
-    raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-
-
-def _to_list(tensor: GpuTensor) -> Any:
-    return _to(tensor, "cpu").tolist()
-
-
 _ON_DEVICE: dict[type, type] = {}
-_ASKED: dict[Any, Callable[..., Any]] = {
-    Tensor.to: _to,
-    Tensor.cpu: lambda tensor, *args: _to(tensor, "cpu"),
-    Tensor.cuda: lambda tensor, *args, **kwargs: tensor,
-    Tensor.tolist: _to_list,
-    Tensor.numpy: _refuse_numpy,
-    Tensor.__array__: _refuse_numpy,
-    Tensor.__setitem__: _set_item,
-    Tensor.as_subclass: _as_subclass,
-    Tensor.is_pinned: lambda tensor, *args: False,
-    Tensor.get_device: lambda tensor: DEVICE.name.index,
-    Tensor.data_ptr: lambda tensor: tensor.host.data_ptr(),
-    Tensor.untyped_storage: lambda tensor: tensor.host.untyped_storage(),
-    Tensor.device.__get__: lambda tensor: DEVICE.name,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: lambda tensor: True,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__: lambda tensor: False,  # type: ignore[attr-defined]
-    F.one_hot: _one_hot,
-}
 
 
 # What is computed

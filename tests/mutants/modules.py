@@ -10,17 +10,20 @@ import test_checkpoint_words
 import test_export
 import test_graceful_stop
 import test_segmentation
+import test_trainer_on_gpu
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from mutants.faulty import replaces
 from torch import Tensor
 
 from cnnstrategies import ImageSegmenter
+from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.callbacks import GracefulStop
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
 from cnnstrategies.checkpoint_words import SameCheckpoint
 from cnnstrategies.export import Comparison
 from cnnstrategies.logits import main_logits
+from cnnstrategies.network_module import MeanOverSamples
 
 
 @replaces(
@@ -91,3 +94,28 @@ def an_exported_network_may_give_other_logits(
     of: str = "",
 ) -> None:
     right(self, file, images, 0.0, largest, agreement, of)
+
+
+@replaces(
+    MeanOverSamples.update,
+    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    world=1,
+    cases=[test_trainer_on_gpu.Case("auto")],
+)
+def a_loss_is_looked_at_before_it_is_added(
+    right: Callable[[MeanOverSamples, Tensor, int], None], self: MeanOverSamples, mean: Tensor, samples: int
+) -> None:
+    if not mean.isnan():
+        right(self, mean, samples)
+
+
+@replaces(
+    ask_of_sigterm,
+    killed_by=test_trainer_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    world=2,
+    cases=[test_trainer_on_gpu.Case("ddp")],
+)
+def each_batch_waits_for_lightnings_flag_of_a_signal(
+    right: Callable[[Trainer, bool], None], trainer: Trainer, ask: bool
+) -> None:
+    pass

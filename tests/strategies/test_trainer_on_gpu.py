@@ -1,0 +1,180 @@
+"""A Trainer on a simulated GPU trains what it trains on the CPU, whatever the strategy, and no step waits for it."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from ranks import run_apart, run_ranks
+from simulated_cuda import simulate
+from simulated_gpu import DEVICE
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.callbacks import GracefulStop, graceful_stop
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
+
+STEPS = 3
+
+
+class Scaled(nn.Module):
+    """Takes images as they are loaded."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.float() / 255
+
+
+def network(dropout: float) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(Scaled(), nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(6, 6, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(dropout)),
+        nn.Linear(6, 4),
+    )
+
+
+class OwnModule(LightningModule):
+    """A user's: a loss of its own, and nothing that belongs to the package."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.network = net
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, targets = batch
+        loss = F.cross_entropy(self.network(images), targets, label_smoothing=0.1)
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Waits(Callback):
+    """Notes where the host waits in each step, from a batch's start to the next one's."""
+
+    def __init__(self) -> None:
+        self.steps: list[Counter[str]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.steps.append(Counter())
+        DEVICE.waits = self.steps[-1]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        DEVICE.waits = Counter()
+        torch.save(self.steps[-2], f"waits{trainer.global_rank}")  # A parameter server's worker is another process.
+
+
+class Case(NamedTuple):
+    """How a Trainer is run, and how often a step's host may wait."""
+
+    strategy: str
+    options: dict[str, Any] | None = None
+    own: bool = False
+    precision: str = "32-true"
+    has_length: bool = True
+    waits: int = 0
+
+
+class Endless(IterableDataset[tuple[Tensor, Tensor]]):
+    """A dataset of which nobody knows the length."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return (self._data[index] for index in range(len(self._data)))
+
+
+class Trained(NamedTuple):
+    """What came of it on one rank, and where the host waited in the last step."""
+
+    state: dict[str, Tensor]
+    metrics: dict[str, Tensor]
+    waits: Counter[str]
+
+
+def fit(case: Case, kind: str, world: int) -> Trained:
+    # Of a device's own random numbers nothing is drawn where the host's are drawn, too.
+    net = network(0.0 if case.own or case.options else 0.2)
+    model: Any = OwnModule(net) if case.own else ImageClassifier(net, 4, **(case.options or {}))
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(256, (8 * STEPS * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
+    images = images.float() if case.options else images  # Mixup takes no others.
+    data = TensorDataset(images, torch.randint(4, (len(images),), generator=generator))
+    os.environ["PL_GLOBAL_SEED"] = "2"  # Each step draws from it: a loader draws from the host's numbers, too.
+    scaler = torch.amp.GradScaler(kind, init_scale=1024.0) if case.precision == "16-mixed" else None
+    graceful_stop.CHECK_SECONDS = 1000.0  # It looks about twice a second, which may be each of such slow steps.
+    trainer = Trainer(
+        accelerator="gpu" if kind == "cuda" else "cpu",
+        devices=world,
+        strategy=strategy_of(case.strategy),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Waits(), GracefulStop()],
+        precision=None if scaler else case.precision,
+        plugins=[MixedPrecision("16-mixed", kind, scaler)] if scaler else None,
+    )
+    trainer.fit(model, DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda"))
+    metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
+    return Trained(
+        {n: v.cpu() for n, v in model.state_dict().items()},
+        metrics,
+        torch.load(f"waits{trainer.global_rank}", weights_only=False),
+    )
+
+
+def strategy_of(name: str) -> Any:
+    if name == "ddp":
+        return DDPStrategy()
+    if name == "hybrid_pipeline":
+        return HybridPipelineStrategy(replicas=[1, 1], cuts=["0"], microbatches=4)
+    return ParameterServerStrategy(servers=1, start_method="fork") if name == "parameter_server" else name
+
+
+def on_both(cases: list[Case], world: int) -> tuple[list[Trained], list[Trained]]:
+    rank = 0
+    if world > 1:
+        rank = torch.distributed.get_rank()
+        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    host = [fit(case, "cpu", world) for case in cases]
+    with simulate(rank, world):
+        return host, [fit(case, "cuda", world) for case in cases]
+
+
+RECIPE = {"channels_last": True, "mixup_alpha": 0.2, "train_sizes": {0: 6}, "label_smoothing": 0.1}
+# In half precision torch's own loss scale asks whether a step is to be skipped.
+ALONE = [
+    Case("auto", RECIPE),
+    Case("auto", precision="bf16-mixed"),
+    Case("auto", precision="16-mixed", waits=1),
+    # It looks whether a callback, such as the one that counts here, has changed a weight.
+    Case("parameter_server", waits=1),
+]
+TOGETHER = [
+    Case("ddp"),
+    Case("hybrid_pipeline", RECIPE),
+    Case("hybrid_pipeline", precision="bf16-mixed", has_length=False),
+    Case("hybrid_pipeline", precision="16-mixed", waits=1),
+    Case("hybrid_pipeline", own=True, waits=1),
+]
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TOGETHER)])
+def test_trains_what_the_cpu_trains_and_no_step_waits(world: int, cases: list[Case]) -> None:
+    ranks = [run_apart(on_both, cases, world)] if world == 1 else run_ranks(world, on_both, cases, world)
+    for rank, (host, device) in enumerate(ranks):
+        for case, expected, actual in zip(cases, host, device, strict=True):
+            torch.testing.assert_close(actual.state, expected.state, rtol=0, atol=0)
+            assert actual.metrics == expected.metrics, (rank, case)
+            assert sum(actual.waits.values()) <= case.waits, (rank, case, actual.waits)
