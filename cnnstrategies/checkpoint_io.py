@@ -1,13 +1,15 @@
 """Checkpoints that are either whole or not there, and one line for those that cannot be written or read."""
 
+import io
 import os
 import pickle
 import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+import fsspec
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
@@ -69,19 +71,28 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Load the checkpoint at ``path``.
 
         Args:
-            path: Where it is; a URL goes to Lightning's reader.
+            path: Where it is; what comes from a URL is not kept.
             map_location: As for ``torch.load``.
             weights_only: As for ``torch.load``.
 
         Raises:
             ConfigurationError: The file is no checkpoint, or only a part of one.
         """
+        if str(path).startswith(("http://", "https://")):
+            # Lightning would run what is pickled there, and take the file of another URL that ends in the same name.
+            with fsspec.open(str(path)) as remote:
+                content = io.BytesIO(remote.read())
+            try:
+                loaded: dict[str, Any] = torch.load(content, map_location or _to_memory, weights_only=weights_only)
+                return loaded
+            except Exception as error:
+                raise unreadable(path, error, content) from error
         try:
             return super().load_checkpoint(path, map_location or _to_memory, weights_only)
         except Exception as error:
             if not Path(path).is_file():
                 raise
-            raise unreadable(Path(path), error) from error
+            raise unreadable(path, error) from error
 
 
 def _to_memory(storage: Any, location: str) -> Any:
@@ -94,24 +105,28 @@ def _from_the_disk(error: BaseException) -> OSError | None:
     return next((link for link in causes(error) if isinstance(link, OSError) and link.errno is not None), None)
 
 
-def unreadable(path: Path, error: Exception) -> ConfigurationError:
+def unreadable(path: str | Path, error: Exception, content: BinaryIO | None = None) -> ConfigurationError:
     """The error that says why a file could not be loaded.
 
     Args:
         path: The file.
         error: What loading has raised.
+        content: What is there; by default the file is opened.
     """
-    return ConfigurationError(f"ckpt_path: {path} {_what_is_wrong(path, error)}")
+    with content or open(path, "rb") as file:
+        return ConfigurationError(f"ckpt_path: {path} {_what_is_wrong(file, error)}")
 
 
-def _what_is_wrong(path: Path, error: Exception) -> str:
-    with open(path, "rb") as file:
-        start = file.read(16)
+def _what_is_wrong(file: BinaryIO, error: Exception) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    start = file.read(16)
+    is_archive = zipfile.is_zipfile(file)
     if not start:
         return "is empty: the disk was full, or a copy of it did not end; give another checkpoint"
-    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
-        return f"is cut short after {path.stat().st_size:,} bytes: a copy of it did not end; copy it again"
-    if not zipfile.is_zipfile(path) and not start.startswith(pickle.PROTO):
+    if start.startswith(b"PK") and not is_archive:
+        return f"is cut short after {size:,} bytes: a copy of it did not end; copy it again"
+    if not is_archive and not start.startswith(pickle.PROTO):
         return f"is no checkpoint: it begins with {start!r}"
     if isinstance(error, pickle.UnpicklingError):
         found = re.search(r"GLOBAL (\S+)", str(error))
