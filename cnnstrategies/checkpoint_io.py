@@ -76,17 +76,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             weights_only: As for ``torch.load``.
 
         Raises:
-            ConfigurationError: The file is no checkpoint, or only a part of one.
+            ConfigurationError: The file is no checkpoint, only a part of one, or not as it was written.
         """
         if str(path).startswith(("http://", "https://")):
             # Lightning would run what is pickled there, and take the file of another URL that ends in the same name.
             with fsspec.open(str(path)) as remote:
                 content = io.BytesIO(remote.read())
+            check_sums(path, content)
             try:
                 loaded: dict[str, Any] = torch.load(content, map_location or _to_memory, weights_only=weights_only)
                 return loaded
             except Exception as error:
                 raise unreadable(path, error, content) from error
+        if Path(path).is_file():
+            with open(path, "rb") as file:
+                check_sums(path, file)
         try:
             return super().load_checkpoint(path, map_location or _to_memory, weights_only)
         except Exception as error:
@@ -103,6 +107,30 @@ def _to_memory(storage: Any, location: str) -> Any:
 def _from_the_disk(error: BaseException) -> OSError | None:
     """The error of the system behind one that was raised while something was written; torch raises its own."""
     return next((link for link in causes(error) if isinstance(link, OSError) and link.errno is not None), None)
+
+
+def check_sums(path: str | Path, content: BinaryIO) -> None:
+    """Compare a file with the checksums that torch and others write into each archive, and nobody reads.
+
+    Args:
+        path: Where it is from.
+        content: What it holds; nothing is looked at where that is no archive.
+
+    Raises:
+        ConfigurationError: It is not what was written.
+    """
+    if zipfile.is_zipfile(content):
+        try:
+            with zipfile.ZipFile(content) as archive:
+                changed = archive.testzip()
+        except Exception as error:  # Whatever a changed byte of its directory leads to.
+            changed = f"its directory ({error})"
+        if changed is not None:
+            raise ConfigurationError(
+                f"ckpt_path: {path} is not as it was written: {changed} has changed since: copy it again, or "
+                "take another checkpoint"
+            )
+    content.seek(0)
 
 
 def unreadable(path: str | Path, error: Exception, content: BinaryIO | None = None) -> ConfigurationError:

@@ -1,5 +1,6 @@
 """A checkpoint is the old one or the new one, never half of one."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -75,6 +76,27 @@ def _cut(path):
 def _other_archive(path):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "nothing")
+
+
+def test_a_changed_bit_is_found_or_changes_nothing(tmp_path):
+    path = tmp_path / "last.ckpt"
+    io = AtomicCheckpointIO()
+    io.save_checkpoint({"step": 1, "weights": torch.arange(5000.0)}, path)
+    content = path.read_bytes()
+    found = []
+    places = range(0, len(content), 397)
+    for place in places:
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        with contextlib.suppress(ConfigurationError):
+            loaded = io.load_checkpoint(path)
+            assert loaded["step"] == 1
+            assert torch.equal(loaded["weights"], torch.arange(5000.0))
+            continue
+        found.append(place)
+    assert len(found) > 0.9 * len(places)  # Between the entries lies padding.
+    path.write_bytes(content[:9000] + b"?" + content[9001:])
+    with pytest.raises(ConfigurationError, match=rf"{path} is not as it was written: archive/data/0 has changed since"):
+        io.load_checkpoint(path)
 
 
 class RunsCode:
