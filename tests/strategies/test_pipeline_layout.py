@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import PlainCNN
 
+from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.planning.candidates import Job
@@ -90,3 +91,18 @@ def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(seen) == {"bf16-mixed"}
     assert found["fast"] != found["slow"], "the link has a say"
     assert found["adam"] != found["room"], "the memory has one"
+
+
+def test_a_network_that_fails_on_what_the_batch_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a step gives it a part of each image."""
+    monkeypatch.setattr(layout_module.dist, "broadcast_object_list", lambda values, source: None)
+    cluster = Cluster.flat(2, Link(1e10, 5e-5))
+    monkeypatch.setattr(layout_module, "measure_cluster", lambda nodes, device: cluster)
+    trainer: Any = SimpleNamespace(
+        datamodule=None, num_nodes=1, global_rank=0, precision="32-true",
+        strategy=SimpleNamespace(optimizers=[]), lightning_module=None,
+    )  # fmt: skip
+    request = HybridPipelineStrategy(replicas=[1, 1]).request
+    message = r"SmallCNN fails on what the batch has, samples of shape \(6, 8, 8\): RuntimeError: .*6 channels"
+    with pytest.raises(ConfigurationError, match=message):
+        request.choose(SmallCNN(10), trainer, 2, torch.device("cpu"), lambda size: torch.randn(size, 6, 8, 8))

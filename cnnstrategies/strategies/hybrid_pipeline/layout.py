@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
@@ -22,6 +23,7 @@ from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.choose import choose_layout
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.measure_profile import USUAL_STATES, measure_profile, states_of
+from cnnstrategies.planning.profile import Profile
 from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 
 BATCH_NORM = ("microbatch", "deferred")
@@ -177,14 +179,7 @@ class LayoutRequest:
             optimizers = trainer.strategy.optimizers
             try:
                 job = Job(
-                    profile=measure_profile(
-                        trace(network),
-                        on_device_of(network, images),
-                        max(1, whole // devices),
-                        device,
-                        str(trainer.precision),
-                        bool(getattr(trainer.lightning_module, "channels_last", False)),
-                    ),
+                    profile=_measured(network, images, max(1, whole // devices), device, trainer),
                     cluster=cluster,
                     samples=whole,
                     replicas=replicas,
@@ -202,6 +197,20 @@ class LayoutRequest:
         if isinstance(chosen[0], str):
             raise ConfigurationError(chosen[0])
         return ChosenLayout(chosen[0][0], replicas, microbatches, chosen[0][1])
+
+
+def _measured(network: nn.Module, images: Images, size: int, device: torch.device, trainer: Trainer) -> Profile:
+    channels_last = bool(getattr(trainer.lightning_module, "channels_last", False))
+    try:
+        given = on_device_of(network, images)
+        return measure_profile(trace(network), given, size, device, str(trainer.precision), channels_last)
+    except Exception as error:
+        shapes = " and ".join(str(tuple(one.shape[1:])) for one in tree_leaves(images))
+        raise ConfigurationError(
+            f"cuts are chosen by a profile, and {type(network).__name__} fails on what the batch has, samples of shape "
+            f"{shapes}: {type(error).__name__}: {error}. The steps must give it that in one call; else set "
+            "self.example_input_array, or name the cuts"
+        ) from error
 
 
 def _loaded_samples(trainer: Trainer) -> int | None:
