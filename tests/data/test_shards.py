@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import io
 import itertools
 import json
@@ -334,6 +335,31 @@ def test_what_is_wrong_with_shards_is_said_with_the_remedy(packed, monkeypatch):
     refused(samples, intact[samples][:-1], "samples.npz is not the one that index.json was written with: copy both")
     refused(index, b"{", "index.json is damaged")
     refused(index, json.dumps(described | {"version": 9}).encode(), "has version 9, and this cnnstrategies reads 1")
+    refused(index, b"[]", "index.json is damaged")
+    for file in ("../more/train.tar", str(Path("others/train-000000.tar").resolve())):
+        outside = described["parts"]["train"][0] | {"file": file}
+        outside = described | {"parts": described["parts"] | {"train": [outside]}}
+        refused(index, json.dumps(outside).encode(), "which is no file of this folder: pack again")
+    shard.rename("elsewhere.tar")
+    shard.symlink_to(Path("elsewhere.tar").resolve())
+    with pytest.raises(ConfigurationError, match=r"which is no file of this folder: .* in place of links"):
+        read_index(Path("shards"))
+    shard.unlink()
+    Path("elsewhere.tar").rename(shard)
+    columns = dict(np.load(samples))
+    for field, wrong in (("shard", 9), ("offset", -1), ("offset", 2**40), ("length", 0), ("target", -2), ("width", 0)):
+        changed = {name: column.copy() for name, column in columns.items()}
+        changed[f"train.{field}"] = changed[f"train.{field}"].astype(np.int64)
+        changed[f"train.{field}"][3] = wrong
+        np.savez(samples, **changed)
+        other = described | {"samples": hashlib.sha256(samples.read_bytes()).hexdigest()}
+        refused(index, json.dumps(other).encode(), r"index.json is damaged \(ValueError: train has im")
+    np.savez(samples, **{name: column[:-1] if name == "train.name" else column for name, column in columns.items()})
+    other = described | {"samples": hashlib.sha256(samples.read_bytes()).hexdigest()}
+    refused(index, json.dumps(other).encode(), r"index.json is damaged \(ValueError: train has impossible places")
+    del other["class_names"]
+    refused(index, json.dumps(other).encode(), "index.json is damaged")
+    samples.write_bytes(intact[samples])
     fewer = json.dumps(described | {"class_names": described["class_names"][:5]}).encode()
     refused(index, fewer, r"an image of class 13, and there are 5 classes \(0 to 4\)")
     shard.unlink()

@@ -116,37 +116,66 @@ def read_index(root: Path) -> Index:
         ) from None
     except ValueError as error:
         raise ConfigurationError(f"{root / INDEX} is damaged ({error}): copy it again, or pack again") from None
+    if not isinstance(described, dict):
+        raise ConfigurationError(f"{root / INDEX} is damaged (no object): copy it again, or pack again")
     if described.get("version") != VERSION:
         raise ConfigurationError(
             f"{root / INDEX} has version {described.get('version')}, and this cnnstrategies reads {VERSION}: pack again"
         )
-    if hashlib.sha256(packed).hexdigest() != described["samples"]:
+    if hashlib.sha256(packed).hexdigest() != described.get("samples"):
         raise ConfigurationError(
             f"{root / SAMPLES} is not the one that {INDEX} was written with: copy both again, or pack again"
         )
-    with np.load(io.BytesIO(packed)) as arrays:
-        parts = {
-            # Without `mask` where they were packed before there were any.
-            name: Part(
-                [Shard(**one) for one in shards],
-                {field: arrays[f"{name}.{field}"] for field in FIELDS if f"{name}.{field}" in arrays},
-            )
-            for name, shards in described["parts"].items()
-        }
-    classes = len(described["class_names"])
-    for name, part in parts.items():
-        most = int(part.columns["target"].max(initial=0))
-        if most >= classes:
+    try:
+        with np.load(io.BytesIO(packed)) as arrays:
+            parts = {
+                # Without `mask` where they were packed before there were any.
+                name: Part(
+                    [Shard(**one) for one in shards],
+                    {field: arrays[f"{name}.{field}"] for field in FIELDS if f"{name}.{field}" in arrays},
+                )
+                for name, shards in described["parts"].items()
+            }
+        known = root, described["packing"], list(described["class_names"]), parts, described["damaged"]
+        for name, part in parts.items():
+            _check_part(root, name, part, len(known[2]))
+    except ConfigurationError:
+        raise
+    except Exception as error:  # Whatever is wrong with what others have written.
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"{root / INDEX} is damaged ({why}): copy it again, or pack again") from error
+    return Index(*known, described.get("ignore_index"))
+
+
+def _check_part(root: Path, name: str, part: Part, classes: int) -> None:
+    """See that shards are files of the folder, and images are in them.
+
+    Raises:
+        ConfigurationError: They are not.
+    """
+    for shard in part.shards:
+        if (root / shard.file).resolve().parent != root.resolve():
             raise ConfigurationError(
-                f"{root}: {name} has an image of class {most}, and there are {classes} classes (0 to {classes - 1}): "
-                "the index is not of these images; pack again"
+                f"{root / INDEX} names {shard.file!r}, which is no file of this folder: pack again, and put the files "
+                "themselves there in place of links"
             )
-        for shard in part.shards:
-            _check_size(root / shard.file, shard)
-    return Index(
-        *(root, described["packing"], described["class_names"], parts, described["damaged"]),
-        described.get("ignore_index"),
-    )
+        _check_size(root / shard.file, shard)
+    columns = {field: column.astype(np.int64) for field, column in part.columns.items() if field != "name"}
+    most = int(columns["target"].max(initial=0))
+    if most >= classes:
+        raise ConfigurationError(
+            f"{root}: {name} has an image of class {most}, and there are {classes} classes (0 to {classes - 1}): "
+            "the index is not of these images; pack again"
+        )
+    sizes = np.array([shard.size for shard in part.shards], np.int64)
+    numbers = columns["shard"]
+    if numbers.min(initial=0) < 0 or numbers.max(initial=-1) >= len(sizes):
+        raise ValueError(f"{name} has images in shards that there are not")
+    ends = columns["offset"] + columns["length"] + columns.get("mask", 0)
+    right = (columns["offset"] >= 0) & (columns["length"] > 0) & (ends <= sizes[numbers]) & (columns["target"] >= 0)
+    right &= (columns["width"] > 0) & (columns["height"] > 0)
+    if len({len(column) for column in part.columns.values()}) > 1 or not right.all():
+        raise ValueError(f"{name} has impossible places, sizes or classes of images")
 
 
 def check_contents(index: Index) -> None:
