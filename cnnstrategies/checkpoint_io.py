@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError, causes
@@ -80,7 +80,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if str(path).startswith(("http://", "https://")):
             # Lightning would run what is pickled there, and take the file of another URL that ends in the same name.
-            with fsspec.open(str(path)) as remote:
+            with get_filesystem(path).open(str(path)) as remote:
                 content = io.BytesIO(remote.read())
             check_sums(path, content)
             try:

@@ -44,10 +44,10 @@ def decode(file: Path | BinaryIO) -> Tensor:
     """
     try:
         with Image.open(file) as opened:
-            most = Image.MAX_IMAGE_PIXELS
-            if most is not None and opened.width * opened.height > most:
+            count = opened.width * opened.height
+            if Image.MAX_IMAGE_PIXELS is not None and count > Image.MAX_IMAGE_PIXELS:
                 # Pillow itself decodes twice as many, for which a PNG of 0.4 MB takes 3 GB.
-                raise Image.DecompressionBombError(f"{opened.width * opened.height} pixels, limit {most}")
+                raise Image.DecompressionBombError(f"{count} pixels")
             image = ImageOps.exif_transpose(opened)
             if image.mode.startswith("I;16"):
                 # Pillow's own conversion clips at 255 instead of scaling: all but the darkest pixels become white.
