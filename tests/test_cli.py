@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from conftest import ROOT
+from lightning.pytorch.cli import LightningCLI
 from PIL import Image
 from torch import nn
 
@@ -222,12 +223,16 @@ def test_a_mistake_that_a_rank_meets_is_one_line_too(strategy):
 
 
 def test_a_global_batch_that_does_not_divide_is_refused_before_processes_start(monkeypatch, quick, capsys):
+    """What it says is parsed once for that, which is a tenth of a start."""
+    parsed, parse = [], LightningCLI.parse_arguments
+    monkeypatch.setattr(LightningCLI, "parse_arguments", lambda *args: parsed.append(parse(*args)))
     monkeypatch.setattr(CLI, "fit", lambda self, **kwargs: pytest.fail("it was started"))
     monkeypatch.setattr(sys, "argv", ["cnnstrategies", "fit", *quick, "--trainer.devices=3"])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == 2
     assert "global_batch_size=64 does not divide evenly by 3 processes" in capsys.readouterr().err
+    assert len(parsed) == 1
 
 
 MODEL = ["--model=ImageClassifier", "--model.network=cnnstrategies.networks.SmallCNN"]

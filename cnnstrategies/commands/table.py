@@ -1,5 +1,6 @@
 """What commands there are: a line and an example each, and where their code is."""
 
+import gc
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +28,12 @@ class Command:
         Args:
             args: The words from its name on.
         """
-        importlib.import_module(f"cnnstrategies.commands.{self.module}").main(args)
+        # What imports make stays: to look for garbage among it, again and again, takes a sixth of a start.
+        gc.disable()
+        module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
+        gc.freeze()
+        gc.enable()
+        module.main(args)
 
 
 _FROM_CHECKPOINT = "--config run.yaml --ckpt_path best"

@@ -1,5 +1,6 @@
 """What the command line says before a command's code is imported: help, recipes, completion, and where it looks."""
 
+import gc
 import re
 import subprocess
 import sys
@@ -8,12 +9,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from cnnstrategies import ConfigurationError
+from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
 from cnnstrategies.commands import early, help, recipes
 from cnnstrategies.commands.completion import candidates
 from cnnstrategies.commands.schema import REFERENCE, schema
-from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.commands.table import COMMANDS, Command
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 
@@ -45,6 +46,17 @@ def test_ctrl_c_ends_the_start_without_a_traceback():
             [sys.executable, "-c", f"{program}{function}()"], capture_output=True, text=True, timeout=60, cwd=ROOT
         )
         assert (run.returncode, run.stderr) == (130, "")
+
+
+def test_no_garbage_is_looked_for_while_a_command_is_imported(monkeypatch):
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, "."])
+    lines = ("import gc", "enabled = [gc.isenabled()]", "def main(args): args += [*enabled, gc.isenabled()]")
+    Path("late.py").write_text("\n".join(lines))
+    gc.unfreeze()
+    seen = []
+    Command("", "", "late").run(seen)
+    assert seen == [False, True]
+    assert gc.get_freeze_count() > 0, "nor later among what was imported"
 
 
 def test_the_version_is_told(capsys):

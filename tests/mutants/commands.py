@@ -1,18 +1,23 @@
 """The command line: how a mistake ends, and what tune says and changes."""
 
+import importlib
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import exp
 from typing import Any, NoReturn
 
+import test_cli
+import test_front
 import test_race
 import test_submit_command
 import test_tune_command
 import torch
 from mutants.faulty import replaces
 
+from cnnstrategies.commands.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.refuse import fail
+from cnnstrategies.commands.table import Command
 from cnnstrategies.commands.tune_choices import choices
 from cnnstrategies.planning.race import MARGIN, Verdict, verdict
 from cnnstrategies.planning.settings import Setting
@@ -45,3 +50,18 @@ def tune_changes_what_is_learned_without_being_allowed_to(
     allow: Collection[str],
 ) -> list[list[Setting]]:
     return right(config, model, device, [*allow, "precision"])
+
+
+@replaces(Command.run, killed_by=test_front.test_no_garbage_is_looked_for_while_a_command_is_imported)
+def garbage_is_looked_for_in_all_that_is_imported(
+    right: Callable[[Command, Sequence[str]], None], self: Command, args: Sequence[str]
+) -> None:
+    importlib.import_module(f"cnnstrategies.commands.{self.module}").main(args)
+
+
+@replaces(
+    leaves_out_classes,
+    killed_by=test_cli.test_a_global_batch_that_does_not_divide_is_refused_before_processes_start,
+)
+def every_configuration_is_parsed_twice(right: Callable[[Sequence[str]], bool], words: Sequence[str]) -> bool:
+    return True
