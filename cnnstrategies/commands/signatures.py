@@ -7,8 +7,9 @@ source is not known here, and left to the import.
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 Definition = ast.ClassDef | ast.FunctionDef
@@ -145,16 +146,16 @@ def signature(path: str) -> Signature | None:
 
 
 def _of_class(definition: ast.ClassDef, module: Module) -> Signature:
-    bases = [signature(f"{module.name}.{_name(base)}") for base in definition.bases]
+    bases = (signature(f"{module.name}.{_name(base)}") for base in definition.bases)  # Read only where they count.
     if any(_name(decorator).rpartition(".")[2] == "dataclass" for decorator in definition.decorator_list):
         fields = [one for one in definition.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)]
         own = {one.target.id: Parameter(one.annotation, module) for one in fields if isinstance(one.target, ast.Name)}
         return _with(Signature(own, takes_others=False), bases)
     init = next((one for one in definition.body if isinstance(one, ast.FunctionDef) and one.name == "__init__"), None)
     if init is None:
-        return _with(Signature({}, takes_others=True), bases[:1])
+        return _with(Signature({}, takes_others=True), islice(bases, 1))
     given = _of_function(init, module)
-    return _with(given, bases[:1]) if given.takes_others and _hands_on(init) else given
+    return _with(given, islice(bases, 1)) if given.takes_others and _hands_on(init) else given
 
 
 def _hands_on(init: ast.FunctionDef) -> bool:
@@ -169,11 +170,12 @@ def _hands_on(init: ast.FunctionDef) -> bool:
     )
 
 
-def _with(given: Signature, bases: Sequence[Signature | None]) -> Signature:
+def _with(given: Signature, bases: Iterable[Signature | None]) -> Signature:
     """What a class takes together with what it hands on to its bases."""
-    inherited = {name: one for base in bases if base is not None for name, one in base.parameters.items()}
-    open_bases = any(base is None or base.takes_others for base in bases)
-    return Signature({**inherited, **given.parameters}, takes_others=open_bases if bases else given.takes_others)
+    found = list(bases)
+    inherited = {name: one for base in found if base is not None for name, one in base.parameters.items()}
+    open_bases = any(base is None or base.takes_others for base in found)
+    return Signature({**inherited, **given.parameters}, takes_others=open_bases if found else given.takes_others)
 
 
 def _of_function(function: ast.FunctionDef, module: Module) -> Signature:

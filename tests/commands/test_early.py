@@ -10,6 +10,7 @@ from conftest import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 
 from cnnstrategies import ConfigurationError
+from cnnstrategies.commands import signatures
 from cnnstrategies.commands.early import STRATEGIES, check
 
 pytestmark = pytest.mark.light
@@ -126,6 +127,14 @@ def test_a_file_without_keys_is_named(text, what):
 )
 def test_what_is_right_or_unclear_passes(given):
     check(["fit", QUICKSTART, *given])
+
+
+def test_what_is_right_is_seen_without_the_source_of_torch(monkeypatch):
+    seen, read = [], signatures.read_module
+    monkeypatch.setattr(signatures, "read_module", lambda name: seen.append(name) or read(name))
+    check(["fit", QUICKSTART])
+    assert "torch.optim.sgd" in seen
+    assert not {"torch", "torch.nn.modules.module"} & {*seen}, "a fifth of a second"
 
 
 def test_every_recipe_passes():

@@ -8,6 +8,7 @@ from math import exp
 from typing import Any, NoReturn
 
 import test_cli
+import test_early
 import test_front
 import test_race
 import test_submit_command
@@ -15,8 +16,11 @@ import test_tune_command
 import torch
 from mutants.faulty import replaces
 
+from cnnstrategies.commands.early import accepted_by, check_value
+from cnnstrategies.commands.given import Given
 from cnnstrategies.commands.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.refuse import fail
+from cnnstrategies.commands.signatures import Parameter
 from cnnstrategies.commands.table import Command
 from cnnstrategies.commands.tune_choices import choices
 from cnnstrategies.planning.race import MARGIN, Verdict, verdict
@@ -65,3 +69,11 @@ def garbage_is_looked_for_in_all_that_is_imported(
 )
 def every_configuration_is_parsed_twice(right: Callable[[Sequence[str]], bool], words: Sequence[str]) -> bool:
     return True
+
+
+@replaces(check_value, killed_by=test_early.test_what_is_right_is_seen_without_the_source_of_torch)
+def all_types_of_a_value_are_found_before_it_is_looked_at(
+    right: Callable[[Given, Parameter], None], key: Given, parameter: Parameter
+) -> None:
+    accepted_by(parameter)
+    right(key, parameter)
