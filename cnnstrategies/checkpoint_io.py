@@ -14,15 +14,15 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
-from cnnstrategies.errors import ConfigurationError, causes
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.whole_file import whole_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its place, flushes it to the disk and renames it.
+    """Writes a checkpoint as a whole, and looks at what it reads.
 
-    Whenever the process or the machine stops, the file at the path is the previous checkpoint or the new one.
     Lightning's own writer goes through a temporary directory, and moving a file from another file system is a
-    copy that can be cut short. Remote URLs are left to Lightning.
+    copy that can be cut short. Writing to remote URLs is left to Lightning.
     """
 
     @override
@@ -40,29 +40,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if "://" in str(path) or storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        final = Path(path)
-        # One name per checkpoint, so that what a kill leaves behind is overwritten by the next save.
-        partial = final.with_name(f".{final.name}.partial")
-        try:
-            final.parent.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, final)
-        except BaseException as error:
-            partial.unlink(missing_ok=True)
-            if (cause := _from_the_disk(error)) is not None:
-                raise ConfigurationError(
-                    f"cannot write the checkpoint {final}: {cause.strerror}; make room there or set "
-                    "checkpoint.dirpath to another disk, and go on with --ckpt_path=last"
-                ) from error
-            raise
-        directory = os.open(final.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        remedy = "make room there or set checkpoint.dirpath to another disk, and go on with --ckpt_path=last"
+        with whole_file(Path(path), remedy) as file:
+            torch.save(checkpoint, file)
 
     @override
     def load_checkpoint(
@@ -102,11 +82,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 def _to_memory(storage: Any, location: str) -> Any:
     """Lightning's default: whatever device a tensor was on, it comes into the processor's memory."""
     return storage
-
-
-def _from_the_disk(error: BaseException) -> OSError | None:
-    """The error of the system behind one that was raised while something was written; torch raises its own."""
-    return next((link for link in causes(error) if isinstance(link, OSError) and link.errno is not None), None)
 
 
 def check_sums(path: str | Path, content: BinaryIO) -> None:

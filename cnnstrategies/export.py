@@ -27,7 +27,8 @@ from cnnstrategies.inference import network_of
 from cnnstrategies.logits import giving_logits, main_logits, name_of
 from cnnstrategies.model_card import CARD, Origin, model_card
 from cnnstrategies.portable_int8 import in_own_operators
-from cnnstrategies.quantize import Network, int8_graph
+from cnnstrategies.quantize import Network, int8_graph, save_program
+from cnnstrategies.whole_file import writing
 
 Format = Literal["safetensors", "torch_export", "onnx"]
 FILES = {"safetensors": "model.safetensors", "torch_export": "model.pt2", "onnx": "model.onnx"}
@@ -115,7 +116,9 @@ def export(
     scratch = output.with_name(f"{output.name}.unfinished")
     shutil.rmtree(scratch, ignore_errors=True)  # Of an export that was killed.
     scratch.mkdir(parents=True)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        stack.enter_context(writing(output, "make room there, or give another --output"))
         exported = {"safetensors": to_safetensors, "torch_export": to_torch_export, "onnx": to_onnx}[kind](
             source, batches[0], scratch / FILES[kind]
         )
@@ -135,8 +138,6 @@ def export(
         card = model_card(description, str(compared), network, datamodule, origin)
         (scratch / CARD).write_text(card, encoding="utf-8")
         scratch.rename(output)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return compared
 
 
@@ -213,7 +214,7 @@ def to_torch_export(network: nn.Module, example: Tensor, file: Path) -> Network:
             f"torch.export cannot export {name_of(network)}: {str(error).strip().splitlines()[0]}; export its "
             "weights with --format safetensors"
         ) from error
-    torch.export.save(program, file)
+    save_program(program, file)
     loaded: Network = torch.export.load(file).module()
     return loaded
 

@@ -1,6 +1,7 @@
 """Post-training static quantisation of a trained network to int8."""
 
 import copy
+import io
 import itertools
 import platform
 import statistics
@@ -19,6 +20,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.inference import network_of
 from cnnstrategies.logits import giving_logits, main_logits, name_of
 from cnnstrategies.network_module import NetworkModule
+from cnnstrategies.whole_file import whole_file
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -80,8 +82,7 @@ def quantize(
     datamodule.setup("fit")
     network = giving_logits(network, next(iter(datamodule.val_dataloader()))[0])
     exported, converted, example = int8_graph(network, datamodule, calibration_batches)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    torch.export.save(exported_program(converted, example), output)
+    save_program(exported_program(converted, example), output)
     quantized = load_quantized(output)
     times = milliseconds([network, quantized], example)
     measure, metric = accuracy, "val_acc"
@@ -90,6 +91,20 @@ def quantize(
     before = Figures(measure(network, datamodule.val_dataloader()), _megabytes(exported), times[0])
     after = Figures(measure(quantized, datamodule.val_dataloader()), _megabytes(torch.export.load(output)), times[1])
     return Report(before, after, len(example), has_int8_kernels(), metric)
+
+
+def save_program(program: "torch.export.ExportedProgram", path: Path) -> None:
+    """Write an exported program, as a whole.
+
+    By way of memory: where a disk is full, torch's own writer ends the process with an abort.
+
+    Raises:
+        ConfigurationError: The disk is full, or cannot be written to.
+    """
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    with whole_file(path, "make room there, or give another --output") as file:
+        file.write(content.getbuffer())
 
 
 def int8_graph(

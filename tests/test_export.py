@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -114,3 +115,15 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_left(monkeypatch):
     with pytest.raises(ConfigurationError, match="as safetensors gives other logits than the checkpoint, by up to 1:"):
         export.export(model, data, Path("out"), "safetensors")
     assert list(Path.cwd().iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch_export"])
+def test_a_full_disk_is_one_line_and_leaves_nothing(kind):
+    """A limit on the size of files has the system refuse what is written as a full disk does."""
+    model, data = parts()
+    with torch.no_grad():
+        model.network.append(torch.nn.Linear(3, 200_000)).append(torch.nn.Linear(200_000, 3))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    with pytest.raises(ConfigurationError, match=r"^cannot write out: File too large; make room there"):
+        export.export(model, data, Path("out"), kind)
+    assert not list(Path().iterdir())
