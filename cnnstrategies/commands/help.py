@@ -13,7 +13,6 @@ import docstring_parser
 from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.options import RayOptions
-from cnnstrategies.commands.compare_options import parser as compare_parser
 from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
 from cnnstrategies.commands.pack_options import parser as pack_parser
@@ -78,7 +77,6 @@ SUBMISSION = (
 PARSERS = {
     "doctor": doctor_parser,
     "pack": pack_parser,
-    "compare": compare_parser,
     "sweep": sweep_parser,
     "watch": watch_parser,
 }  # Of the commands that take no configuration.

@@ -58,7 +58,6 @@ COMMANDS = {
     "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor", False),
     "pack": Command("put images into shards", "pack datasets/imagenet shards/imagenet --size 256", "pack", False),
     "configs": Command("list the recipes, or print one", "configs quickstart", "recipes", False),
-    "compare": Command("compare runs", "compare runs/quickstart/version_0 runs/quickstart/version_1", "compare", False),
     "schema": Command("tell editors what a configuration may say", "schema > schema.json", "schema", False),
     "completion": Command("complete these words in a shell", "completion bash >> ~/.bashrc", "completion", False),
 }
