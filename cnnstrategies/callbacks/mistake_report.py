@@ -1,5 +1,6 @@
 """After `validate` and `test`: which classes are taken for which, and the worst mistakes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from cnnstrategies.callbacks.predictions import gather_rows
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.worst import Mistakes, draw_mistakes, write_mistakes
 from cnnstrategies.data.sampling import OrderedBatches
+from cnnstrategies.tasks import TASKS, Task
 
 LISTED = 5  # Pairs of classes that the table names.
 MOST_ROWS = 30  # Classes whose IoU the table names.
@@ -34,7 +36,8 @@ class MistakeReport(Callback):
     ``val_confusion.png`` and ``.csv``, a row for each true class, over all samples of all ranks; and for classifiers
     ``val_mistakes.png`` and ``.csv``, the 25 images with the greatest loss among those that are classified wrongly
     (``test_...`` after ``test``). Of a segmenter, pixels are counted, and each class's intersection over union is
-    printed. More than 1000 classes have no matrix. Nothing is written without a logger.
+    printed. More than 1000 classes have no matrix. With labels or numbers there are the 25 images in which one of them
+    is predicted furthest off. Nothing is written without a logger.
 
     A strategy whose ranks all get the outputs of the whole batch says so by ``outputs_on_every_rank``.
     """
@@ -70,11 +73,11 @@ class MistakeReport(Callback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._report(trainer, "val_source")
+        self._report(trainer, pl_module, "val_source")
 
     @override
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._report(trainer, "test_source")
+        self._report(trainer, pl_module, "test_source")
 
     def _add(self, trainer: Trainer, module: LightningModule, outputs: Any, batch_idx: int, loader: Any) -> None:
         if trainer.state.fn not in STAGES:
@@ -86,9 +89,16 @@ class MistakeReport(Callback):
         everywhere = _everywhere(trainer)
         if everywhere and not trainer.is_global_zero:
             return
-        if getattr(module, "task", "classes") != "classes":
-            return  # Labels and numbers are not taken for one another.
         logits, targets = outputs["logits"].detach(), outputs["targets"]
+        sampler = getattr(loader, "sampler", None)
+        indices: Sequence[int] = ()
+        if logits.ndim == 2 and isinstance(sampler, OrderedBatches):
+            indices = sampler.of_all_ranks(batch_idx) if everywhere else sampler.samples(batch_idx, sampler.rank)
+        if (task := _of_values(module)) is not None:
+            self._classes = logits.shape[1]
+            if indices:
+                self._mistakes = self._mistakes.and_those(Mistakes.of_values(indices, task.values(logits), targets))
+            return
         targets = targets.argmax(dim=1) if targets.shape == logits.shape else targets
         if targets.is_floating_point() or targets.shape != logits.shape[:1] + logits.shape[2:]:
             return  # A subclass that learns something else than classes.
@@ -97,15 +107,14 @@ class MistakeReport(Callback):
             counted = targets.where(targets != getattr(module, "ignore_index", -1), -1)
             counts = count_pairs(logits.argmax(dim=1), counted, self._classes)
             self._counts = counts if self._counts is None else self._counts + counts
-        sampler = getattr(loader, "sampler", None)
-        if logits.ndim == 2 and isinstance(sampler, OrderedBatches):
-            indices = sampler.of_all_ranks(batch_idx) if everywhere else sampler.samples(batch_idx, sampler.rank)
+        if indices:
             self._mistakes = self._mistakes.and_those(Mistakes.of_batch(indices, logits, targets))
 
-    def _report(self, trainer: Trainer, source: str) -> None:
+    def _report(self, trainer: Trainer, module: LightningModule, source: str) -> None:
         if trainer.state.fn not in STAGES:
             return
-        counts, mistakes = self._of_all_ranks(trainer)
+        values = _of_values(module) is not None
+        counts, mistakes = self._of_all_ranks(trainer, values)
         self._counts, self._mistakes = None, Mistakes.none()
         log_dir = trainer.log_dir if trainer.loggers else None  # A broadcast: every rank asks.
         debugging = trainer.fast_dev_run  # type: ignore[attr-defined]  # set outside the class
@@ -128,24 +137,31 @@ class MistakeReport(Callback):
         if len(mistakes.indices) and folder is not None and images is not None:
             folder.mkdir(parents=True, exist_ok=True)
             name_of = getattr(images, "name", str)
-            write_mistakes(mistakes, names, name_of, folder / f"{stage}_mistakes.csv")
-            draw_mistakes(mistakes, images.fetch(mistakes.indices.tolist())[0], names, folder / f"{stage}_mistakes.png")
+            write_mistakes(mistakes, names, name_of, folder / f"{stage}_mistakes.csv", values)
+            shown = images.fetch(mistakes.indices.tolist())[0]
+            draw_mistakes(mistakes, shown, names, folder / f"{stage}_mistakes.png", values)
             rows.append(("worst mistakes", relative(str(folder / f"{stage}_mistakes.png"))))
         if rows:
             print_table("Mistakes", rows)
 
-    def _of_all_ranks(self, trainer: Trainer) -> tuple[Tensor | None, Mistakes]:
+    def _of_all_ranks(self, trainer: Trainer, values: bool) -> tuple[Tensor | None, Mistakes]:
         """What all ranks have counted and found; a collective, unless each of them has it all."""
         counts, mistakes = self._counts, self._mistakes
         if trainer.world_size > 1 and not _everywhere(trainer):
             device = trainer.strategy.root_device
             # A rank without a batch does not know how many classes there are.
             self._classes = int(trainer.strategy.reduce(torch.tensor(self._classes, device=device), reduce_op="max"))
-            if 0 < self._classes <= MOST_CLASSES:
+            if 0 < self._classes <= MOST_CLASSES and not values:
                 own = torch.zeros(self._classes, self._classes, dtype=torch.int64) if counts is None else counts
                 counts = trainer.strategy.reduce(own.to(device), reduce_op="sum")
             mistakes = Mistakes(*gather_rows(trainer, mistakes.indices, mistakes.rows)).worst()
         return None if counts is None else counts.cpu(), mistakes
+
+
+def _of_values(module: LightningModule) -> Task | None:
+    """The task of a module that learns labels or numbers, which are not taken for one another."""
+    task = getattr(module, "task", None)
+    return TASKS[task] if task in ("multilabel", "regression") else None
 
 
 def _everywhere(trainer: Trainer) -> bool:

@@ -90,3 +90,18 @@ def test_no_more_than_the_worst_are_kept_in_whatever_order_they_come():
     losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     losses[logits.argmax(dim=1) == targets] = 0
     torch.testing.assert_close(found[0].rows[:, 0], losses.sort(descending=True).values[: worst.MOST])
+
+
+@pytest.mark.light
+def test_of_labels_and_numbers_those_furthest_off_are_kept():
+    torch.manual_seed(0)
+    values, targets = torch.randn(90, 3).double(), torch.randint(2, (90, 3))
+    kept = Mistakes.none()
+    for part in torch.randperm(90).split(8):
+        kept = kept.and_those(Mistakes.of_values(part.tolist(), values[part], targets[part]))
+    off, column = (values - targets).abs().max(dim=1)
+    worst_first = off.argsort(descending=True)[: worst.MOST]
+    assert torch.equal(kept.indices, worst_first)
+    places = (worst_first, column[worst_first])
+    expected = torch.stack([off[worst_first], places[1], places[1], targets[places], values[places]], dim=1)
+    torch.testing.assert_close(kept.rows, expected.float())
