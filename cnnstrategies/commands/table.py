@@ -1,5 +1,6 @@
 """What commands there are: a line and an example each, and where their code is."""
 
+import atexit
 import gc
 import importlib
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ class Command:
         gc.disable()
         module = importlib.import_module(f"cnnstrategies.commands.{self.module}")
         gc.freeze()
+        atexit.register(gc.unfreeze)  # Else bindings, as triton's, print at the end that they are leaked.
         gc.enable()
         module.main(args)
 

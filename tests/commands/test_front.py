@@ -57,6 +57,22 @@ def test_no_garbage_is_looked_for_while_a_command_is_imported(monkeypatch):
     assert gc.get_freeze_count() > 0, "nor later among what was imported"
 
 
+def test_what_was_imported_is_let_go_at_the_end():
+    Path("late.py").write_text(
+        "class Loop:\n"
+        "    def __init__(self): self.again = self\n"
+        "    def __del__(self): print('gone')\n"
+        "Loop()\n"
+        "def main(args): pass\n"
+    )
+    program = (
+        "from cnnstrategies import commands; from cnnstrategies.commands.table import Command\n"
+        "commands.__path__.append('.'); Command('', '', 'late').run([])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (run.stdout, run.stderr) == ("gone\n", ""), "bindings as triton's print that they are leaked"
+
+
 def test_the_version_is_told(capsys):
     main(["--version"])
     assert re.fullmatch(r"cnnstrategies \d+\.\d+\.\d+\n", capsys.readouterr().out)
