@@ -104,9 +104,9 @@ def lazy_loading() -> Rows:
 
 def comparison() -> Rows:
     """The comparison before training refuses no network that is right."""
-    network = torchvision.models.resnet18(num_classes=10).to(DEVICE)
+    network = torchvision.models.resnet18(num_classes=10)
     for _ in range(10 if ON_GPU else 1):
-        compare(divide_by_names(network, ["layer2"]), torch.randn(8, 3, 32, 32, device=DEVICE))
+        compare(divide_by_names(network, ["layer2"]), torch.randn(8, 3, 32, 32), torch.device(DEVICE, 0))
     yield "ResNet-18 of 32 x 32, stages against the whole", "equal, ten times" if ON_GPU else "equal, once"
 
 

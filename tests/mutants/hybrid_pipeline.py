@@ -10,7 +10,7 @@ import test_pipeline_optimizers
 import test_trainer_on_gpu
 import torch
 from mutants.faulty import replaces
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
@@ -18,7 +18,7 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.stage import Blueprint
 from cnnstrategies.strategies import HybridPipelineStrategy
-from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
+from cnnstrategies.strategies.hybrid_pipeline.comparison import compare, copies, differ
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_loss
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.loader import PredictionLoader, StageLoader
@@ -104,9 +104,31 @@ def another_loss_than_the_one_that_is_trained_is_returned_unnoticed(
 
 @replaces(compare, killed_by=test_pipeline_comparison.test_what_a_trace_has_fixed_is_refused_by_name)
 def stages_that_compute_something_else_are_trained(
-    right: Callable[[Blueprint, Images], None], blueprint: Blueprint, images: Images
+    right: Callable[[Blueprint, Images, torch.device], None],
+    blueprint: Blueprint,
+    images: Images,
+    device: torch.device,
 ) -> None:
     pass
+
+
+@replaces(differ, killed_by=test_pipeline_comparison.test_sums_in_another_order_are_not_refused)
+def gradients_that_are_zero_but_for_rounding_must_be_the_same(
+    right: Callable[[Any, Any, float], bool], expected: Any, actual: Any, largest: float = 0.0
+) -> bool:
+    return right(expected, actual, 0.0)
+
+
+@replaces(
+    copies,
+    killed_by=test_pipeline_comparison.test_it_runs_in_float64_where_it_will_train_or_as_near_to_that_as_it_can,
+    fails="nowhere",
+    tried=["float64 cuda"],
+)
+def a_network_is_compared_where_it_happens_to_be(
+    right: Callable[[nn.Module, torch.device], list[Callable[[], nn.Module]]], network: nn.Module, device: torch.device
+) -> list[Callable[[], nn.Module]]:
+    return [lambda: network]
 
 
 @replaces(try_optimizer, killed_by=test_pipeline_optimizers.test_one_that_mixes_parameters_is_refused_and_no_other)

@@ -1,18 +1,25 @@
 """Before training the stages are compared with the whole network, on a microbatch that nothing is trained with."""
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from simulated_cuda import simulate
+from simulated_gpu import DEVICE
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.strategies.hybrid_pipeline import example
 from cnnstrategies.strategies.hybrid_pipeline.comparison import compare
+
+CPU = torch.device("cpu")
 
 
 class Odd(nn.Module):
@@ -49,7 +56,7 @@ def test_what_a_trace_has_fixed_is_refused_by_name() -> None:
         ("counts in evaluation", "Odd, cut into stages, in evaluation returns another value"),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            compare(divide_by_names(Odd(way), ["conv"]), images)
+            compare(divide_by_names(Odd(way), ["conv"]), images, CPU)
 
 
 @pytest.mark.usefixtures("_seed")
@@ -65,14 +72,82 @@ def test_a_gradient_that_the_stages_do_not_give_is_refused_by_its_name(monkeypat
 
     monkeypatch.setattr(type(blueprint), "build", without)
     with pytest.raises(ConfigurationError, match=r"gives conv.weight another gradient than the whole"):
-        compare(blueprint, torch.randn(2, 1, 6, 6))
+        compare(blueprint, torch.randn(2, 1, 6, 6), CPU)
 
 
 def test_a_network_that_runs_on_another_device_alone_is_not_refused() -> None:
     blueprint = divide_by_names(Odd(), ["conv"])
     blueprint.network.register_forward_pre_hook(lambda *_: torch.ones(1, device="cuda"))
     with pytest.warns(UserWarning, match=r"Odd was not compared with its stages: in training it fails on 2 samples"):
-        compare(blueprint, torch.randn(2, 1, 6, 6))
+        compare(blueprint, torch.randn(2, 1, 6, 6), CPU)
+
+
+class AnotherOrder(TorchDispatchMode):
+    """Convolutions round in another way each time, as on a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default):
+            return result
+        return tree_map_only(Tensor, self._rounded, result)
+
+    def _rounded(self, value: Tensor) -> Tensor:
+        noise = torch.randn(value.shape, generator=self.generator, dtype=value.dtype)
+        return value + torch.finfo(value.dtype).eps * value.abs().max() * noise
+
+    generator = torch.Generator().manual_seed(1)
+
+
+@pytest.mark.usefixtures("_seed")
+def test_sums_in_another_order_are_not_refused() -> None:
+    """Batch normalisation takes the bias before it out again, whose gradient is zero but for rounding."""
+    layers = (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), *layers, *copy.deepcopy(layers), nn.Flatten(), nn.Linear(64, 3))
+    with AnotherOrder():
+        compare(divide_by_names(network, ["3"]), torch.randn(4, 1, 6, 6), CPU)
+
+
+class Where(nn.ReLU):
+    """Notes where it runs in training, and runs only in some ways."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self.fails, self.notes = fails, Notes()
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor) and self.training:
+            assert torch.backends.cudnn.deterministic
+            self.notes.append(f"{str(x.dtype).removeprefix('torch.')} {x.device.type}")
+            if self.fails in self.notes[-1]:
+                raise (torch.OutOfMemoryError if self.fails == "cuda" else RuntimeError)("here not")
+        return super().forward(x)
+
+
+class Notes(list[str]):
+    """The same for all copies of a network."""
+
+    def __deepcopy__(self, memo: Any) -> "Notes":
+        return self
+
+
+@pytest.mark.usefixtures("_seed")
+@pytest.mark.parametrize(
+    ("fails", "tried"),
+    [
+        ("nowhere", ["float64 cuda"]),
+        ("float64", ["float64 cuda", "float32 cuda"]),
+        ("cuda", ["float64 cuda", "float32 cuda", "float32 cpu"]),
+    ],
+)
+def test_it_runs_in_float64_where_it_will_train_or_as_near_to_that_as_it_can(fails: str, tried: list[str]) -> None:
+    where = Where(fails)
+    network = nn.Sequential(nn.Conv2d(1, 2, 3), where, nn.Flatten(), nn.Linear(32, 2))
+    before = torch.backends.cudnn.deterministic, torch.backends.cudnn.conv.fp32_precision
+    with simulate():
+        compare(divide_by_names(network, ["0"]), torch.randn(4, 1, 6, 6), DEVICE.name)
+    assert where.notes == [*tried, tried[-1]], "the whole, then the stages"
+    assert next(network.parameters()).device == CPU
+    assert (torch.backends.cudnn.deterministic, torch.backends.cudnn.conv.fp32_precision) == before
 
 
 class Resizing(nn.ReLU):
@@ -91,7 +166,7 @@ class Resizing(nn.ReLU):
 def test_a_buffer_that_gets_another_shape_is_refused_and_is_as_it_was() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 3), Resizing(), nn.Flatten(), nn.Linear(32, 2))
     with pytest.raises(ConfigurationError, match=r"puts a buffer of another shape in the place of 1\.table"):
-        compare(divide_by_names(network, ["0"]), torch.randn(2, 1, 6, 6))
+        compare(divide_by_names(network, ["0"]), torch.randn(2, 1, 6, 6), CPU)
     assert network[1].table.shape == (1,)
 
 
@@ -101,7 +176,7 @@ def test_the_network_and_the_random_numbers_stay_as_they_were() -> None:
     network.norm.eval()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     numbers = torch.get_rng_state()
-    compare(divide_by_names(network, ["conv"]), torch.randn(2, 1, 6, 6, generator=torch.Generator()))
+    compare(divide_by_names(network, ["conv"]), torch.randn(2, 1, 6, 6, generator=torch.Generator()), CPU)
     assert torch.equal(torch.get_rng_state(), numbers)
     assert network.training
     assert not network.norm.training, "a module that the user keeps in evaluation stays there"

@@ -50,7 +50,7 @@ def choose_layout(request: LayoutRequest, trainer: Trainer, path: str, device: t
     layout = request.choose(network, trainer, trainer.world_size, device, example)
     if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
         images = example(COMPARED) if trainer.is_global_zero else None
-        compare_on_rank_zero(network, layout.cuts, images, trainer)
+        compare_on_rank_zero(network, layout.cuts, images, trainer, device)
     if device.type == "cuda":
         # What the training holds is to be measured, and not what these trials have held.
         torch.cuda.empty_cache()
