@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.optim import Optimizer
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.stage import Blueprint
@@ -112,7 +113,11 @@ def stages_that_compute_something_else_are_trained(
     pass
 
 
-@replaces(differ, killed_by=test_pipeline_comparison.test_sums_in_another_order_are_not_refused)
+@replaces(
+    differ,
+    killed_by=test_pipeline_comparison.test_sums_in_another_order_are_not_refused,
+    noticed_by=(ConfigurationError,),
+)
 def gradients_that_are_zero_but_for_rounding_must_be_the_same(
     right: Callable[[Any, Any, float], bool], expected: Any, actual: Any, largest: float = 0.0
 ) -> bool:

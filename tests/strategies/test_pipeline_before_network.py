@@ -138,7 +138,7 @@ REFUSED = (
     (Deciding, r"computes with the images of the batch \(.*but neither read values from them nor decide by them"),
     (Reading, r"computes with the images of the batch"),
     (Reconstructing, "loss that is computed from the images of the batch"),
-    (TwoViews, r"TwoViews.[a-z_]+ gives the network a tensor of shape \(4, 1, 8, 8\) for a batch of 2 samples"),
+    (TwoViews, r"TwoViews.[a-z_]+ gives the network a tensor of shape \(8, 1, 8, 8\) for a batch of 4 samples"),
     (Sometimes, "draws random numbers before it calls the network in some steps of an epoch, and not in its first"),
 )
 
