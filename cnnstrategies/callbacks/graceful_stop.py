@@ -18,7 +18,6 @@ from typing_extensions import override
 from cnnstrategies._lightning_private import ask_of_sigterm
 
 CHECK_SECONDS = 0.5
-SELDOM_SECONDS = 5.0  # where a step does not wait for all ranks, but a check does
 # Where each step is logged or validated, there is no better one to wait for.
 MOST_PUT_OFF = 3
 
@@ -109,8 +108,7 @@ class GracefulStop(Callback):
         now = time.monotonic()
         pace = max(now - self._checked_at, 1e-6) / (step - self._checked_step)
         self._checked_at, self._checked_step = now, step
-        seconds = SELDOM_SECONDS if getattr(trainer.strategy, "has_backup_workers", False) else CHECK_SECONDS
-        announced = step + max(1, min(1000, int(seconds / pace))) if trainer.is_global_zero else 0
+        announced = step + max(1, min(1000, int(CHECK_SECONDS / pace))) if trainer.is_global_zero else 0
         received = self._received or _asked(trainer) or 0
         flags = torch.tensor([received, announced], device=trainer.strategy.root_device)
         stop, self._next_check = trainer.strategy.reduce(flags, reduce_op="max").tolist()

@@ -174,25 +174,6 @@ class Worker:
         """
         return self._run(self.role.join(time.monotonic()))
 
-    @property
-    def late(self) -> bool:
-        """With backup workers: whether others have made the step that comes next, so that its push would be dropped.
-
-        As far as the parameters tell that have come. :meth:`catch_up` leaves such steps out.
-        """
-        return self.role.late
-
-    def catch_up(self) -> int:
-        """Between two steps, go on with the one that the others are at, and take its values.
-
-        Returns:
-            How many steps were left out; 0 if there is nothing to catch up.
-
-        Raises:
-            ServersUnreachableError: A server does not answer.
-        """
-        return self._run(self.role.catch_up())
-
     def leave(self) -> None:
         """Wait for the pulls that are under way, and no longer be waited for; :meth:`join` comes back."""
         self._run(self.role.leave())

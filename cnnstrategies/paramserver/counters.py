@@ -15,7 +15,7 @@ class Counters:
         samples: That the pushed gradients are means of.
         staleness: Updates that others made between the values that this worker has computed with and its own update,
             as its first slice has seen them.
-        dropped: Steps that were made without this worker: it pushed too late, or left them out to catch up.
+        dropped: Steps that were made without this worker's node, which it left out to catch up.
     """
 
     bytes_sent: int = 0

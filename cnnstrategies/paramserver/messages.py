@@ -96,8 +96,8 @@ class Header(NamedTuple):
         step: The step it belongs to.
         base: Depends on the kind: a view's number, a version, a count, the worker whose update is relayed, which values
             are pulled, or of a step that begins how they will be.
-        weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice 1 if
-            the step before was made without the worker, or what changes can be added to.
+        weight: Samples, or a norm, or a factor, or the version that a relayed update leads to; of a pulled slice what
+            changes can be added to.
         rung: Where workers choose encodings: 1 + the place in the ladder that one uses in a step that begins; of a
             pulled slice that of the common step's first member.
         question: Of a pull of the present values its number, which comes back with them; 0 of any other.

@@ -76,7 +76,6 @@ class Specification:
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
         fragments: For local: parts of the parameters that are exchanged in turn.
-        backup_workers: For sync: workers that a step does not wait for (Chen et al. 2016).
         pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
             answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
         delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
@@ -105,7 +104,6 @@ class Specification:
     momentum_correction: bool = False
     pull_compression: PullCompression = "none"
     fragments: int = 1
-    backup_workers: int = 0
     pipelined: bool = False
     delay_compensation: float = 0.0
     replication: int = 1
@@ -131,18 +129,13 @@ class Specification:
     def pulls_changes(self) -> bool:
         """Whether workers pull compressed changes of the parameters and not the parameters, or may, with ``auto``."""
         if self.pull_compression == "auto":
-            return self.aggregates and self.backup_workers == 0 and self.fragments == 1
+            return self.aggregates and self.fragments == 1
         return self.pull_compression in ("topk", "onebit")
 
     @property
     def half(self) -> PullCompression:
         """How parameters are halved: to the more exact fp16, having no such range as gradients; 16 bits stay."""
         return "fp16" if any(DTYPES[one.dtype].itemsize > 2 for one in self.parameters) else "none"
-
-    @property
-    def quorum(self) -> int:
-        """Workers whose gradients make a common step: of those that live, no more are waited for."""
-        return self.workers - self.backup_workers
 
     @property
     def most_workers(self) -> int:

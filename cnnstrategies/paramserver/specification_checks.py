@@ -26,7 +26,7 @@ def check_options(spec: "Specification") -> None:
 def _check_numbers(spec: "Specification") -> None:
     at_least: Mapping[str, float] = {
         "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
-        "delay_compensation": 0, "timeout": 0, "backup_workers": 0, "compression_warmup": 0, "steps_before": 0,
+        "delay_compensation": 0, "timeout": 0, "compression_warmup": 0, "steps_before": 0,
     }  # fmt: skip
     for name, least in at_least.items():
         if getattr(spec, name) < least:
@@ -47,11 +47,6 @@ def _check_compression(spec: "Specification") -> None:
             f"pull_compression={spec.pull_compression!r} with mode={spec.mode!r}: servers send one change to all "
             "workers, which they have in common steps only: use mode='sync' or 'local', or pull_compression='fp16'"
         )
-    if spec.pulls_changes and spec.backup_workers:
-        raise ConfigurationError(
-            f"pull_compression={spec.pull_compression!r} with backup_workers={spec.backup_workers}: a worker that is "
-            "late lacks the changes meanwhile: use pull_compression='fp16', or backup_workers=0"
-        )
     if spec.compression_warmup:
         check_warmup(spec.compression_warmup, spec.compression, spec.compression_ratio)
     if spec.momentum_correction:
@@ -70,29 +65,15 @@ def _check_steps(spec: "Specification") -> None:
             f"delay_compensation={spec.delay_compensation} is for async and ssp: gradients have no delay in "
             f"mode={spec.mode!r}, so leave it out"
         )
-    if spec.backup_workers and spec.mode != "sync":
-        raise ConfigurationError(
-            f"backup_workers={spec.backup_workers} is for mode='sync', not mode={spec.mode!r}: leave it out"
-        )
-    if spec.backup_workers >= spec.workers:
-        raise ConfigurationError(
-            f"backup_workers={spec.backup_workers} of workers={spec.workers} leaves none whose gradient a step waits "
-            f"for: use at most {spec.workers - 1}"
-        )
-    if spec.backup_workers and spec.elastic:
-        raise ConfigurationError(
-            f"backup_workers={spec.backup_workers} with elastic={spec.elastic}: nobody joins common steps while they "
-            "are made; leave one of them out"
-        )
 
 
 def _check_pipelined(spec: "Specification") -> None:
     if not spec.pipelined:
         return
-    if spec.mode != "sync" or spec.clip_norm is not None or spec.backup_workers:
+    if spec.mode != "sync" or spec.clip_norm is not None:
         raise ConfigurationError(
-            "pipelined=True is for mode='sync' without clip_norm and backup_workers: else something of all slices "
-            "decides each step; leave it out"
+            "pipelined=True is for mode='sync' without clip_norm: else something of all slices decides each step; "
+            "leave it out"
         )
     if spec.pull_compression in ("topk", "onebit", "auto"):
         raise ConfigurationError(

@@ -1,13 +1,13 @@
 """The servers of the parameters: whose gradients make up which step, and what of it outlives whom."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import test_backup_workers
 import test_changes
 import test_clocks
 import test_data_simulation
+import test_leader
 import test_shard
 import test_snapshots
 import test_sync
@@ -61,13 +61,6 @@ def a_worker_runs_one_step_further_ahead_than_the_staleness(
     return right(self, clock - 1)
 
 
-@replaces(SyncClock.ready, killed_by=test_clocks.test_with_a_quorum_a_step_has_those_who_come_first)
-def all_are_waited_for_although_some_are_backup_workers(
-    right: Callable[[SyncClock, Collection[int]], frozenset[int] | None], self: SyncClock, complete: Collection[int]
-) -> frozenset[int] | None:
-    return right(self, complete) if self.members <= frozenset(complete) else None
-
-
 @replaces(
     Synchronous.begin,
     killed_by=test_sync.test_accumulated_gradients_and_ssp_without_staleness_are_sync,
@@ -111,7 +104,7 @@ def a_snapshot_holds_values_alone(
 
 @replaces(
     Handlers.handle,
-    killed_by=test_backup_workers.test_what_a_late_worker_did_not_wait_for_and_a_snapshot_lacks_is_counted,
+    killed_by=test_leader.test_newcomers_do_not_wait_for_a_step_that_nobody_can_push_any_more,
 )
 def updates_that_a_snapshot_lacks_are_not_counted(
     right: Callable[[Handlers, int, Header, memoryview], None],

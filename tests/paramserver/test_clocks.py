@@ -18,22 +18,6 @@ def test_the_first_step_waits_for_all_expected_workers_even_if_one_of_them_died(
     assert clock.ready({0}) is None
 
 
-def test_with_a_quorum_a_step_has_those_who_come_first() -> None:
-    clock = SyncClock(expected=4, quorum=2)
-    for worker in range(4):
-        assert clock.ready({0, 1}) is None, "the first step waits for all to come, not for all to push"
-        clock.join(worker)
-    assert clock.ready({3}) is None
-    assert clock.ready({3, 1}) == {1, 3}
-    assert clock.ready({0, 1, 2}) == {0, 1, 2}, "all whose pushes are there take part"
-    for worker in range(2):
-        clock.leave(worker)
-    assert clock.ready({0, 3}) is None, "who is gone does not count"
-    assert clock.ready({2, 3}) == {2, 3}
-    clock.leave(2)
-    assert clock.ready({3}) == {3}, "nobody waits for the dead"
-
-
 def test_a_newcomer_counts_from_its_first_step_on() -> None:
     clock = SyncClock(expected=1)
     clock.join(0)

@@ -37,7 +37,6 @@ MODES: dict[str, dict[str, Any]] = {
     "clipped": {"clip_norm": 0.3},
     "changes": {"pull_compression": "onebit"},
     "chosen": {"pull_compression": "auto"},
-    "quorum": {"backup_workers": 1},
     "ssp": {"mode": "ssp", "staleness": 1},
     "compensated": {"mode": "async", "delay_compensation": 0.1},
 }
@@ -80,7 +79,7 @@ class Attack:
         self.run.follow(replace(self.run.view, begun=1))
         self.run.initialise()
         for worker in range(2):
-            self.run.say_hello(MEMBER | {"had": []}, worker=worker)
+            self.run.say_hello(MEMBER, worker=worker)
         steps = self.random.randrange(3)
         for step in range(steps):
             for worker in range(2):

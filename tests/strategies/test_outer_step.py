@@ -209,7 +209,6 @@ ALONE = {"mode": "local", "sync_every": 4, "outer_mode": "async"}
         ({"on_partition": "continue", **ALONE}, "on_partition: continue with outer_mode: async: a worker behind"),
         ({"momentum_correction": True, **ALONE}, "momentum_correction=True is not for mode='local'"),
         ({"delay_compensation": 0.04, **ALONE}, "delay_compensation=0.04 is for async and ssp"),
-        ({"backup_workers": 1, **ALONE}, "backup_workers=1 is for mode='sync', not mode='local'"),
         ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
         ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
         ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),

@@ -162,7 +162,6 @@ REFUSALS = {
     "a missing key file": ({"key_file": "nowhere"}, "does not exist; make it with"),
     "combining in another mode": ({"combine": True, "mode": "async"}, "combine: true is for mode: sync"),
     "combining with restarts": ({"combine": True, "max_restarts": 1}, "who comes back has no node"),
-    "combining with backup workers": ({"combine": True, "backup_workers": 1}, "takes or leaves a whole node"),
     "snapshots to nowhere": ({"snapshot_every": 10}, "needs a snapshot_directory"),
 }
 
@@ -177,7 +176,6 @@ def test_refuses_nonsense(options, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("backup_workers=2", "of 2 workers leaves none"),
         ("replication=2", "needs as many servers"),
         ("staleness=3", "is for mode='ssp'"),
     ],
@@ -194,7 +192,6 @@ def test_refuses_what_does_not_fit_the_run_before_a_process_starts(run_cli, quic
         ({}, {}, True),
         ({"pull_compression": "fp16"}, {"clip_value": 1.0}, True),
         ({}, {"clip_norm": 1.0}, False),
-        ({"backup_workers": 1}, {}, False),
         ({"mode": "async"}, {}, False),
         ({"pull_compression": "topk"}, {}, False),
         ({"endpoints": []}, {}, False),

@@ -44,7 +44,6 @@ def test_a_learning_rate_is_found_and_trained_with_as_on_one_device(tmp_path: Pa
     [
         (BatchSizeFinder, {}, "BatchSizeFinder: Lightning searches on one device only"),
         (LearningRateFinder, {"max_restarts": 2}, "LearningRateFinder with max_restarts=2"),
-        (LearningRateFinder, {"backup_workers": 1}, "LearningRateFinder with backup_workers=1"),
         (
             LearningRateFinder,
             {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"},

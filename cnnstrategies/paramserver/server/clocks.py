@@ -7,11 +7,10 @@ LOGGED = 1000  # entries, the newest: a run may have any number of steps
 
 
 class SyncClock:
-    """Steps that all members make together, or as many of them as a step needs.
+    """Steps that all members make together.
 
     Args:
         expected: Workers that step 0 waits for.
-        quorum: Members whose pushes make a step; None for all.
 
     Attributes:
         step: The step that is not decided yet.
@@ -19,12 +18,11 @@ class SyncClock:
         members: The workers of the present step.
     """
 
-    def __init__(self, expected: int, quorum: int | None = None) -> None:
+    def __init__(self, expected: int) -> None:
         self.step = 0
         self.log: deque[tuple[int, frozenset[int]]] = deque(maxlen=LOGGED)
         self.members: frozenset[int] = frozenset()
         self._expected = expected
-        self._quorum = quorum
         self._first: dict[int, int] = {}
         self._gone: set[int] = set()
 
@@ -67,18 +65,14 @@ class SyncClock:
     def ready(self, complete: Collection[int]) -> frozenset[int] | None:
         """The workers that make up the present step, or None while one of them is waited for.
 
-        With a quorum nobody waits for the others, but all whose pushes are there take part.
-
         Args:
             complete: Workers whose pushes of the present step have all arrived.
         """
         members = self.members
-        needed = len(members) if self._quorum is None else min(self._quorum, len(members))
-        if not members or len(complete) < needed:  # Asked for each vote: the common answer costs nothing.
+        if not members or len(complete) < len(members):  # Asked for each vote: the common answer costs nothing.
             return None
         started = self.step > 0 or len(self._first.keys() | self._gone) >= self._expected
-        there = members.intersection(complete)
-        return there if started and len(there) >= needed else None
+        return members if started and members.issubset(complete) else None
 
     def decide(self, step: int, members: Collection[int]) -> None:
         """Note that a step is decided, here or by another server."""

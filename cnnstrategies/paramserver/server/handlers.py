@@ -1,7 +1,7 @@
 """What a server does with each kind of message."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from cnnstrategies.paramserver.compression import CHANGES
 from cnnstrategies.paramserver.core.view import View
@@ -139,8 +139,6 @@ class Handlers:
             behind = self._behind((worker, header.incarnation), step if given else step - 1, answered, first)
             if not isinstance(self._mode, Synchronous):
                 self._mode.met((worker, header.incarnation), first)
-        if self._restored and self._shard.attendance is not None:
-            behind = self._lag(said.had, behind)
         if behind and self._restored:
             self._catch_up((worker, header.incarnation), behind, first)
             behind = {}
@@ -195,28 +193,6 @@ class Handlers:
             else:
                 missing[key] = last - max(store.seen[key].get(who, -1), first - 1)
         return {key: count for key, count in missing.items() if count > 0}
-
-    def _lag(self, had: Collection[tuple[int, ...]], behind: dict[int, int]) -> dict[int, int]:
-        """The own slices that lack updates that nobody can push again where steps do not wait for all.
-
-        Who has had them may be dead. A late worker may have had some that it did not wait for; and a step is decided
-        when values with all those before are there.
-
-        Args:
-            had: Slices with the last version that a worker had of each.
-            behind: What is known to be missing.
-        """
-        assert isinstance(self._mode, Synchronous)
-        store, lag = self._shard.store, dict(behind)
-        least = dict.fromkeys(self._shard.own, self._mode.decided)
-        for key, version in had:
-            if key in least:
-                least[key] = max(least[key], version)
-        for key, version in least.items():
-            missing = version - max(0, store.versions[key])
-            if missing > lag.get(key, 0):
-                lag[key] = missing
-        return lag
 
     def _catch_up(self, who: Who, behind: dict[int, int], first: int) -> None:
         """Go on from a snapshot where a worker is, and say what is missing.

@@ -16,7 +16,6 @@ class Hello(NamedTuple):
         given: Whether the parameters that it begins with have come.
         request: The step whose values are under way to it; None if none are.
         answered: The slices that it has had the step's answer for.
-        had: Slices with the last version that it had of each, where steps do not wait for all.
     """
 
     step: int | None
@@ -25,7 +24,6 @@ class Hello(NamedTuple):
     given: bool
     request: int | None
     answered: frozenset[int]
-    had: list[tuple[int, ...]]
 
     @classmethod
     def of(cls, header: Header, payload: memoryview) -> "Hello":
@@ -42,5 +40,4 @@ class Hello(NamedTuple):
             said.flag("given"),
             None if said.values.get("request") is None else said.integer("request"),
             frozenset(unpack_keys(payload[header.meta :])),
-            said.table("had", 2) if "had" in said.values else [],
         )

@@ -14,7 +14,6 @@ from cnnstrategies.paramserver.optimizers import ALL_THERE
 from cnnstrategies.paramserver.server.copies import Copies
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import NOTHING_CHOSEN, Chosen, Who
-from cnnstrategies.paramserver.server.quorum import Attendance
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.specification import Options, Specification
@@ -60,7 +59,6 @@ class Shard:
         store: The values.
         own: Keys of the slices that this server is the primary of, in the order of use.
         owned: The same as a set.
-        attendance: Of the workers, where steps do not wait for all of them.
         copies: Those of the slices, here and elsewhere.
     """
 
@@ -75,7 +73,6 @@ class Shard:
         self._outbox = outbox
         self._encoding = ENCODINGS[specification.pull_compression]
         self._order = {key: place for place, key in enumerate(self.store.slices)}
-        self.attendance = Attendance() if specification.backup_workers else None
         self._pulls: dict[int, dict[int, Pull]] = {key: {} for key in self.store.slices}
 
     @property
@@ -146,9 +143,7 @@ class Shard:
                 if self.store.seen[key].get(pull.who, -1) < pull.step:
                     continue
                 pull = waiting[worker] = replace(pull, version=version, who=None)
-            # Who is late gets a later version than it asked for, and begins with it.
-            least = pull.version if self.attendance is None else version
-            if version < pull.version or not self._replicas.safe(key, least):
+            if version < pull.version or not self._replicas.safe(key, pull.version):
                 continue
             del waiting[worker]
             if pull.encoding == Encoding.KEYS:
@@ -168,8 +163,6 @@ class Shard:
                 values = None if changes is None else changes.values(key, encoding)
                 encoded[encoding] = as_bytes(rounded(self.store.values[key], encoding) if values is None else values)
             weight = 0.0 if changes is None else changes.mark_of_values(key, encoding)
-            if self.attendance is not None and not pull.whole:
-                weight = float(self.attendance.missed(worker, pull.request - 1))
             self._outbox.to_worker(
                 worker, Kind.PULLED, encoded[encoding], key=key, step=pull.request, base=version, weight=weight,
                 encoding=encoding, rung=self._rung, question=pull.question,

@@ -47,8 +47,7 @@ class Synchronous:
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
-        waits = specification.backup_workers == 0
-        self.clock = SyncClock(specification.workers, None if waits else specification.quorum)
+        self.clock = SyncClock(specification.workers)
         self.roll = RollCall()
         self._specification = specification
         self._clips = specification.clip_norm is not None
@@ -72,7 +71,6 @@ class Synchronous:
         self._expected = specification.workers
         self._begun_with = False  # A view has named workers.
         self._early: set[int] = set()
-        self._ahead = False  # Pushes of a step have come before the one before is made here.
         self._remembers = False  # Its step is a snapshot's.
         self._remembered: Decision | None = None
 
@@ -199,11 +197,6 @@ class Synchronous:
         """The last decision that counts."""
         return None if self._decision is self._remembered and self._is_past else self._decision
 
-    @property
-    def decided(self) -> int:
-        """The last step that is known to be decided; -1 if none is."""
-        return -1 if self._known is None else self._known.step
-
     def replaced(self, step: int) -> None:
         """A copy, which counts as that of a step, has taken the place of a snapshot's slice."""
         if not self._is_past:
@@ -278,31 +271,16 @@ class Synchronous:
 
     def _vote_if_complete(self, step: int, who: Who) -> None:
         if self._backlog.complete(step, who):
-            if self._may_count(step):
-                self._vote(step, who[0])
-            else:
-                self._ahead = True
+            self._vote(step, who[0])
 
     def _vote_for_all(self) -> None:
         for step, worker in self._countable():
             self._vote(step, worker)
 
     def _countable(self) -> set[tuple[int, int]]:
-        """Steps that may be decided, with the members whose pushes of that step are all here."""
+        """Steps with the members whose pushes of that step are all here."""
         complete = self._backlog.all_begun() if self._pipelined else self._backlog.all_complete()
-        here = {(step, worker) for step, (worker, life) in complete if self._lives.get(worker) == life}
-        countable = {entry for entry in here if self._may_count(entry[0])}
-        self._ahead = len(here) > len(countable)
-        return countable
-
-    def _may_count(self, step: int) -> bool:
-        """Whether a step may be decided: not before the one before is made here, with pushes that are then forgotten.
-
-        Where steps wait for all, nobody pushes sooner. A late worker may bring back first values that others are past.
-        """
-        if self._shard.attendance is None or step <= self._updater.finished:
-            return True
-        return step <= self._backlog.lowest(step)
+        return {(step, worker) for step, (worker, life) in complete if self._lives.get(worker) == life}
 
     def _vote(self, step: int, worker: int) -> None:
         if (step, worker) in self._voted:
@@ -331,7 +309,6 @@ class Synchronous:
             return  # One that comes back with its snapshot may know a decision that nobody else has heard of.
         self._go_on()
         self._go_back()
-        self._go_forward()
         step = self.clock.step
         complete = self._reports.complete(step)
         ready = None if complete is None else self.clock.ready(complete)
@@ -363,16 +340,6 @@ class Synchronous:
             steps = [step for step in self._reports.steps_after(known) if not self.clock.all_after(step)]
             self.clock.go_back(min(steps, default=self.clock.step))
 
-    def _go_forward(self) -> None:
-        """Where steps do not wait for all, leave out those that late workers push and others are past.
-
-        All servers have some worker's pushes of a later step: it has had values in which the steps before are made.
-        """
-        newest = max(self._reports.steps_after(self.clock.step), default=self.clock.step)
-        if self._shard.attendance is not None and newest > self.clock.step:
-            self.clock.decide(newest - 1, ())
-            self._ask_the_early()
-
     def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
         for server in self._view.servers:
             if server.id != self._server:
@@ -387,8 +354,6 @@ class Synchronous:
             self._forget_before(decision.step)
         self._decision, self._shard.store.decided = decision, decision.as_dict()
         self.clock.decide(decision.step, decision.members)
-        if self._shard.attendance is not None:
-            self._shard.attendance.note(decision.step, decision.members)
         self._ask_the_early()
         self._plan()
 
@@ -465,8 +430,6 @@ class Synchronous:
         assert self._decision is not None
         if self._updater.work(self._decision):
             self._send_norm()
-        if self._ahead and not self._updater.busy:
-            self._vote_for_all()
 
     # Clipping by the global norm
 

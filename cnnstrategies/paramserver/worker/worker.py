@@ -117,9 +117,6 @@ class WorkerRole:
         self._id = id
         self._moved = False  # The parameters are no longer those of the run's start.
         self._version: int | None = None  # of the first slice's values
-        self._backed_up = specification.backup_workers > 0
-        self._newest = 0  # step whose values have come, maybe not of all slices
-        self._had: dict[int, int] = {}  # the last version of each slice
         self._asked = 0  # Number of the last message that asks for what is under way.
         self._state: StateReceipt | None = None
 
@@ -157,18 +154,6 @@ class WorkerRole:
         # Never back where servers take a push with the number of an older one for the same push again.
         yield from self._begin_with(max(steps) if self._specification.aggregates else max(self.step, *steps))
         return self.step
-
-    def catch_up(self) -> Generator[Wait, None, int]:
-        """Go on where the others are, without the steps that they have made meanwhile; how many that are."""
-        yield self.all_here()
-        before = self._newest = self.step
-        steps = yield from self._ask_where_to_begin(before)
-        if max(steps) > before:
-            yield from self._begin_with(max(steps))
-        left_out = self.step - before
-        self.counters.dropped += left_out
-        self.counters.steps += left_out
-        return left_out
 
     def leave(self) -> Generator[Wait]:
         """Wait for the pulls that are under way, and no longer be waited for."""
@@ -208,11 +193,6 @@ class WorkerRole:
     def is_first(self) -> bool:
         """Whether this worker chooses encodings: for itself, or where steps are common for all that live."""
         return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
-
-    @property
-    def late(self) -> bool:
-        """Whether others have made the step that this worker would begin next, as far as the values tell that came."""
-        return self._backed_up and self._newest > self.step
 
     def encode_as(self, compression: Compression, pull_compression: PullCompression, rung: int) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date.
@@ -310,9 +290,6 @@ class WorkerRole:
         if header.key == 0:
             self._count_others(header.base)
             self.first_rung = header.rung - 1 if header.rung else None
-        if self._backed_up:
-            self.counters.dropped += header.key == 0 and header.weight == 1
-            self._had[header.key], self._newest = header.base, max(self._newest, header.base)
         self._outgoing.answered(header.key)
         for part in self._slices[header.key].parts:
             if not self.pulls.waits_for(part.parameter):
@@ -445,8 +422,6 @@ class WorkerRole:
         view, keys = self.view.number, pack_keys(answered)
         request = self.pulls.step if self.pulls.under_way else None
         said: dict[str, Any] = {"joins": joins, "first": self._first, "given": self._given, "request": request}
-        if self._backed_up:
-            said["had"] = self._more_than_said(server, step)
         self.connections.send(server, Kind.HELLO, keys, said, step=step, base=view, encoding=Encoding.KEYS)
 
     def hello(self, server: int) -> None:
@@ -461,12 +436,6 @@ class WorkerRole:
             self._say_hello(server, self.step - 1, True, answered)
         else:
             self._say_hello(server, self.step, True)
-
-    def _more_than_said(self, server: int, step: int) -> list[tuple[int, int]]:
-        """A server's slices of which this worker has had later versions than what it says of its step tells."""
-        told = 0 if step == NO_STEP else self.step - (self._outgoing.unanswered or not self._given)
-        had = ((key, self._had.get(key, 0)) for key in self._placement.of(server))
-        return [(key, version) for key, version in had if version > told]
 
     # Sending again
 

@@ -41,8 +41,6 @@ def describe_servers(options: Options, specification: Specification, nodes: int)
     mode = options.mode + (f", staleness {options.staleness}" if options.mode == "ssp" else "")
     if options.outer_steps_alone:
         mode += ", outer_mode async"
-    if options.backup_workers:
-        mode += f", backup_workers {options.backup_workers}"
     if options.combine:
         mode += ", one push for each node"
     return [("mode", mode), ("servers", text)]
@@ -88,9 +86,6 @@ def differences_of_servers(
             lines.append(f"no worker is more than {options.staleness} steps ahead of the slowest")
         else:
             lines.append("of weights that may be any number of updates old")
-    if options.backup_workers:
-        first = workers - options.backup_workers
-        lines.append(f"a step takes the first {first} of {workers} gradients, and those that are there by then")
     if options.delay_compensation:
         lines.append(f"gradients are corrected for their delay (factor {options.delay_compensation:g})")
     if options.data_dispatch == "dynamic":
@@ -109,7 +104,7 @@ def differences_of_servers(
     if options.momentum_correction:
         lines.append("each worker makes the momentum of its own gradients")
     if options.pull_compression == "auto":
-        alone = options.outer_steps_alone or options.backup_workers or options.fragments > 1
+        alone = options.outer_steps_alone or options.fragments > 1
         changes = ", or that change by one bit a value, the rest later"
         common = (together or options.mode == "local") and not alone
         lines.append(f"forward and backward may use weights rounded to fp16{changes if common else ''}")

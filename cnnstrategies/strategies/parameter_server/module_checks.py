@@ -81,11 +81,6 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
                 f"LearningRateFinder with max_restarts={options.max_restarts}: a worker that is started again in the "
                 "middle of the search has not seen its beginning; search with max_restarts: 0, and train without it"
             )
-        if options.backup_workers:
-            raise ConfigurationError(
-                f"LearningRateFinder with backup_workers={options.backup_workers}: a worker that is late leaves steps "
-                "out, and their losses with them; search with backup_workers: 0, and train without it"
-            )
         if options.endpoints:
             raise ConfigurationError(
                 "LearningRateFinder with endpoints: after the search training needs fresh servers, and dedicated ones "

@@ -167,10 +167,10 @@ def _check_combining(options: "Options") -> None:
             f"combine: true is for mode: sync, not mode: {options.mode}: in others the workers of a node make steps of "
             "their own, or send seldom; leave it out"
         )
-    for name in ("backup_workers", "max_restarts"):
-        if getattr(options, name):
-            why = "a step takes or leaves a whole node" if name == "backup_workers" else "who comes back has no node"
-            raise ConfigurationError(f"combine: true with {name}={getattr(options, name)}: {why}; use one of the two")
+    if options.max_restarts:
+        raise ConfigurationError(
+            f"combine: true with max_restarts={options.max_restarts}: who comes back has no node; use one of the two"
+        )
 
 
 def _check_places(options: "Options") -> None:

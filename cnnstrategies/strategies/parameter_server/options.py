@@ -42,7 +42,6 @@ class Options:
 
     mode: Mode
     staleness: int
-    backup_workers: int
     sync_every: int
     fragments: int
     overlap: int
@@ -75,8 +74,7 @@ class Options:
     def __post_init__(self) -> None:
         # As many servers as copies: how many nodes there are is not known yet.
         servers = len(self.endpoints) or max(self.servers, self.replication)
-        workers = max(1, self.backup_workers + 1)  # As few as it takes, for the same reason.
-        Specification((), "torch.optim.SGD", (), workers, servers, **self._engine())  # Has its own checks.
+        Specification((), "torch.optim.SGD", (), 1, servers, **self._engine())  # Has its own checks.
         choices = {
             "data_dispatch": Dispatch, "security": Security, "on_partition": OnPartition, "outer_mode": OuterMode
         }  # fmt: skip
@@ -123,21 +121,6 @@ class Options:
                 f"each node, and num_nodes={nodes}: change one of them"
             )
 
-    def check_workers(self, workers: int) -> None:
-        """Refuse backup workers that leave none to wait for.
-
-        Args:
-            workers: Of the run.
-
-        Raises:
-            ConfigurationError: There are too few workers.
-        """
-        if self.backup_workers >= workers:
-            raise ConfigurationError(
-                f"backup_workers={self.backup_workers} of {workers} workers leaves none whose gradient a step waits "
-                f"for: use at most {workers - 1}, or more devices"
-            )
-
     @property
     def silence(self) -> float:
         """Seconds for which a process may be silent before it counts as dead, if more than the time-out; else 0."""
@@ -159,7 +142,7 @@ class Options:
     def waits_for_pushes(self) -> bool:
         """Whether each worker waits for the gradients of all others, or for those of some steps before."""
         is_bound = self.mode == "ssp" or self.steps_together
-        return is_bound and not self.backup_workers and self.on_partition == "end"
+        return is_bound and self.on_partition == "end"
 
     @property
     def comes_midway(self) -> bool:
@@ -224,8 +207,7 @@ class Options:
     @property
     def _may_pipeline(self) -> bool:
         """Whether values come back while gradients leave: with dedicated servers, else both share the nodes' links."""
-        is_plain = self.mode == "sync" and not self.backup_workers
-        return bool(self.endpoints) and is_plain and self.pull_compression in ("none", "fp16", "bf16")
+        return bool(self.endpoints) and self.mode == "sync" and self.pull_compression in ("none", "fp16", "bf16")
 
     def _outer(self, module: LightningModule, optimizer: Optimizer, workers: int) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -238,7 +220,6 @@ class Options:
         return {
             "mode": self.mode,
             "staleness": self.staleness,
-            "backup_workers": self.backup_workers,
             "compression": self.compression,
             "compression_ratio": self.compression_ratio,
             "compression_warmup": self.compression_warmup,

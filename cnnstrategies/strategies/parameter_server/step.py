@@ -42,7 +42,6 @@ class Stepper:
         early: Whether gradients may leave before the hooks between backward and the optimizer's step.
         sees_weights: Who may look at weights between two steps, for whom all are waited for when one ends.
         outer: In mode ``local``, when outer steps are made.
-        catches_up: Leave out steps that the others have made without this worker.
         workers: How many there are now, where each makes outer steps on its own; None where all make them together.
     """
 
@@ -55,7 +54,6 @@ class Stepper:
         early: bool = True,
         sees_weights: Sequence[str] = (),
         outer: OuterSteps | None = None,
-        catches_up: bool = False,
         workers: Callable[[], int] | None = None,
     ) -> None:
         self.worker = worker
@@ -64,7 +62,6 @@ class Stepper:
         self.outer = outer
         self.accumulating = False
         self.samples = 0
-        self._catches_up = catches_up
         self._left_out = 0  # steps, the present one among them
         named = dict(module.named_parameters())
         self.parameters: list[nn.Parameter] = [named[info.name] for info in specification.parameters]
@@ -116,7 +113,7 @@ class Stepper:
 
         The steps' numbers stay those of the trainer, and with them schedules and the end of the epoch.
         """
-        if self._catches_up and not self._left_out and not self.samples:
+        if isinstance(self.worker, CombinedWorker) and not self._left_out and not self.samples:
             self.worker.wait(0)  # The forward waits for it anyway. It says how far the others are.
             if self.worker.late:
                 self._left_out = self.worker.catch_up()

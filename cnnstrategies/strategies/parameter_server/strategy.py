@@ -61,9 +61,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             al., NeurIPS 2013). In ``local`` workers are independent for ``sync_every`` steps of their own optimizer;
             then the servers make an outer step on the mean of the differences (DiLoCo, Douillard et al. 2023).
         staleness: For ssp; 0 is sync.
-        backup_workers: For sync: so many workers no step waits for. It is made of the gradients that come first; who is
-            later goes on with the step that the others are at (Chen et al. 2016, "Revisiting Distributed Synchronous
-            SGD").
         sync_every: For local: optimizer steps between two outer steps.
         fragments: For local: parts of the parameters that are exchanged in turn, each once in ``sync_every`` steps, so
             that less is on its way at a time (Streaming DiLoCo, Douillard et al. 2025).
@@ -130,7 +127,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         self,
         mode: Mode = "sync",
         staleness: int = 0,
-        backup_workers: int = 0,
         sync_every: int = 1,
         fragments: int = 1,
         overlap: int = 0,
@@ -184,7 +180,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if module is not None and module is not self._checked:
             check_module(module, self.options)
             self.options.check_nodes(self.num_nodes)
-            self.options.check_workers(self.num_nodes * self.num_processes)
             if self._layer_sync is not None:
                 raise ConfigurationError(
                     "sync_batchnorm=True: workers run independently of each other and exchange no statistics in a "
@@ -274,7 +269,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             early=not who_sees_gradients(self.lightning_module, callbacks),
             sees_weights=self._who_sees_weights(),
             outer=self.options.outer_steps(specification, own_steps),
-            catches_up=self.leaves_out_steps,
             workers=self._count_workers if self.options.outer_steps_alone else None,
         )
 
@@ -506,14 +500,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
         return None if self._stepper is None else self._stepper.worker.counters
 
     @property
-    def has_backup_workers(self) -> bool:
-        """Whether steps are made without workers that come too late."""
-        return self.options.backup_workers > 0
-
-    @property
     def leaves_out_steps(self) -> bool:
-        """Whether others may make steps without this worker, which goes on with the one that they are at."""
-        return self.has_backup_workers or self.options.combines(self.num_processes)
+        """Whether others may make steps without this worker's node, which goes on with the one that they are at."""
+        return self.options.combines(self.num_processes)
 
     @property
     def membership(self) -> Membership | None:

@@ -208,8 +208,6 @@ class SimulatedWorker:
         self._clock = clock
         self._progress = progress
         self._fragments = fragments
-        # Where nobody waits for the last ones, some are.
-        self._slow = seconds(0.0, 1.0) ** 3 * 0.2 if specification.backup_workers else 0.0
         self._now = 0.0
         self._program = self._train()
         self._wait: Wait | None = None
@@ -233,9 +231,6 @@ class SimulatedWorker:
         self.joined, trained = True, False
         while role.step < self.steps:
             yield role.all_here()
-            if role.late:
-                yield from role.catch_up()
-                continue
             self._progress(self._peer, role.step)
             step = role.step
             old = [slice_.key for slice_ in self._slices if self._asked.get(slice_.key, -1) < step]
@@ -251,7 +246,7 @@ class SimulatedWorker:
                 # In mode local it makes a step of its own, and pushes where that has taken it.
                 role.push(index, self.values[index].sub_(brought) if self._local else brought)
                 yield self._seconds(0.0, 0.01)
-            yield self._slow + self._seconds(0.0, 0.06)
+            yield self._seconds(0.0, 0.06)
             role.end_step()
             for index in range(len(self.values)):
                 yield role.here(index)
@@ -338,7 +333,6 @@ class SimulatedWorker:
                 header.step,
                 whole,
                 whole or header.weight == ALONE,
-                self._specification.backup_workers > 0 and header.weight == 1,
                 server,
                 message.fields["sent"],
                 self._clock(),

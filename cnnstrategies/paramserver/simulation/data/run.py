@@ -14,7 +14,6 @@ from cnnstrategies.paramserver.specification import Group, ParameterInfo, Specif
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
-BACKED_UP = 4498  # the draw of whether steps wait for all: none whose seeds have found faults before
 HORIZON = 300.0  # no run takes longer
 EVENTS = 100_000  # nor has one as many: a tenth is rare
 PIPELINED = 216862  # the draw of whether each slice of a step is made for itself: none whose seeds have found faults
@@ -45,7 +44,6 @@ class Plan(NamedTuple):
         parameters: How many there are.
         replication: Servers that have each slice.
         snapshots: Whether servers write them.
-        backup_workers: Workers that a step does not wait for.
         pipelined: Whether each slice of a step is made for itself.
         pulls: How values are encoded that workers pull.
         restarts: How often a process that is lost is started again.
@@ -58,7 +56,6 @@ class Plan(NamedTuple):
     parameters: int = 2
     replication: int = 1
     snapshots: bool = False
-    backup_workers: int = 0
     pipelined: bool = False
     pulls: Literal["none", "topk", "auto"] = "none"
     restarts: int = 0
@@ -70,8 +67,7 @@ class Plan(NamedTuple):
         workers, servers = 1 + int(3 * draw(seed, 61)), 1 + int(3 * draw(seed, 62))
         mode = list(MODES)[int(len(MODES) * draw(seed, 63))]
         common = mode in ("sync", "sync with clipping")
-        backed_up = workers > 1 and common and draw(seed, BACKED_UP) < 0.2
-        changes = (common or mode == "local") and not backed_up and draw(seed, CHANGES) < 0.24
+        changes = (common or mode == "local") and draw(seed, CHANGES) < 0.24
         chosen = changes and draw(seed, CHOSEN) < 0.5
         return cls(
             workers,
@@ -80,8 +76,7 @@ class Plan(NamedTuple):
             parameters=2 + int(3 * draw(seed, 67)),
             replication=2 if servers > 1 and draw(seed, 64) < 0.5 else 1,
             snapshots=draw(seed, 65) < 0.4,
-            backup_workers=1 + int((workers - 1) * draw(seed, BACKED_UP, 1)) if backed_up else 0,
-            pipelined=mode == "sync" and not (backed_up or changes) and draw(seed, PIPELINED) < 0.6,
+            pipelined=mode == "sync" and not changes and draw(seed, PIPELINED) < 0.6,
             pulls="auto" if chosen else "topk" if changes else "none",
             restarts=int(3 * draw(seed, 66)),
             successor=successor,
@@ -102,7 +97,6 @@ class Plan(NamedTuple):
             (Group(tuple(range(self.parameters)), dict(_OPTIONS)),),
             self.workers,
             self.servers,
-            backup_workers=self.backup_workers,
             pipelined=self.pipelined,
             replication=self.replication,
             snapshot_every=3 if self.snapshots else 0,

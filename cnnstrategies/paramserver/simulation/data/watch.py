@@ -54,7 +54,6 @@ class Watch:
         self.clipped = specification.clip_norm is not None
         self._pipelined = specification.pipelined
         self._changes = specification.pulls_changes
-        self._quorum = specification.quorum if specification.backup_workers else None
         self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
         self._states: dict[Content, set[Content]] = {}
         self._visible: dict[tuple[int, int, int, bool], bytes] = {}
@@ -139,7 +138,6 @@ class Watch:
         request: int,
         whole: bool,
         exact: bool,
-        late: bool,
         server: Peer,
         sent: float,
         now: float,
@@ -170,12 +168,8 @@ class Watch:
             self._seen(key, tokens if self.aggregates else (), server, sent, now)
             return
         own = (worker, request - 1, 0 if self.clipped else life)
-        if late and own in tokens and not forgiven:
-            raise ViolationError(f"9: worker {worker} is told that step {request - 1} was made without it: it was not")
-        if own not in tokens and not forgiven and not self._may_miss(request - 1, late):
+        if own not in tokens and not forgiven:
             raise ViolationError(f"3: worker {worker} gets slice {key} without its own push of step {request - 1}")
-        if last and not forgiven and self._quorum is not None:
-            self._count(key, version - 1, len(last))
         if self.aggregates and last and not forgiven:
             told, keys = self._members.setdefault((epoch, version), (last, set()))
             keys.add(key)
@@ -192,25 +186,6 @@ class Watch:
                 self._lost[key].add(token)
             else:
                 answered.setdefault(token, now)
-
-    def _may_miss(self, step: int, late: bool) -> bool:
-        """Whether a step may be made without a worker that has pushed: who comes too late is told so.
-
-        A server that takes another's place does not know of whom the steps before were made.
-        """
-        since = self._begun.get(step, 0.0)
-        return self._quorum is not None and (late or any(at >= since for at, _ in self._deaths["server"]))
-
-    def _count(self, key: int, step: int, members: int) -> None:
-        """Look whether a step has enough members, or all that live."""
-        assert self._quorum is not None
-        since = self._begun.get(step, 0.0)
-        dead = {peer[1:3] for _, peer in self._deaths["worker"]}
-        live = sum(step in steps and one not in dead for one, steps in self._trains.items())
-        torn = sum(at >= since - HEARD for at, _ in self._deaths["worker"])
-        lost = any(at >= since for at, _ in self._deaths["server"])  # with what the dead have pushed there
-        if members < min(self._quorum, live) - torn * lost:
-            raise ViolationError(f"9: step {step} of slice {key} is made of {members}; {live} live")
 
     def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
         """Whether workers have died, and a server with what they had pushed: nobody can push that again.
