@@ -301,6 +301,7 @@ def test_precision_is_the_trainers(run_cli, quick):
     states = []
     for version, name in enumerate(("32-true", "bf16-mixed", "16-mixed")):
         few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
+        few += ["--trainer.strategy=auto", "--trainer.devices=1"]
         code, output = run_cli("fit", *quick, *few, f"--trainer.precision={name}")
         assert code == 0, output
         path = CHECKPOINTS.parents[1] / f"version_{version}/checkpoints/last.ckpt"
