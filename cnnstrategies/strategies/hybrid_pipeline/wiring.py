@@ -159,7 +159,8 @@ def _differ(one: Any, other: Any) -> bool:
         return True
     if not one.is_floating_point():
         return not torch.equal(one, other)
-    return bool((one - other).abs().max() > _SAME * one.abs().max()) if one.numel() else False
+    allowed = max(_SAME, 8 * torch.finfo(one.dtype).eps) * one.abs().max()
+    return bool((one - other).abs().max() > allowed) if one.numel() else False
 
 
 def _form(value: Any) -> str:
