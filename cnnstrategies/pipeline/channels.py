@@ -1,33 +1,36 @@
 """One stage's traffic with the others: inputs and outputs of its forwards, gradients of its backwards."""
 
-import itertools
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cnnstrategies.pipeline.stage import IMAGES, Division
-from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.timetable import Kind, Placement, Task
 from cnnstrategies.pipeline.transport import BACKWARD, FORWARD, Pending, Transport
-from cnnstrategies.pipeline.values import Header, TensorSpec, memory_format_of, on_the_wire, pack
+from cnnstrategies.pipeline.values import Header, memory_format_of, on_the_wire, pack
 
 GRADIENTS_UNDER_WAY = 2  # sends of gradients to one rank that are not waited for
 EVALUATIONS_UNDER_WAY = 4  # sends of one evaluated microbatch's values that are not waited for
+
+Order = tuple[int, Kind, int, int]  # of messages: the turn and kind of the task that sends it, from and to which rank
 
 
 class Channels:
     """Sends and receives for the rank that runs a stage.
 
-    Receives are posted before they are needed, so that data flows while the rank computes. Sends are waited for when
-    the answer shows that they have arrived, so that no rank waits for another to post a receive.
+    Messages are begun between the rank's tasks (:meth:`exchange`), so that data flows while it computes. Sends are
+    waited for when the answer shows that they have arrived, so that no rank waits for another to post a receive.
 
     Args:
         division: The divided graph.
         placement: The numbering of the ranks.
         stage: The rank's stage.
+        turn: The clock of the tasks of all ranks.
         transport: Sends and receives tensors.
         device: Where the tensors live.
         ask_for_all: Ask for the gradients of all floating-point tensors: a forward without autograd, which runs again
@@ -39,6 +42,7 @@ class Channels:
         division: Division,
         placement: Placement,
         stage: int,
+        turn: Callable[[Task], int],
         transport: Transport,
         device: torch.device,
         ask_for_all: bool,
@@ -46,6 +50,7 @@ class Channels:
         self.division = division
         self.placement = placement
         self.stage = stage
+        self.turn = turn
         self.transport = transport
         self.device = device
         self.ask_for_all = ask_for_all
@@ -66,38 +71,45 @@ class Channels:
         # as at first to all: a parameter that no gradient reaches has none, as on one device.
         self._reached: set[tuple[str, int]] = set()
         self._reached_now: dict[tuple[str, int], list[bool]] = {}
-        self._coming: dict[int, list[tuple[int, Header, list[_Arriving]]]] = {}
-        self._gradients_coming: dict[int, dict[int, list[_Arriving | None]]] = {}
+        self._awaited: deque[tuple[Order, Task, Hashable]] = deque()
+        self._prepared: list[tuple[Order, Pending]] = []
+        self._coming: dict[Task, list[_Arriving]] = {}
         self._leaving: dict[int, list[Pending]] = {}
         self._gradients_leaving: dict[int, deque[list[Pending]]] = {}
 
-    def expect_forward(self, microbatch: int, size: Hashable, headers_known_only: bool) -> bool:
-        """Post the receives of a forward's inputs; those of one source in the order in which it sends.
+    def plan(self, tasks: Iterable[Task], size: Callable[[int], Hashable]) -> None:
+        """See which messages the tasks of a step or an evaluation need.
 
         Args:
-            microbatch: The microbatch.
-            size: What its shapes depend on.
-            headers_known_only: Do nothing where a header would have to be waited for: its sender may be waiting for
-                what this rank does first.
-
-        Returns:
-            Whether they are posted.
+            tasks: This rank's.
+            size: What the shapes of a microbatch depend on.
         """
-        keys = [(source, self.placement.rank_of(source, microbatch), size) for source in self.sources]
-        if microbatch in self._coming:
-            return True
-        if headers_known_only and any(key not in self._received_headers for key in keys):
-            return False
-        coming = []
-        for source, key in zip(self.sources, keys, strict=True):
-            rank = key[1]
-            what = f"the activations of microbatch {microbatch}"
-            if key not in self._received_headers:
-                self._received_headers[key] = self.transport.receive_object(rank, what).on(self.device)
-            header = self._received_headers[key]
-            coming.append((source, header, [self._receive(spec, rank, FORWARD, what) for spec in header.tensors]))
-        self._coming[microbatch] = coming
-        return True
+        awaited = []
+        for task in tasks:
+            for stage in self.sources if task.kind == "forward" else self.targets:
+                sender = Task(task.kind, stage, task.microbatch)
+                rank = self.placement.rank_of(stage, task.microbatch)
+                awaited.append((self.order(sender, rank, self.transport.rank), sender, size(task.microbatch)))
+        self._awaited = deque(sorted(awaited, key=itemgetter(0)))
+
+    def exchange(self, now: float, until: float) -> None:
+        """Begin the sends that were prepared, and receives.
+
+        All ranks begin their messages in one order, that of the turns of the tasks that send them. The first of those
+        that are not done has nothing to wait for. So no rank waits for ever, even where a message has to be done before
+        its rank goes on: a GPU's host may have to wait at any moment until all that was begun there is done, as when a
+        kernel is loaded or memory is given back.
+
+        Args:
+            now: The turn of the rank's next task.
+            until: What is sent before this turn is received; what comes after ``now`` only if its shape is known.
+        """
+        while self._awaited and self._awaited[0][0][0] < until:
+            order, sender, size = self._awaited[0]
+            if not self._expect(order, sender, size, due=order[0] < now):
+                break
+            self._awaited.popleft()
+        self._begin()
 
     def receive_forward(self, microbatch: int, size: Hashable) -> tuple[dict[str, Any], dict[int, list[Tensor]]]:
         """The inputs of a forward.
@@ -105,11 +117,11 @@ class Channels:
         Returns:
             The values by name, and for each source the tensors whose gradients it wants, as leaves of autograd.
         """
-        self.expect_forward(microbatch, size, headers_known_only=False)
         values: dict[str, Any] = {}
         leaves: dict[int, list[Tensor]] = {}
-        for source, header, pending in self._coming.pop(microbatch):
-            tensors = [one.wait() for one in pending]
+        for source in self.sources:
+            header = self._received_headers[source, self.placement.rank_of(source, microbatch), size]
+            tensors = [one.wait() for one in self._coming.pop(Task("forward", source, microbatch))]
             if torch.is_grad_enabled():
                 for tensor, spec in zip(tensors, header.tensors, strict=True):
                     tensor.requires_grad_(spec.needs_gradient)
@@ -122,7 +134,7 @@ class Channels:
     def send_forward(
         self, microbatch: int, size: Hashable, values: dict[str, Any], training: bool
     ) -> dict[int, list[Tensor]]:
-        """Send a forward's outputs.
+        """Prepare to send a forward's outputs; what is the first message of its size is sent at once.
 
         Args:
             microbatch: The microbatch.
@@ -139,18 +151,21 @@ class Channels:
         for target in self.targets:
             rank = self.placement.rank_of(target, microbatch)
             header, tensors = pack(tuple(values[name] for name in self.names_to[target]), self.ask_for_all)
+            order = self.order(Task("forward", self.stage, microbatch), self.transport.rank, rank)
             what = f"the activations of microbatch {microbatch}"
-            key = (target, rank, size)
-            if key not in self._sent_headers:
-                self._sent_headers[key] = header
-                # Not waited for: its receiver may wait for what others do only when this rank has gone on.
-                leaving += self.transport.send_object(header, rank, what)
-            assert self._sent_headers[key] == header, "the header of a size does not change"
-            for tensor, spec in zip(tensors, self._sent_headers[key].tensors, strict=True):
+            known = self._sent_headers.setdefault((target, rank, size), header)
+            assert known == header, "the header of a size does not change"
+            wires = []
+            for tensor, spec in zip(tensors, known.tensors, strict=True):
                 one = (id(tensor), spec.memory_format)
                 if one not in copies:
                     copies[one] = on_the_wire(tensor, spec.memory_format)
-                leaving.append(self.transport.send(copies[one], rank, FORWARD, what))
+                wires.append(copies[one])
+            if known is header:
+                # Not waited for: its receiver may wait for what others do only when this rank has gone on.
+                leaving += self.transport.send_object((header, wires), rank, what)
+            else:
+                leaving += [self._prepare(order, self.transport.send(wire, rank, FORWARD, what)) for wire in wires]
             roots[target] = [
                 tensor for tensor, spec in zip(tensors, header.tensors, strict=True) if spec.needs_gradient
             ]
@@ -170,60 +185,38 @@ class Channels:
             ]
         return roots
 
-    def expect_backward(self, microbatch: int, size: Hashable, known_only: bool) -> bool:
-        """Post the receives of the gradients that a backward starts from.
-
-        Args:
-            microbatch: The microbatch.
-            size: What its shapes depend on.
-            known_only: Do nothing where it is not known yet which there are.
-
-        Returns:
-            Whether they are posted.
-        """
-        ranks = {target: self.placement.rank_of(target, microbatch) for target in self.targets}
-        if microbatch in self._gradients_coming:
-            return True
-        if known_only and any(("from", rank) not in self._reached for rank in ranks.values()):
-            return False
-        coming = self._gradients_coming[microbatch] = {}
-        for target, rank in ranks.items():
-            what = f"the gradients of microbatch {microbatch}"
-            wanted = [spec for spec in self._sent_headers[target, rank, size].tensors if spec.needs_gradient]
-            reached = [True] * len(wanted)
-            if ("from", rank) not in self._reached:
-                reached = self.transport.receive_object(rank, what)
-                self._note(("from", rank), reached)
-            coming[target] = [
-                self._receive(spec, rank, BACKWARD, what) if has else None
-                for spec, has in zip(wanted, reached, strict=True)
-            ]
-        return True
-
-    def receive_backward(self, microbatch: int, size: Hashable) -> dict[int, list[Tensor | None]]:
+    def receive_backward(self, microbatch: int) -> dict[int, list[Tensor | None]]:
         """For each target the gradients of what :meth:`send_forward` returned; None for what it does not train."""
-        self.expect_backward(microbatch, size, known_only=False)
-        coming = self._gradients_coming.pop(microbatch)
-        gradients = {
-            target: [None if one is None else one.wait() for one in arriving] for target, arriving in coming.items()
-        }
+        gradients: dict[int, list[Tensor | None]] = {}
+        for target in self.targets:
+            rank = self.placement.rank_of(target, microbatch)
+            arriving = self._coming.pop(Task("backward", target, microbatch))
+            reached = [True] * len(arriving)
+            if ("from", rank) not in self._reached:
+                reached = self.transport.receive_object(rank, f"the gradients of microbatch {microbatch}")
+                self._note(("from", rank), reached)
+            tensors = [one.wait() for one in arriving]
+            gradients[target] = [one if has else None for one, has in zip(tensors, reached, strict=True)]
         self._sent(microbatch)  # Who has sent its gradients has had the activations.
         return gradients
 
     def send_backward(self, microbatch: int, leaves: dict[int, list[Tensor]]) -> None:
-        """Send the gradients of the inputs back to their sources."""
+        """Prepare to send the gradients of the inputs back to their sources."""
         for source, tensors in leaves.items():
             rank = self.placement.rank_of(source, microbatch)
+            order = self.order(Task("backward", self.stage, microbatch), self.transport.rank, rank)
             what = f"the gradients of microbatch {microbatch}"
             sends = []
             reached = [True] * len(tensors)
             if ("to", rank) not in self._reached:
                 reached = [tensor.grad is not None for tensor in tensors]
                 self._note(("to", rank), reached)
-                sends += self.transport.send_object(reached, rank, what)
-            for tensor in itertools.compress(tensors, reached):
+                # Not waited for before the end: it is read only when the gradients are needed.
+                self._leaving.setdefault(microbatch, []).extend(self.transport.send_object(reached, rank, what))
+            for tensor in tensors:
                 gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-                sends.append(self.transport.send(on_the_wire(gradient, memory_format_of(tensor)), rank, BACKWARD, what))
+                wire = on_the_wire(gradient, memory_format_of(tensor))
+                sends.append(self._prepare(order, self.transport.send(wire, rank, BACKWARD, what)))
             under_way = self._gradients_leaving.setdefault(rank, deque())
             under_way.append(sends)
             while len(under_way) > GRADIENTS_UNDER_WAY:
@@ -244,6 +237,7 @@ class Channels:
             missing[source] -= 1
             if not missing[source]:
                 self.send_backward(microbatch, {source: leaves.pop(source)})
+                self._begin()
 
         handles = [
             tensor.register_post_accumulate_grad_hook(lambda _, source=source: there(source))  # type: ignore[no-untyped-call]
@@ -267,7 +261,7 @@ class Channels:
         self._gradients_leaving.clear()
         self._reached |= {key for key, reached in self._reached_now.items() if all(reached)}
         self._reached_now.clear()
-        assert not {**self._coming, **self._gradients_coming}, "everything that was expected was also received"
+        assert not self._coming, "everything that was expected was also received"
 
     def forget_reached(self) -> None:
         """Find out anew which values have a gradient; every rank must."""
@@ -290,9 +284,53 @@ class Channels:
         before = self._reached_now.get(key, [False] * len(reached))
         self._reached_now[key] = [one or other for one, other in zip(before, reached, strict=True)]
 
-    def _receive(self, spec: TensorSpec, rank: int, tag: int, what: str) -> "_Arriving":
-        tensor = spec.empty(self.device)
-        return _Arriving(tensor, self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, what))
+    def order(self, sender: Task, source: int, target: int) -> Order:
+        """Where a message stands in the order in which all ranks begin them."""
+        return self.turn(sender), sender.kind, source, target
+
+    def _expect(self, order: Order, sender: Task, size: Hashable, due: bool) -> bool:
+        """Prepare to receive what a task sends, if that is due or its shape is known."""
+        rank = order[2]
+        place = (sender.stage, rank, size)
+        if sender.kind == "forward":
+            what = f"the activations of microbatch {sender.microbatch}"
+            if place not in self._received_headers:
+                if due:
+                    self._begin()  # What comes before: others may wait for it.
+                    self._coming[sender] = self._receive_first(place, what)
+                return due
+            specs, tag = self._received_headers[place].tensors, FORWARD
+        else:
+            what = f"the gradients of microbatch {sender.microbatch}"
+            if place not in self._sent_headers:
+                return False
+            specs, tag = [spec for spec in self._sent_headers[place].tensors if spec.needs_gradient], BACKWARD
+        self._coming[sender] = []
+        for spec in specs:
+            tensor = spec.empty(self.device)
+            transfer = self.transport.receive(on_the_wire(tensor, spec.memory_format), rank, tag, what)
+            self._coming[sender].append(_Arriving(tensor, self._prepare(order, transfer)))
+        return True
+
+    def _receive_first(self, place: tuple[int, int, Hashable], what: str) -> "list[_Arriving]":
+        """The first message of a size, which tells what the others will look like."""
+        header, sent = self.transport.receive_object(place[1], what)
+        header = self._received_headers[place] = header.on(self.device)
+        arrived = []
+        for spec, wire in zip(header.tensors, sent, strict=True):
+            tensor = spec.empty(self.device)
+            on_the_wire(tensor, spec.memory_format).copy_(wire)
+            arrived.append(_Arriving(tensor, None))
+        return arrived
+
+    def _prepare(self, order: Order, transfer: Pending) -> Pending:
+        self._prepared.append((order, transfer))
+        return transfer
+
+    def _begin(self) -> None:
+        for _, transfer in sorted(self._prepared, key=itemgetter(0)):
+            transfer.begin()
+        self._prepared.clear()
 
     def _sent(self, microbatch: int) -> None:
         for one in self._leaving.pop(microbatch, []):
@@ -304,14 +342,15 @@ class _Arriving:
 
     Args:
         tensor: The tensor.
-        pending: The transfer.
+        pending: The transfer; None where it is there.
     """
 
-    def __init__(self, tensor: Tensor, pending: Pending) -> None:
+    def __init__(self, tensor: Tensor, pending: Pending | None) -> None:
         self.tensor = tensor
         self.pending = pending
 
     def wait(self) -> Tensor:
         """The tensor, when it is there."""
-        self.pending.wait()
+        if self.pending is not None:
+            self.pending.wait()
         return self.tensor

@@ -15,7 +15,6 @@ from cnnstrategies.pipeline.batch import Batch, Images, end_together, share_batc
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.connections import neighbours
 from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.layout import check_layout
@@ -24,7 +23,7 @@ from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.pipeline.step import Step
-from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of
+from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.pipeline.whole import collect, merge
 
@@ -93,9 +92,7 @@ class Pipeline:
         self.last = self.place.stage == self.placement.stages - 1
         self.shapes = {name: t.shape for name, t in (*network.named_parameters(), *network.named_buffers())}
         self.module = self.blueprint.build(self.place.stage).to(self.device)
-        divisions = (self.blueprint.training, self.blueprint.evaluation)
-        pairs = neighbours(divisions, self.placement, microbatches)
-        self.transport = Transport(self.placement, pairs, self.device, timeout)
+        self.transport = Transport(self.placement, timeout)
         graph = self.blueprint.training.stages[self.place.stage].graph
         calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
         # No variable here holds the group: torch keeps this frame until its garbage is collected.
@@ -105,6 +102,7 @@ class Pipeline:
                 self.blueprint.division(training),
                 self.placement,
                 self.place.stage,
+                turns(replicas, microbatches, schedule, run_ahead),
                 self.transport,
                 self.device,
                 ask_for_all=training and activation_checkpointing != "never",

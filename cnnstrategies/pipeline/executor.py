@@ -1,5 +1,6 @@
 """Run one rank's tasks of a step."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,9 +26,10 @@ from cnnstrategies.pipeline.timeline import Span
 from cnnstrategies.pipeline.timetable import Place, Task
 from cnnstrategies.pipeline.transport import Transport
 
-# Tasks whose receives are posted early: under 1f1b two forwards and two backwards, all that a stage that runs ahead may
-# send before. A message that has to wait for its receive is expensive under gloo: it arrives while the receive holds
-# the connection's lock, for which gloo's own thread then waits in a loop, for milliseconds where cores are short.
+# Tasks whose messages are received early under gloo, all that a stage that runs ahead may send before. A message that
+# has to wait for its receive is expensive there: it arrives while the receive holds the connection's lock, for which
+# gloo's own thread then waits in a loop, for milliseconds where cores are short. Under NCCL a receive that is begun
+# early would keep the device from getting idle.
 AHEAD = 4
 
 
@@ -76,6 +78,8 @@ class Executor:
         self.checkpointing = checkpointing
         self.transport = transport
         self.device = device
+        self.replicas = transport.placement.replicas[place.stage]
+        self.ahead = AHEAD if transport.has_tags else 0
         self.peak_held = 0
         self.watchers: list[Callable[[Span], None]] = []
         self.loss_sum = torch.zeros((), device=device)
@@ -97,8 +101,8 @@ class Executor:
             loss: The loss of the batch in parts; runs in the last stage.
             scale: Factor on the loss, for gradients in half precision.
             more: Replicas add up their gradients in a later step.
-            computed: Called once when the rank has run all its forwards and losses, before its last backward: what it
-                starts to send then is under way while this and other ranks end the step.
+            computed: Called once when the rank has run all its forwards and losses; under gloo before its last
+                backward, so that what it starts to send is under way while this and other ranks end the step.
 
         Returns:
             The gradient of each parameter of the reducer, of ``scale`` times the mean loss over the global batch; and
@@ -107,28 +111,31 @@ class Executor:
         tasks = [task for task in tasks if batch.split.sizes[task.microbatch]]
         last_backward = max((task.microbatch for task in tasks), default=None)
         step = Step(batch, self.channels[self.module.training], self.device, loss, scale)
+        early, late = self.early_or_late(computed)
         self.peak_held = 0
         self.reducer.begin()
         self.statistics.begin(batch.split.microbatches)
         self.buffers.begin()
         try:
+            times = self._plan(step, tasks)
             for index, task in enumerate(tasks):
-                with self.timed("receive", None):
-                    self._expect(step, tasks[index : index + 1 + AHEAD])
                 with self._described(task):
                     is_last = task.microbatch == last_backward
                     if task.kind == "forward":
                         self._forward(step, task.microbatch, is_last)
                     else:
-                        if is_last and not more:
+                        if is_last and not more and self.overlaps(step, task.microbatch):
                             self.reducer.overlap()
-                        self._backward(step, task.microbatch, computed if is_last else _nothing)
+                        self._backward(step, task.microbatch, early if is_last else _nothing)
+                    with self.timed("send", task.microbatch):
+                        step.channels.exchange(times[index + 1], times[index + 1 + self.ahead])
             if not tasks:
-                computed(step)
+                early(step)
             with self.timed("reduce", None), self.transport.collective("summing the gradients of the stage"):
                 gradients = self.reducer.finish(keep=more)
                 self.statistics.finish()
                 self.buffers.finish()
+                late(step)
         except BaseException:
             self.reducer.abandon()
             self.statistics.abandon()
@@ -152,8 +159,8 @@ class Executor:
         tasks = [Task("forward", self.place.stage, m) for m in microbatches if batch.split.sizes[m]]
         step = Step(batch, self.channels[self.module.training], self.device)
         channels = step.channels
+        times = self._plan(step, tasks)
         for index, task in enumerate(tasks):
-            self._expect(step, tasks[index : index + 1 + AHEAD])
             with self._described(task):
                 size = step.size(task.microbatch)
                 values, _ = channels.receive_forward(task.microbatch, size)
@@ -163,6 +170,7 @@ class Executor:
                     step.outputs[task.microbatch] = result
                 else:
                     channels.send_forward(task.microbatch, size, self._named(step, result), training=False)
+                channels.exchange(times[index + 1], times[index + 1 + self.ahead])
         channels.finish()
         return step.outputs
 
@@ -201,7 +209,7 @@ class Executor:
         if not self.last:
             computed(step)
         with self.timed("receive", microbatch):
-            gradients = step.channels.receive_backward(microbatch, step.size(microbatch))
+            gradients = step.channels.receive_backward(microbatch)
         held = step.held[microbatch]
         with self.timed("backward", microbatch):
             if held.arguments is not None:
@@ -210,9 +218,22 @@ class Executor:
                 computed(step)
             with step.channels.sending_early(microbatch, held.leaves) if held.inputs_first else nullcontext():
                 self._backpropagate(held, gradients)
-        with self.timed("send", microbatch):
-            step.channels.send_backward(microbatch, held.leaves)
+        step.channels.send_backward(microbatch, held.leaves)
         del step.held[microbatch]
+
+    def early_or_late(self, computed: Callable[[Step], None]) -> tuple[Callable[[Step], None], Callable[[Step], None]]:
+        """What to call before the last backward, and what after it.
+
+        NCCL's collectives of all ranks would keep a device from getting idle until the last rank has come to them.
+        """
+        return (computed, _nothing) if self.transport.has_tags else (_nothing, computed)
+
+    def overlaps(self, step: Step, microbatch: int) -> bool:
+        """Whether the replicas may sum their gradients in this rank's last backward.
+
+        Not where they end one after the other: the last may need what the first sends only after that backward.
+        """
+        return not any(step.batch.split.sizes[microbatch + self.replicas :])
 
     def _inputs_first(self) -> bool:
         """Whether the last backward, after which the stage before has one more, sends before its weights' turn.
@@ -248,20 +269,12 @@ class Executor:
                 held.roots.update((target, _edges(tensors)) for target, tensors in roots.items())
         now.restore()
 
-    def _expect(self, step: Step, tasks: Sequence[Task]) -> None:
-        """Post receives early, up to the first of which it is not known what comes: messages come in order.
-
-        A backward is left out whose forward has not run, and with it those after it.
-        """
-        for task in tasks:
-            size = step.size(task.microbatch)
-            if task.kind == "forward":
-                if not step.channels.expect_forward(task.microbatch, size, headers_known_only=True):
-                    return
-            elif task.microbatch in step.held and not step.channels.expect_backward(
-                task.microbatch, size, known_only=True
-            ):
-                return
+    def _plan(self, step: Step, tasks: Sequence[Task]) -> list[float]:
+        """Begin the messages before the first task, and tell the turns of all, and of what follows the last."""
+        step.channels.plan(tasks, step.size)
+        times = [*map(step.channels.turn, tasks), *[math.inf] * (self.ahead + 1)]
+        step.channels.exchange(times[0], times[self.ahead])
+        return times
 
     def _named(self, step: Step, outputs: tuple[Any, ...]) -> dict[str, Any]:
         return dict(zip(step.channels.division.stages[self.place.stage].outputs, outputs, strict=True))

@@ -4,14 +4,16 @@ Microbatch m runs on replica ``m mod R`` of a stage with R replicas.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from cnnstrategies.errors import ConfigurationError
 
 Kind = Literal["forward", "backward"]
+KINDS: tuple[Kind, ...] = ("forward", "backward")
 Schedule = Literal["gpipe", "1f1b"]
 SCHEDULES = ("gpipe", "1f1b")
 Order = Literal["stages", "replicas"]
@@ -127,6 +129,37 @@ def in_flight(replicas: Sequence[int], stage: int, run_ahead: bool = False) -> i
     return ranks // own + 1 if run_ahead and ranks > own else -(-ranks // own)
 
 
+def turns(replicas: Sequence[int], microbatches: int, schedule: str, run_ahead: bool = False) -> Callable[[Task], int]:
+    """A clock that all ranks share: when each task would run if all took the same time.
+
+    A task comes after those whose messages it needs, and no two of a rank come at once. A rank runs its tasks in this
+    order, under 1f1b with :func:`in_flight` microbatches between the forward and the backward of one.
+
+    Args:
+        replicas: Replicas of each stage.
+        microbatches: Microbatches of a step, over all replicas.
+        schedule: ``gpipe`` or ``1f1b``.
+        run_ahead: See :func:`in_flight`.
+
+    Raises:
+        ConfigurationError: The schedule is unknown.
+    """
+    if schedule not in SCHEDULES:
+        raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
+    last = len(replicas) - 1
+    first = [stage + (run_ahead and stage == last) for stage in range(len(replicas))]
+    ranks = [*accumulate(reversed(replicas))][::-1]  # from a stage on
+    between = [2 * count - 1 + 2 * (run_ahead and stage < last) for stage, count in enumerate(ranks)]
+    if schedule == "gpipe":
+        between = [one + 2 * microbatches for one in between]
+
+    def turn(task: Task) -> int:
+        later = between[task.stage] if task.kind == "backward" else 0
+        return 2 * task.microbatch + first[task.stage] + later
+
+    return turn
+
+
 def tasks_of(
     place: Place, replicas: Sequence[int], microbatches: int, schedule: str = "1f1b", run_ahead: bool = False
 ) -> list[Task]:
@@ -135,17 +168,9 @@ def tasks_of(
     Raises:
         ConfigurationError: The schedule is unknown.
     """
-    if schedule not in SCHEDULES:
-        raise ConfigurationError(f"schedule={schedule!r}: accepted are {' and '.join(SCHEDULES)}")
-    stage = place.stage
-    own = range(place.replica, microbatches, replicas[stage])
-    ahead = len(own) if schedule == "gpipe" else min(in_flight(replicas, stage, run_ahead), len(own))
-    order = [Task("forward", stage, microbatch) for microbatch in own[:ahead]]
-    for index, microbatch in enumerate(own):
-        order.append(Task("backward", stage, microbatch))
-        if ahead + index < len(own):
-            order.append(Task("forward", stage, own[ahead + index]))
-    return order
+    own = range(place.replica, microbatches, replicas[place.stage])
+    tasks = [Task(kind, place.stage, microbatch) for kind in KINDS for microbatch in own]
+    return sorted(tasks, key=turns(replicas, microbatches, schedule, run_ahead))
 
 
 def timetable(

@@ -1,10 +1,12 @@
 """Messages between ranks: tensors in the background, objects, and errors that name the silent peer."""
 
+import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,6 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from cnnstrategies.pipeline.connections import Edge, connection_rounds
 from cnnstrategies.pipeline.timetable import Placement
 
 FORWARD, BACKWARD, OBJECT, TARGETS = 1, 2, 3, 4  # tags
@@ -25,22 +26,6 @@ def new_group(ranks: Iterable[int], timeout: timedelta, backend: str | None = No
     """A group of some ranks; every rank of the world takes part in making it, and None is returned to the others."""
     group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return group if isinstance(group, dist.ProcessGroup) else None
-
-
-@contextmanager
-def unbound() -> Iterator[None]:
-    """Have the groups that are made inside connect each pair of ranks by itself, when the pair first needs it.
-
-    Where the default group was told its device (Lightning does so), torch makes NCCL groups at once, by splitting the
-    default one, and sends all point-to-point messages of such a group one after the other.
-    """
-    default = dist.group.WORLD
-    assert default is not None
-    device, default.bound_device_id = default.bound_device_id, None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
 
 
 @contextmanager
@@ -59,51 +44,65 @@ class PeerError(RuntimeError):
 
 
 class Pending:
-    """A transfer under way.
+    """A transfer that is to be begun, or under way.
 
     Args:
-        work: torch's handle.
+        transfer: Begins it, and returns torch's handle.
         tensor: What is sent or received; held until the transfer is done.
         what: What it is, for the error message.
     """
 
-    def __init__(self, work: dist.Work, tensor: Tensor, what: str) -> None:
-        self.work: dist.Work | None = work
+    def __init__(self, transfer: Callable[[], dist.Work | None], tensor: Tensor, what: str) -> None:
         self.tensor = tensor
         self.what = what
+        self._transfer = transfer
+        self._work: dist.Work | None = None
+
+    def begin(self) -> Self:
+        """Begin the transfer.
+
+        Raises:
+            PeerError: The peer is gone.
+        """
+        with self._naming():
+            self._work = self._transfer()
+        assert self._work is not None
+        return self
 
     def wait(self) -> Tensor:
-        """Wait for the end of the transfer (on a GPU: have the current stream wait).
+        """Wait for the end of the transfer, which was begun (on a GPU: have the current stream wait).
 
         Raises:
             PeerError: The peer is gone, or did not answer within the time-out.
         """
-        if self.work is not None:
-            try:
-                self.work.wait()
-            except RuntimeError as error:
-                raise PeerError(f"{self.what}: {str(error).splitlines()[0]}") from error
-            self.work = None
+        if self._work is not None:
+            with self._naming():
+                self._work.wait()
+            self._work = None
         return self.tensor
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(f"{self.what}: {str(error).splitlines()[0]}") from error
 
 
 class Transport:
     """Point-to-point messages of one rank.
 
-    Under gloo, messages of a pair are matched by tag. NCCL has no tags and runs the operations of a communicator in
-    order, so there activations and gradients have a group each, in which torch makes a communicator for each pair of
-    ranks that uses it. In each of them one side sends and the other receives, in the same order, and no two wait for
-    each other. NCCL's first use of a communicator blocks until the other side comes: so all are used once here, in an
-    order in which nobody waits for ever. Objects always go over gloo.
+    Under gloo, messages of a pair are matched by tag. NCCL has no tags and runs what is begun in a group in order, so
+    there activations and gradients have a group each: one would wait for the other. Where the default group was told
+    its device, as Lightning does, a group is one communicator, however many peers a rank has. Objects always go over
+    gloo.
 
     Args:
         placement: The numbering of the ranks.
-        pairs: Pairs of ranks that exchange activations, the same on every rank.
-        device: Where the tensors live.
         timeout: How long to wait for a peer.
     """
 
-    def __init__(self, placement: Placement, pairs: Iterable[Edge], device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, placement: Placement, timeout: timedelta) -> None:
         self.placement = placement
         self.rank = dist.get_rank()
         self.has_tags = dist.get_backend() == "gloo"
@@ -111,35 +110,25 @@ class Transport:
         self._ways: dict[int, dist.ProcessGroup | None] = {}
         self._owed: list[Pending] = []
         if not self.has_tags:
+            # torch warns, once, that a group sends all messages one after the other: that is what is wanted here.
+            os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
             everyone = range(placement.world_size)
             self.control = new_group(everyone, timeout, backend="gloo")
-            with unbound():
-                self._ways = {tag: new_group(everyone, timeout) for tag in (FORWARD, BACKWARD)}
-            self._connect(pairs, device)
-
-    def _connect(self, pairs: Iterable[Edge], device: torch.device) -> None:
-        nothing = torch.zeros(1, device=device)
-        for edges in connection_rounds(pairs):
-            for source, target in edges:
-                tag = FORWARD if (source, target) in pairs else BACKWARD
-                if source == self.rank:
-                    self.send(nothing, target, tag, "a first message").wait()
-                elif target == self.rank:
-                    self.receive(nothing, source, tag, "a first message").wait()
+            self._ways = {tag: new_group(everyone, timeout) for tag in (FORWARD, BACKWARD)}
 
     def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
-        """Start to send a contiguous tensor."""
+        """The sending of a contiguous tensor, to be begun."""
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return self._start(dist.isend, tensor, target, self._way(tag), tag, what)
+        return _transfer(dist.isend, tensor, target, self._way(tag), tag, what)
 
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
-        """Start to receive into a contiguous tensor."""
+        """The receiving into a contiguous tensor, to be begun."""
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        return self._start(dist.irecv, tensor, source, self._way(tag), tag, what)
+        return _transfer(dist.irecv, tensor, source, self._way(tag), tag, what)
 
     def owe(self, transfer: Pending) -> None:
-        """Keep a transfer that nobody has to wait for now, until :meth:`settle`."""
-        self._owed.append(transfer)
+        """Begin a transfer that nobody has to wait for now, and keep it until :meth:`settle`."""
+        self._owed.append(transfer.begin())
 
     def settle(self) -> None:
         """Wait for the transfers that were left for later."""
@@ -156,7 +145,9 @@ class Transport:
         payload = torch.frombuffer(data, dtype=torch.uint8)
         parts = (torch.tensor([len(data)]), payload, *(tensor.detach().cpu().contiguous() for tensor in tensors))
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return [self._start(dist.isend, part, target, self.control, OBJECT, what) for part in parts if part.numel()]
+        return [
+            _transfer(dist.isend, part, target, self.control, OBJECT, what).begin() for part in parts if part.numel()
+        ]
 
     def receive_object(self, source: int, what: str) -> Any:
         """Receive what :meth:`send_object` sent; tensors arrive on the CPU."""
@@ -199,25 +190,20 @@ class Transport:
     def _control_receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
         if tensor.numel():
-            self._start(dist.irecv, tensor, source, self.control, OBJECT, what).wait()
+            _transfer(dist.irecv, tensor, source, self.control, OBJECT, what).begin().wait()
         return tensor
-
-    @staticmethod
-    def _start(
-        transfer: Callable[..., dist.Work | None],
-        tensor: Tensor,
-        peer: int,
-        group: dist.ProcessGroup | None,
-        tag: int,
-        what: str,
-    ) -> Pending:
-        try:
-            work = transfer(tensor, peer, group=group, tag=tag)
-        except RuntimeError as error:
-            raise PeerError(f"{what}: {str(error).splitlines()[0]}") from error
-        assert work is not None
-        return Pending(work, tensor, what)
 
     def _way(self, tag: int) -> dist.ProcessGroup | None:
         """The group of an activation (forward), a target (forward, before the activations) or a gradient (back)."""
         return self._ways[BACKWARD if tag == BACKWARD else FORWARD] if self._ways else None
+
+
+def _transfer(
+    function: Callable[..., dist.Work | None],
+    tensor: Tensor,
+    peer: int,
+    group: dist.ProcessGroup | None,
+    tag: int,
+    what: str,
+) -> Pending:
+    return Pending(partial(function, tensor, peer, group=group, tag=tag), tensor, what)

@@ -1,6 +1,6 @@
 """The pipeline's engine: it trains what one process trains, holds no more than it must, and no rank waits for ever."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
-from cnnstrategies.pipeline.channels import Channels
-from cnnstrategies.pipeline.connections import Edge, connection_rounds
+from cnnstrategies.pipeline.channels import Channels, Order
+from cnnstrategies.pipeline.executor import Executor
 from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU, Split, rows_on
@@ -157,22 +157,49 @@ def the_factor_of_each_microbatch_is_read_from_the_device(
     Transport.__init__, killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(2, 1)
 )
 def sizes_of_a_batch_go_through_nccl(
-    right: Callable[[Transport, Placement, Iterable[Edge], torch.device, timedelta], None],
-    self: Transport,
-    placement: Placement,
-    pairs: Iterable[Edge],
-    device: torch.device,
-    timeout: timedelta,
+    right: Callable[[Transport, Placement, timedelta], None], self: Transport, placement: Placement, timeout: timedelta
 ) -> None:
-    right(self, placement, pairs, device, timeout)
+    right(self, placement, timeout)
     self.control = None
 
 
-@replaces(connection_rounds, killed_by=test_layouts.test_connections_are_made_in_disjoint_rounds, replicas=(2, 1))
-def ranks_connect_when_they_first_need_each_other(
-    right: Callable[[Iterable[Edge]], list[list[Edge]]], pairs: Iterable[Edge]
-) -> list[list[Edge]]:
-    return []
+@replaces(
+    Channels.exchange, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[0]
+)
+def receives_are_begun_before_what_others_need_first(
+    right: Callable[[Channels, float, float], None], self: Channels, now: float, until: float
+) -> None:
+    right(self, now, until + 8)
+
+
+@replaces(
+    Channels.order, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[0]
+)
+def each_rank_begins_its_sends_before_its_receives(
+    right: Callable[[Channels, Task, int, int], Order], self: Channels, sender: Task, source: int, target: int
+) -> Order:
+    turn, kind, *_ = right(self, sender, source, target)
+    return turn - (source == self.transport.rank), kind, source, target
+
+
+@replaces(
+    Executor.overlaps, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[2]
+)
+def replicas_sum_their_gradients_while_others_need_their_last_message(
+    right: Callable[[Executor, Step, int], bool], self: Executor, step: Step, microbatch: int
+) -> bool:
+    return True
+
+
+@replaces(
+    Executor.early_or_late,
+    killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment,
+    case=test_layouts.DRAINED[1],
+)
+def all_ranks_meet_before_the_last_backward(
+    right: Callable[[Executor, Any], Any], self: Executor, computed: Callable[[Step], None]
+) -> Any:
+    return computed, lambda _: None
 
 
 @replaces(

@@ -171,7 +171,7 @@ def run_as_threads(case: Case) -> World:
         DeadlockError: The ranks wait for each other.
     """
     trial = Trial(case)
-    world = World(sum(case.replicas), case.backend)
+    world = World(sum(case.replicas), case.backend, drained=case.backend == "nccl")
     with divided_once(trial.network, trial.cuts):
         world.run(lambda rank: trial.train())
     assert not any(world.groups), "a group is left"

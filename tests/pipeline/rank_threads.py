@@ -4,10 +4,15 @@ The engine runs as it is; the functions of ``torch.distributed`` that it calls a
 is the least that a backend promises, so that what is right here is right on any:
 
 - a send takes nothing until the other side receives (NCCL's rendezvous; gloo takes small messages at once);
-- a received tensor holds NaN until its ``wait``, and a tensor under way that nobody holds any more is an error;
+- a tensor that is received or reduced holds NaN until its ``wait``, a sent one is read as late as that, and one under
+  way that nobody holds any more, or that is written to while it is reduced, is an error: on a GPU, transfers run on
+  streams of their own, as late as they like;
 - as ``nccl``, the operations of a pair in a group run in the order in which each side began them, whatever their tags,
   and the first one blocks until the other side has come, too. The default group is bound to a device, as Lightning's
-  is; in a group that inherits this, all of a rank's operations run in order, whoever the peer is.
+  is; in a group that inherits this, all of a rank's operations run in order, whoever the peer is;
+- as ``nccl`` they run on a device, for which the host may have to wait at any moment: when a kernel is loaded, at its
+  first launch, or memory is given back, or with CUDA_LAUNCH_BLOCKING=1. If that is done everywhere (``drained``) and
+  nobody waits for ever, then nobody does if it is done anywhere.
 
 When all threads wait, none can ever go on: that is a deadlock, and each gets an error that says what it waited for.
 """
@@ -15,7 +20,8 @@ When all threads wait, none can ever go on: that is a deadlock, and each gets an
 import threading
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -23,8 +29,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cnnstrategies._torch_private import writes
 from cnnstrategies.pipeline import engine
+from cnnstrategies.pipeline.microbatches import Split
 
 FUNCTIONS = (
     "get_rank",
@@ -86,7 +95,7 @@ class Operation:
 
     def wait(self) -> None:
         self.world.wait(self.gate, self.what)
-        with self.world.lock:
+        with self.world.lock, self.world.undrained():
             sender = self if self.kind == "send" else self.other
             assert sender is not None
             if sender.data is None:  # As late as possible: what is changed before has been changed too early.
@@ -94,10 +103,10 @@ class Operation:
                 if sent is None:
                     raise AssertionError(f"{sender.what}: the tensor was freed before it had left")
                 sender.data = sent.detach().clone()
-        if self.kind == "receive":
-            tensor = self.tensor()
-            assert tensor is not None, f"{self.what}: the tensor was freed before it had come"
-            tensor.detach().copy_(sender.data)
+            if self.kind == "receive":
+                tensor = self.tensor()
+                assert tensor is not None, f"{self.what}: the tensor was freed before it had come"
+                tensor.detach().copy_(sender.data)
 
 
 class Meeting:
@@ -129,15 +138,18 @@ class World:
     Args:
         size: Number of ranks.
         backend: What the engine is told: ``gloo`` or ``nccl``.
+        drained: Before each operation of torch, each transfer and each collective a rank waits until its device has
+            done all that was begun on it.
 
     Attributes:
         calls: For each rank how often it called what: ``send``, ``all_reduce`` and so on, with the group's backend.
         groups: For each rank the groups that it made and has not destroyed.
     """
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, backend: str = "gloo", drained: bool = False) -> None:
         self.size = size
         self.backend = backend
+        self.drained = drained
         self.lock = threading.RLock()
         self.calls: list[Counter[tuple[str, str]]] = [Counter() for _ in range(size)]
         self.groups: list[list[Member]] = [[] for _ in range(size)]
@@ -166,8 +178,10 @@ class World:
 
         def main(rank: int) -> None:
             self._local.rank = rank
+            self._local.begun, self._local.undrained = [], False
             try:
-                results[rank] = function(rank)
+                with _Drained(self) if self.drained else nullcontext():
+                    results[rank] = function(rank)
             except BaseException as error:
                 errors.append((rank, error))
                 with self.lock:
@@ -178,8 +192,10 @@ class World:
                     self._look()
 
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(self.size)]
-        replaced: dict[str, Any] = {name: getattr(self, name) for name in FUNCTIONS}
-        with mock.patch.multiple(dist, group=_Group(self), **replaced):
+        replaced: dict[str, Any] = {name: self._called(getattr(self, name)) for name in FUNCTIONS}
+        # Up to Python 3.11 a rank that is drained while it computes them would hold a lock, for which others wait.
+        unlocked = mock.patch.object(vars(Split)["positions"], "lock", nullcontext(), create=True)
+        with unlocked, mock.patch.multiple(dist, group=_Group(self), **replaced):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -201,6 +217,22 @@ class World:
         gate.event.wait()
         if self._failure is not None:
             raise DeadlockError(self._failure)
+
+    @contextmanager
+    def undrained(self) -> Iterator[None]:
+        """Inside, operations of torch are this file's own."""
+        before, self._local.undrained = self._local.undrained, True
+        try:
+            yield
+        finally:
+            self._local.undrained = before
+
+    def drain(self, before: str) -> None:
+        """Wait until the rank's device has done what was begun on it."""
+        if not self._local.undrained:
+            begun, self._local.begun = self._local.begun, []
+            for gate, what in begun:
+                self.wait(gate, f"{what}, before {before}")
 
     def _open(self, gate: Gate) -> None:
         if not gate.event.is_set():
@@ -303,6 +335,15 @@ class World:
     def _count(self, kind: str, backend: str) -> None:
         self.calls[self.rank][kind, backend] += 1
 
+    def _called(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.drained:
+                self.drain(function.__name__)
+            with self.undrained():
+                return function(*args, **kwargs)
+
+        return call
+
     def _transfer(self, kind: str, tensor: Tensor, peer: int, group: Any, tag: int) -> Operation:
         member = self.member(group)
         assert peer != self.rank
@@ -320,6 +361,8 @@ class World:
         with self.lock:
             self._queues[lane, self.rank].append(one)
             self._match(lane)
+        if member.backend == "nccl":
+            self._local.begun.append((one.gate, one.what))
         return one
 
     def _match(self, lane: Any) -> None:
@@ -376,16 +419,34 @@ class World:
                 self._open(meeting.gate)
         if output.is_floating_point():
             output.fill_(float("nan"))
+        what, written = f"{kind} in group {member.number}", writes(output)
 
         def wait() -> None:
-            self.wait(meeting.gate, f"{kind} in group {member.number}")
-            output.copy_(meeting.result)
+            self.wait(meeting.gate, what)
+            assert writes(output) == written, f"{what}: the tensor was written to on its way"
+            with self.undrained():
+                output.copy_(meeting.result)
+
+        if member.backend == "nccl":
+            self._local.begun.append((meeting.gate, what))
 
         if async_op:
             return SimpleNamespace(wait=wait)
         with torch.no_grad():
             wait()
         return None
+
+
+class _Drained(TorchDispatchMode):
+    """Has a rank wait before each operation of torch."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.world.drain(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 class _Group:

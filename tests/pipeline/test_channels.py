@@ -1,5 +1,6 @@
 """How much of a stage's traffic is under way at once."""
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,12 +9,16 @@ from torch import Tensor
 
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.stage import Route
-from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.timetable import Placement, Task, turns
 from cnnstrategies.pipeline.values import pack
+
+TURN = turns((1, 1), 20, "1f1b")
 
 
 class SlowTransport:
     """Holds each tensor until it is waited for, as a slow link does."""
+
+    rank = 1
 
     def __init__(self) -> None:
         self.under_way: list[Tensor] = []
@@ -32,7 +37,7 @@ def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
     """Else 1f1b would hold what gpipe holds."""
     transport: Any = SlowTransport()
     division: Any = SimpleNamespace(routes=())
-    channels = Channels(division, Placement((1, 1)), 1, transport, torch.device("cpu"), ask_for_all=False)
+    channels = Channels(division, Placement((1, 1)), 1, TURN, transport, torch.device("cpu"), ask_for_all=False)
     leaf = torch.zeros(3)
     leaf.grad = torch.zeros(3)
     for microbatch in range(20):
@@ -45,8 +50,10 @@ def test_gradients_that_a_slow_link_has_not_taken_do_not_pile_up() -> None:
 def test_a_device_that_a_network_reads_off_its_tensors_is_that_of_each_stage() -> None:
     """As for coordinates that it makes with `device=x.device`."""
     header, _ = pack((torch.device("cpu"), 3), ask_for_all=False)
-    transport: Any = SimpleNamespace(receive_object=lambda source, what: header)
+    transport: Any = SimpleNamespace(receive_object=lambda source, what: (header, []), rank=1)
     division: Any = SimpleNamespace(routes=[Route("device", 0, (1,)), Route("number", 0, (1,))])
-    channels = Channels(division, Placement((1, 1)), 1, transport, torch.device("meta"), ask_for_all=False)
+    channels = Channels(division, Placement((1, 1)), 1, TURN, transport, torch.device("meta"), ask_for_all=False)
+    channels.plan([Task("forward", 1, 0)], lambda _: "a size")
+    channels.exchange(TURN(Task("forward", 1, 0)), math.inf)
     values, _ = channels.receive_forward(0, "a size")
     assert values == {"device": torch.device("meta"), "number": 3}

@@ -1,7 +1,7 @@
 """Any layout trains what one process trains, and no order of messages makes the ranks wait for each other."""
 
 import itertools
-from typing import Any
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -11,20 +11,35 @@ from random_layouts import Case, Trial, random_cases, run_as_threads
 from rank_threads import DeadlockError, World
 from ranks import run_ranks
 
-from cnnstrategies.pipeline.connections import connection_rounds
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.transport import unbound
 
 PARTS = 3
+
+
+def equals_one_process(case: Case) -> None:
+    try:
+        run_as_threads(case)
+    except Exception as error:
+        raise AssertionError(f"{case}: {error}") from error
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_layouts_equal_one_process(part: int) -> None:
     for case in itertools.islice(random_cases(0), part, 18, PARTS):
-        try:
-            run_as_threads(case)
-        except Exception as error:
-            raise AssertionError(f"{case}: {error}") from error
+        equals_one_process(case)
+
+
+# Whether sends or receives come first, how early these do, and replicas that end one after the other.
+DRAINED = [
+    Case((1, 1), 4, ((8,), (8,)), "1f1b", "never", "nccl", 100, seed=5),
+    Case((1, 3, 1), 9, ((9,), (9,)), "1f1b", "never", "nccl", 100, seed=6, run_ahead=True),
+    Case((2, 1, 3), 7, ((9, 6), (4, 0)), "gpipe", "except_last", "nccl", 30, seed=567689171, placement="replicas"),
+]
+
+
+@pytest.mark.parametrize("case", DRAINED, ids=lambda case: str(case.replicas))
+def test_a_device_may_be_drained_at_any_moment(case: Case) -> None:
+    equals_one_process(case)
 
 
 @pytest.mark.parametrize("replicas", [(1, 3), (3, 2), (2, 1, 3)])
@@ -46,41 +61,6 @@ def test_the_branch_for_nccl_runs_over_a_network() -> None:
     run_ranks(5, as_nccl, Trial(case))
 
 
-def make_ways() -> tuple[Any, Any, Any]:
-    default = dist.group.WORLD
-    assert default is not None
-    default.bound_device_id = torch.device("cuda", 0)  # As after init_process_group("nccl", device_id=...).
-    with unbound():
-        group = dist.new_group([0])
-    return group.bound_device_id, default.bound_device_id, dist.new_group([0]).bound_device_id
-
-
-def test_groups_for_messages_are_not_bound_to_a_device() -> None:
-    """A bound one would be made by splitting the default group, and have one stream for all pairs."""
-    ((without, default, with_it),) = run_ranks(1, make_ways)
-    assert without is None
-    assert default == with_it == torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("replicas", [(1, 1), (5, 1), (4, 4), (3, 2), (2, 1, 3), (6, 4, 9), (1,) * 12])
-def test_connections_are_made_in_disjoint_rounds(replicas: tuple[int, ...]) -> None:
-    placement = Placement(replicas)
-    pairs = {
-        (placement.rank_of(stage, m), placement.rank_of(later, m))
-        for stage in range(len(replicas))
-        for later in range(stage + 1, len(replicas))
-        for m in range(36)
-    }
-    rounds = connection_rounds(pairs)
-    edges = [edge for one in rounds for edge in one]
-    assert sorted(edges) == sorted({*pairs, *((b, a) for a, b in pairs)}), "every edge, once"
-    for one in rounds:
-        ranks = [rank for edge in one for rank in edge]
-        assert len(ranks) == len(set(ranks)), one
-    busiest = max(sum(rank in edge for edge in edges) for rank in range(sum(replicas)))
-    assert busiest <= len(rounds) < 2 * busiest
-
-
 def test_ranks_are_numbered_by_stage_or_by_pipeline() -> None:
     """A node's ranks follow one another: those of two nodes of 3 send each other nothing but gradients to sum."""
     assert [Placement((4, 2)).ranks(stage) for stage in range(2)] == [[0, 1, 2, 3], [4, 5]]
@@ -95,7 +75,9 @@ def test_ranks_are_numbered_by_stage_or_by_pipeline() -> None:
 
 
 def test_threads_that_wait_for_each_other_are_found() -> None:
-    """The tool itself: two sends that meet no receive, and a tensor that is given away while it is under way."""
+    """The tool itself: two sends that meet no receive, and receives that a drained device waits for before them; a
+    tensor that is given away while it is under way, and one that is written to.
+    """
 
     def both_send(rank: int) -> None:
         tensor = torch.zeros(1)
@@ -103,6 +85,21 @@ def test_threads_that_wait_for_each_other_are_found() -> None:
 
     with pytest.raises(DeadlockError, match="send to rank 1"):
         World(2).run(both_send)
+
+    def receives_first(rank: int) -> None:
+        there, back = dist.new_group([0, 1]), dist.new_group([0, 1])
+        tensors = [torch.zeros(1), torch.zeros(1)]
+        for turned in (False, True):
+            transfers = [
+                partial(dist.irecv if rank else dist.isend, tensors[0], 1 - rank, there),
+                partial(dist.isend if rank else dist.irecv, tensors[1], 1 - rank, back),
+            ]
+            for work in [begin() for begin in transfers[:: -1 if turned and not rank else 1]]:
+                work.wait()
+
+    with pytest.raises(DeadlockError, match="receive from rank 1, tag 0, group 2, before isend"):
+        World(2, "nccl", drained=True).run(receives_first)
+    World(2, "nccl").run(receives_first)
 
     def sends_what_it_drops(rank: int) -> None:
         if rank == 0:
@@ -115,3 +112,13 @@ def test_threads_that_wait_for_each_other_are_found() -> None:
 
     with pytest.raises(AssertionError, match="freed"):
         World(2).run(sends_what_it_drops)
+
+    def adds_to_what_is_summed(rank: int) -> None:
+        tensor = torch.ones(1)
+        work = dist.all_reduce(tensor, async_op=True)
+        tensor += 1
+        assert work is not None
+        work.wait()
+
+    with pytest.raises(AssertionError, match="written to"):
+        World(2).run(adds_to_what_is_summed)
