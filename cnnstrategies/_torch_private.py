@@ -6,6 +6,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,6 +81,14 @@ def communication_seconds(model: DistributedDataParallel) -> tuple[float, float]
     """
     data = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return data.get("backward_comm_time", 0) / 1e9, data.get("backward_compute_comm_overlap_time", 0) / 1e9
+
+
+def abort_all_groups() -> None:
+    """End what NCCL is doing in all groups, so that nobody here waits for a rank that is lost.
+
+    The public ``ProcessGroup.abort`` ends one group, and may wait for what another one does on the device.
+    """
+    dist.distributed_c10d._abort_process_group()
 
 
 def put_module(parent: nn.Module, name: str, module: nn.Module) -> None:

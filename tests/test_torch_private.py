@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR
 from cnnstrategies._torch_private import (
     PARTS_OF_A_SCHEDULE,
     OperationMode,
+    abort_all_groups,
     add_all,
     communication_seconds,
     convolution_backward,
@@ -52,6 +53,13 @@ def test_an_operation_mode_sees_collectives(tmp_path):
         dist.all_reduce(torch.ones(1))
     assert "c10d::allreduce_" in names
     dist.destroy_process_group()
+
+
+def test_all_groups_are_ended(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    dist.new_group([0])
+    abort_all_groups()
+    assert not dist.is_initialized()
 
 
 def test_a_compiled_module_is_told_from_others():

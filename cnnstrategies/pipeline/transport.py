@@ -3,7 +3,7 @@
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Self
@@ -17,6 +17,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cnnstrategies.pipeline.rank_watch import FOREVER, NAMING, RankWatch
 from cnnstrategies.pipeline.timetable import Placement
 
 FORWARD, BACKWARD, OBJECT, TARGETS = 1, 2, 3, 4  # tags
@@ -49,13 +50,18 @@ class Pending:
     Args:
         transfer: Begins it, and returns torch's handle.
         tensor: What is sent or received; held until the transfer is done.
-        what: What it is, for the error message.
+        naming: Has an error inside it name both sides.
     """
 
-    def __init__(self, transfer: Callable[[], dist.Work | None], tensor: Tensor, what: str) -> None:
+    def __init__(
+        self,
+        transfer: Callable[[], dist.Work | None],
+        tensor: Tensor,
+        naming: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self.tensor = tensor
-        self.what = what
         self._transfer = transfer
+        self._naming = naming
         self._work: dist.Work | None = None
 
     def begin(self) -> Self:
@@ -81,13 +87,6 @@ class Pending:
             self._work = None
         return self.tensor
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerError(f"{self.what}: {str(error).splitlines()[0]}") from error
-
 
 class Transport:
     """Point-to-point messages of one rank.
@@ -109,29 +108,39 @@ class Transport:
         self.control: dist.ProcessGroup | None = dist.group.WORLD
         self._ways: dict[int, dist.ProcessGroup | None] = {}
         self._owed: list[Pending] = []
+        self._watch: RankWatch | None = None
         if not self.has_tags:
             # torch warns, once, that a group sends all messages one after the other: that is what is wanted here.
             os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
             everyone = range(placement.world_size)
             self.control = new_group(everyone, timeout, backend="gloo")
             self._ways = {tag: new_group(everyone, timeout) for tag in (FORWARD, BACKWARD)}
+            watched = new_group(everyone, FOREVER, backend="gloo") if len(everyone) > 1 else None
+            self._watch = RankWatch(watched, placement.describe) if watched is not None else None
 
     def send(self, tensor: Tensor, target: int, tag: int, what: str) -> Pending:
         """The sending of a contiguous tensor, to be begun."""
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
-        return _transfer(dist.isend, tensor, target, self._way(tag), tag, what)
+        return self._transfer(dist.isend, tensor, target, self._way(tag), tag, what)
 
     def receive(self, tensor: Tensor, source: int, tag: int, what: str) -> Pending:
         """The receiving into a contiguous tensor, to be begun."""
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
-        return _transfer(dist.irecv, tensor, source, self._way(tag), tag, what)
+        return self._transfer(dist.irecv, tensor, source, self._way(tag), tag, what)
 
     def owe(self, transfer: Pending) -> None:
         """Begin a transfer that nobody has to wait for now, and keep it until :meth:`settle`."""
         self._owed.append(transfer.begin())
 
     def settle(self) -> None:
-        """Wait for the transfers that were left for later."""
+        """Wait for the transfers that were left for later.
+
+        Raises:
+            PeerError: A rank is known to be lost.
+        """
+        lost = self._watch.lost() if self._watch is not None else None
+        if lost is not None:
+            raise PeerError(f"{self.me}: {lost} has ended")
         for one in self._owed:
             one.wait()
         self._owed.clear()
@@ -146,7 +155,9 @@ class Transport:
         parts = (torch.tensor([len(data)]), payload, *(tensor.detach().cpu().contiguous() for tensor in tensors))
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
         return [
-            _transfer(dist.isend, part, target, self.control, OBJECT, what).begin() for part in parts if part.numel()
+            self._transfer(dist.isend, part, target, self.control, OBJECT, what).begin()
+            for part in parts
+            if part.numel()
         ]
 
     def receive_object(self, source: int, what: str) -> Any:
@@ -167,16 +178,25 @@ class Transport:
         Args:
             what: What the ranks do together, for the error message.
         """
+        with self._naming(f"{self.me}, {what} with the other ranks", "; one of them is gone or silent"):
+            yield
+
+    @contextmanager
+    def _naming(self, what: str, guess: str = "") -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:
-            raise PeerError(
-                f"{self.me}, {what} with the other ranks: {str(error).splitlines()[0]}; one of them is gone or silent"
-            ) from error
+        except (RuntimeError, ValueError) as error:  # The latter where all groups were ended.
+            lost = self._watch.lost(NAMING) if self._watch is not None else None
+            if lost is None and isinstance(error, ValueError):
+                raise
+            reason = f"{str(error).splitlines()[0]}{guess}" if lost is None else f"{lost} has ended"
+            raise PeerError(f"{what}: {reason}") from error
 
     def close(self) -> None:
         """Give the connections back; no rank may wait for a message any more."""
         assert not self._owed, "everything has been settled"
+        if self._watch is not None:
+            self._watch.close()
         groups = [*self._ways.values(), *([] if self.control is dist.group.WORLD else [self.control])]
         for group in groups:
             dist.destroy_process_group(group)
@@ -190,20 +210,21 @@ class Transport:
     def _control_receive(self, tensor: Tensor, source: int, what: str) -> Tensor:
         what = f"{self.me}, waiting for {what} from {self.placement.describe(source)}"
         if tensor.numel():
-            _transfer(dist.irecv, tensor, source, self.control, OBJECT, what).begin().wait()
+            self._transfer(dist.irecv, tensor, source, self.control, OBJECT, what).begin().wait()
         return tensor
+
+    def _transfer(
+        self,
+        function: Callable[..., dist.Work | None],
+        tensor: Tensor,
+        peer: int,
+        group: dist.ProcessGroup | None,
+        tag: int,
+        what: str,
+    ) -> Pending:
+        begin = partial(function, tensor, peer, group=group, tag=tag)
+        return Pending(begin, tensor, partial(self._naming, what))
 
     def _way(self, tag: int) -> dist.ProcessGroup | None:
         """The group of an activation (forward), a target (forward, before the activations) or a gradient (back)."""
         return self._ways[BACKWARD if tag == BACKWARD else FORWARD] if self._ways else None
-
-
-def _transfer(
-    function: Callable[..., dist.Work | None],
-    tensor: Tensor,
-    peer: int,
-    group: dist.ProcessGroup | None,
-    tag: int,
-    what: str,
-) -> Pending:
-    return Pending(partial(function, tensor, peer, group=group, tag=tag), tensor, what)

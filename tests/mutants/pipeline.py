@@ -9,6 +9,7 @@ import test_executor
 import test_hybrid_pipeline_modules
 import test_layouts
 import test_losses
+import test_rank_watch
 import test_simulated_gpu
 import torch
 from mutants.faulty import replaces
@@ -22,6 +23,7 @@ from cnnstrategies.pipeline.gradients import BUCKET_BYTES, GradientReducer
 from cnnstrategies.pipeline.losses import WeighedLoss
 from cnnstrategies.pipeline.microbatches import CPU, Split, rows_on
 from cnnstrategies.pipeline.moments import MomentTable, counts_on
+from cnnstrategies.pipeline.rank_watch import RankWatch
 from cnnstrategies.pipeline.recompute import RandomState
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timetable import Place, Placement, Task, tasks_of
@@ -200,6 +202,13 @@ def all_ranks_meet_before_the_last_backward(
     right: Callable[[Executor, Any], Any], self: Executor, computed: Callable[[Step], None]
 ) -> Any:
     return computed, lambda _: None
+
+
+@replaces(RankWatch.tell, killed_by=test_rank_watch.test_the_others_end_within_seconds_and_name_the_lost_rank)
+def only_the_rank_before_learns_which_one_is_lost(
+    right: Callable[[RankWatch, int], None], self: RankWatch, word: int
+) -> None:
+    pass
 
 
 @replaces(

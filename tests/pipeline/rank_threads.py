@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cnnstrategies._torch_private import writes
-from cnnstrategies.pipeline import engine
+from cnnstrategies.pipeline import engine, transport
 from cnnstrategies.pipeline.microbatches import Split
 
 FUNCTIONS = (
@@ -195,7 +195,8 @@ class World:
         replaced: dict[str, Any] = {name: self._called(getattr(self, name)) for name in FUNCTIONS}
         # Up to Python 3.11 a rank that is drained while it computes them would hold a lock, for which others wait.
         unlocked = mock.patch.object(vars(Split)["positions"], "lock", nullcontext(), create=True)
-        with unlocked, mock.patch.multiple(dist, group=_Group(self), **replaced):
+        unwatched = mock.patch.object(transport, "RankWatch", _Unwatched)
+        with unlocked, unwatched, mock.patch.multiple(dist, group=_Group(self), **replaced):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -447,6 +448,19 @@ class _Drained(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.world.drain(str(func))
         return func(*args, **(kwargs or {}))
+
+
+class _Unwatched:
+    """In place of a rank watch, whose thread would be no rank's."""
+
+    def __init__(self, group: Any, _: Any) -> None:
+        self.group = group
+
+    def lost(self, _: float = 0.0) -> None:
+        return None
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
 
 
 class _Group:

@@ -59,7 +59,7 @@ def test_a_step_makes_one_collective_on_the_host(recompute: str) -> None:
 
 @pytest.mark.parametrize("replicas", [(2, 2, 2), (7, 5, 3)])
 def test_groups_do_not_grow_with_the_replicas(replicas: tuple[int, ...]) -> None:
-    """One for each stage, two ways for messages, one for the host; none is left."""
+    """One for each stage, two ways for messages, two for the host; none is left."""
     world = World(sum(replicas), "nccl")
     network = make_network()
     made = []
@@ -67,9 +67,9 @@ def test_groups_do_not_grow_with_the_replicas(replicas: tuple[int, ...]) -> None
     def main(rank: int) -> None:
         with Pipeline(copy.deepcopy(network), CUTS, replicas, 8):
             made.append(sum(count for (kind, _), count in world.calls[rank].items() if kind == "new_group"))
-            assert len(world.groups[rank]) == 4, "of which a rank is in its own stage's"
+            assert len(world.groups[rank]) == 5, "of which a rank is in its own stage's"
 
     with divided_once(network, CUTS):
         world.run(main)
-    assert made == [6] * sum(replicas)
+    assert made == [7] * sum(replicas)
     assert not any(world.groups)
