@@ -26,8 +26,8 @@ def check_warmup(steps: int, compression: str, ratio: float) -> None:
         )
 
 
-def check_correction(mode: str, compression: str, delay_compensation: float) -> None:
-    """Refuse momentum correction where nothing comes late, or where the servers need gradients.
+def check_correction(mode: str, compression: str) -> None:
+    """Refuse momentum correction where nothing comes late.
 
     Raises:
         ConfigurationError: The options contradict it.
@@ -41,11 +41,6 @@ def check_correction(mode: str, compression: str, delay_compensation: float) -> 
         raise ConfigurationError(
             f"momentum_correction=True is for compression='topk', with which elements wait for later steps, not "
             f"compression={compression!r}: leave it out"
-        )
-    if delay_compensation:
-        raise ConfigurationError(
-            f"delay_compensation={delay_compensation} with momentum_correction=True: it corrects gradients, and the "
-            "servers are sent velocities; leave one of them out"
         )
 
 

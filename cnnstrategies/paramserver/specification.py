@@ -78,7 +78,6 @@ class Specification:
         fragments: For local: parts of the parameters that are exchanged in turn.
         pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
             answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
-        delay_compensation: The factor lambda of DC-ASGD (Zheng et al., ICML 2017); 0 turns it off. For async and ssp.
         replication: Servers that hold each slice.
         clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
         clip_value: Largest absolute value of a gradient's elements, likewise.
@@ -105,7 +104,6 @@ class Specification:
     pull_compression: PullCompression = "none"
     fragments: int = 1
     pipelined: bool = False
-    delay_compensation: float = 0.0
     replication: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None

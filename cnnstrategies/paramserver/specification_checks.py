@@ -18,7 +18,6 @@ def check_options(spec: "Specification") -> None:
     """
     _check_numbers(spec)
     _check_compression(spec)
-    _check_steps(spec)
     _check_pipelined(spec)
     _check_clipping(spec)
 
@@ -26,11 +25,13 @@ def check_options(spec: "Specification") -> None:
 def _check_numbers(spec: "Specification") -> None:
     at_least: Mapping[str, float] = {
         "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
-        "delay_compensation": 0, "timeout": 0, "compression_warmup": 0, "steps_before": 0,
+        "timeout": 0, "compression_warmup": 0, "steps_before": 0,
     }  # fmt: skip
     for name, least in at_least.items():
         if getattr(spec, name) < least:
             raise ConfigurationError(f"{name}={getattr(spec, name)}: use at least {least}")
+    if spec.staleness and spec.mode != "ssp":
+        raise ConfigurationError(f"staleness={spec.staleness} is for mode='ssp', not mode={spec.mode!r}: leave it out")
     if spec.replication > spec.servers:
         raise ConfigurationError(
             f"replication={spec.replication} needs as many servers, but servers={spec.servers}: change one of them"
@@ -50,21 +51,11 @@ def _check_compression(spec: "Specification") -> None:
     if spec.compression_warmup:
         check_warmup(spec.compression_warmup, spec.compression, spec.compression_ratio)
     if spec.momentum_correction:
-        check_correction(spec.mode, spec.compression, spec.delay_compensation)
+        check_correction(spec.mode, spec.compression)
         if spec.aggregates:
             check_clipping(spec.clip_norm or spec.clip_value, spec.mode)
         if spec.groups:
             check_momentum(spec.optimizer, [group.options for group in spec.groups])
-
-
-def _check_steps(spec: "Specification") -> None:
-    if spec.staleness and spec.mode != "ssp":
-        raise ConfigurationError(f"staleness={spec.staleness} is for mode='ssp', not mode={spec.mode!r}: leave it out")
-    if spec.delay_compensation and spec.aggregates:
-        raise ConfigurationError(
-            f"delay_compensation={spec.delay_compensation} is for async and ssp: gradients have no delay in "
-            f"mode={spec.mode!r}, so leave it out"
-        )
 
 
 def _check_pipelined(spec: "Specification") -> None:

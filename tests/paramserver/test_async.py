@@ -1,4 +1,4 @@
-"""Modes in which workers run on their own: async, ssp; compression and delay compensation."""
+"""Modes in which workers run on their own: async, ssp; compression."""
 
 from functools import partial
 from pathlib import Path
@@ -88,21 +88,6 @@ def fit(run: Roles) -> tuple[Replica, float, float]:
     losses = [replica.step(*batch) for batch in batches(1, 12) * 40]
     replica.worker.wait_all()
     return replica, losses[0], losses[-1]
-
-
-@pytest.mark.light
-def test_delay_compensation_adds_the_gradient_squared_times_the_distance(tmp_path: Path) -> None:
-    """Zheng et al. 2017, equation 10, on two workers in turn: 1 pulls, 0 steps, 1 pushes what it computed before."""
-    parameter = nn.Parameter(torch.ones(8))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    specification = Specification.of([("w", parameter)], optimizer, 2, mode="async", delay_compensation=0.5)
-    with Roles(tmp_path, specification) as run:
-        (first, _), (second, (last,)) = run.all_joined()
-        run.step(second, 0.0)  # Without effect, so that this worker has pulled in the usual way.
-        run.step(first, 2.0)
-        run.step(second, 2.0)
-    moved = -0.1 * 2.0
-    torch.testing.assert_close(last, torch.full((8,), moved - 0.1 * (2.0 + 0.5 * 4.0 * moved)))
 
 
 @pytest.mark.light

@@ -38,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "changes": {"pull_compression": "onebit"},
     "chosen": {"pull_compression": "auto"},
     "ssp": {"mode": "ssp", "staleness": 1},
-    "compensated": {"mode": "async", "delay_compensation": 0.1},
+    "async": {"mode": "async"},
 }
 NUMBERS = [0, 1, 2, 5, 1 << 31, 1 << 62, (1 << 63) - 1, (1 << 64) - 2, NO_STEP]
 HEADERS: dict[str, list[Any]] = {

@@ -184,7 +184,6 @@ def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     [
         ({"compression": "onebit"}, r"is for compression='topk', .*not compression='onebit': leave it out"),
         ({"mode": "local"}, r"momentum_correction=True is not for mode='local'"),
-        ({"mode": "async", "delay_compensation": 0.1}, r"delay_compensation=0.1 with momentum_correction=True"),
         ({"clip_norm": 0.5}, r"clipped at 0.5, in mode='sync' .*use mode='async'"),
         ({"mode": "ssp", "clip_value": 0.5}, r"clipped at 0.5, in mode='ssp'"),
         ({"compression_warmup": -1}, r"compression_warmup=-1: use at least 0"),

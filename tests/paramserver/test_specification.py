@@ -30,7 +30,6 @@ def test_json_gives_back_the_same_specification() -> None:
         ({"pipelined": True, "clip_norm": 1.0}, r"pipelined=True is for mode='sync' without clip_norm"),
         ({"pipelined": True, "mode": "local"}, r"pipelined=True is for mode='sync'"),
         ({"pipelined": True, "pull_compression": "auto"}, r"pipelined=True with pull_compression='auto'"),
-        ({"delay_compensation": 0.1}, r"delay_compensation=0.1 is for async and ssp"),
         ({"compression": "zip"}, r"compression='zip': use one of none, fp16"),
         ({"compression_ratio": 0.0}, r"compression_ratio=0.0: use more than 0"),
         ({"mode": "local", "clip_norm": 1.0}, r"mode='local' pushes no gradients"),

@@ -100,11 +100,7 @@ def test_a_parameter_server_says_how_old_its_gradients_may_be():
     ]
     alone = of_servers(mode="local", sync_every=8, outer_mode="async")[1]
     assert alone == "an outer step of each every 8 steps of its own (outer_lr 1, outer_momentum 0)"
-    dynamic = of_servers(mode="async", data_dispatch="dynamic", delay_compensation=0.04)
-    assert dynamic[2:4] == [
-        "gradients are corrected for their delay (factor 0.04)",
-        "faster workers take more of the batches",
-    ]
+    assert of_servers(mode="async", data_dispatch="dynamic")[2] == "faster workers take more of the batches"
 
 
 def test_a_parameter_server_says_what_is_rounded():

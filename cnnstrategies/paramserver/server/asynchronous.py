@@ -6,7 +6,6 @@ their arithmetic. No other message is acted on meanwhile, so that nobody can tel
 
 from collections.abc import Collection
 
-import torch
 from torch import Tensor
 
 from cnnstrategies.paramserver.compression import check_length, decode
@@ -40,14 +39,12 @@ class Asynchronous:
         self._free = specification.mode == "async"
         self.updates = 0
         self._shard = shard
-        self._compensation = specification.delay_compensation
         self._begun: dict[int, tuple[int, Begin]] = {}
         self._first: dict[Who, int] = {}  # the steps that workers have begun with
         self._held: dict[int, tuple[list[int], Pull]] = {}
         self._lives: dict[int, int] = {}
         self._expected = specification.workers
         self._begun_with = False  # A view has named workers.
-        self._given: dict[tuple[int, int], Tensor] = {}
         self._together: dict[int, Tensor | None] = {}  # gradients by slice, all of one worker's step
         self._absent: dict[int, int] = {}  # which parts of theirs have none
         self._size = 0  # bytes of their slices
@@ -113,8 +110,6 @@ class Asynchronous:
         """Count a worker no longer."""
         self.clock.leave(worker)
         self._held.pop(worker, None)
-        for who, key in [entry for entry in self._given if entry[0] == worker]:
-            del self._given[who, key]
         self._release()
 
     def begin(self, who: Who, step: int, begin: Begin) -> None:
@@ -144,11 +139,6 @@ class Asynchronous:
         gradient = None
         if header.encoding != Encoding.NOTHING:
             gradient = decode(payload, header.encoding, slice_.numel, slice_.dtype)
-            given = self._given.get((who[0], key))
-            if given is not None:
-                # DC-ASGD: the gradient at the present values, to first order, with g * g for the Hessian's diagonal.
-                moved = store.values[key].view(-1) - given
-                gradient = torch.addcmul(gradient, gradient * gradient, moved, value=self._compensation)
         self._together[key] = gradient
         if header.base:
             self._absent[key] = header.base
@@ -200,7 +190,4 @@ class Asynchronous:
             keys, pull = self._held[worker]
             if self.clock.may_start(pull.request):
                 del self._held[worker]
-                if self._compensation:
-                    for key in keys:
-                        self._given[worker, key] = self._shard.store.values[key].flatten().clone()
                 self._shard.pull(worker, keys, pull)

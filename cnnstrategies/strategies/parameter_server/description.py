@@ -86,8 +86,6 @@ def differences_of_servers(
             lines.append(f"no worker is more than {options.staleness} steps ahead of the slowest")
         else:
             lines.append("of weights that may be any number of updates old")
-    if options.delay_compensation:
-        lines.append(f"gradients are corrected for their delay (factor {options.delay_compensation:g})")
     if options.data_dispatch == "dynamic":
         lines.append("faster workers take more of the batches")
     pushed = "differences" if options.mode == "local" else "gradients"

@@ -56,7 +56,6 @@ class Options:
     compression_warmup: int
     momentum_correction: bool
     pull_compression: PullCompression
-    delay_compensation: float
     replication: int
     snapshot_every: int
     snapshot_directory: str | None
@@ -226,7 +225,6 @@ class Options:
             "momentum_correction": self.momentum_correction,
             "pull_compression": self.pull_compression,
             "fragments": self.fragments,
-            "delay_compensation": self.delay_compensation,
             "replication": self.replication,
             "snapshot_every": self.snapshot_every,
             "snapshot_directory": self.snapshot_directory,

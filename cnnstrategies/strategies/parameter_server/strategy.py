@@ -90,7 +90,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             and ``local`` also ``topk`` and ``onebit``: of what each step changes, with error feedback (DoubleSqueeze,
             Tang et al., ICML 2019). ``auto`` chooses, as above, between ``none``, ``fp16`` and, where all workers
             have each step in common, ``onebit``.
-        delay_compensation: The factor of DC-ASGD (Zheng et al., ICML 2017) for async and ssp; 0 turns it off.
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
         snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.
         snapshot_directory: Where they are written.
@@ -141,7 +140,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         compression_warmup: int = 0,
         momentum_correction: bool = False,
         pull_compression: PullCompression = "none",
-        delay_compensation: float = 0.0,
         replication: int = 1,
         snapshot_every: int = 0,
         snapshot_directory: str | None = None,
