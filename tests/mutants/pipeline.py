@@ -5,12 +5,12 @@ from datetime import timedelta
 from typing import Any
 
 import test_engine
+import test_engine_on_gpu
 import test_executor
 import test_hybrid_pipeline_modules
 import test_layouts
 import test_losses
 import test_rank_watch
-import test_simulated_gpu
 import torch
 from mutants.faulty import replaces
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def a_stage_under_1f1b_holds_the_activations_of_all_microbatches(
 
 @replaces(
     Step.part_of_loss,
-    killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
     replicas=(1,),
 )
 def a_step_waits_for_the_device_to_learn_its_loss(
@@ -117,7 +117,7 @@ def a_step_waits_for_the_device_to_learn_its_loss(
 
 
 @replaces(
-    Split.global_rows, killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
+    Split.global_rows, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
 )
 def rows_of_a_split_are_copied_to_the_device_in_each_step(
     right: Callable[..., Tensor], self: Split, *microbatches: int, device: torch.device = CPU
@@ -127,7 +127,7 @@ def rows_of_a_split_are_copied_to_the_device_in_each_step(
 
 
 @replaces(
-    MomentTable.update, killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
+    MomentTable.update, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(1,)
 )
 def counts_of_batch_norm_are_copied_to_the_device_in_each_step(
     right: Callable[[MomentTable, bool, ProcessGroup | None], None],
@@ -141,7 +141,7 @@ def counts_of_batch_norm_are_copied_to_the_device_in_each_step(
 
 @replaces(
     WeighedLoss.factors_at,
-    killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
+    killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits,
     replicas=(1,),
 )
 def the_factor_of_each_microbatch_is_read_from_the_device(
@@ -156,7 +156,7 @@ def the_factor_of_each_microbatch_is_read_from_the_device(
 
 
 @replaces(
-    Transport.__init__, killed_by=test_simulated_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(2, 1)
+    Transport.__init__, killed_by=test_engine_on_gpu.test_trains_what_the_cpu_trains_and_no_step_waits, replicas=(2, 1)
 )
 def sizes_of_a_batch_go_through_nccl(
     right: Callable[[Transport, Placement, timedelta], None], self: Transport, placement: Placement, timeout: timedelta

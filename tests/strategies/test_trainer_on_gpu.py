@@ -1,5 +1,6 @@
 """A Trainer on a simulated GPU trains what it trains on the CPU, whatever the strategy, and no step waits for it."""
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from simulated_gpu import DEVICE
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from cnnstrategies import ImageClassifier
+from cnnstrategies import ImageClassifier, cli
 from cnnstrategies.callbacks import GracefulStop, graceful_stop
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
@@ -43,13 +44,18 @@ def network(dropout: float) -> nn.Sequential:
 class OwnModule(LightningModule):
     """A user's: a loss of its own, and nothing that belongs to the package."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, mixes: bool) -> None:
         super().__init__()
-        self.network = net
+        self.network, self.mixes = net, mixes
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = batch
-        loss = F.cross_entropy(self.network(images), targets, label_smoothing=0.1)
+        share = float(torch.rand(())) if self.mixes else 1.0  # Drawn by the host.
+        images = images.float() * share + images.flip(0) * (1 - share) if self.mixes else images
+        outputs = self.network(images)
+        loss = share * F.cross_entropy(outputs, targets, label_smoothing=0.1)
+        if self.mixes:
+            loss = loss + (1 - share) * F.cross_entropy(outputs, targets.flip(0), label_smoothing=0.1)
         self.log("train_loss", loss)
         return loss
 
@@ -77,7 +83,7 @@ class Case(NamedTuple):
 
     strategy: str
     options: dict[str, Any] | None = None
-    own: bool = False
+    own: str = ""
     precision: str = "32-true"
     has_length: bool = True
     waits: int = 0
@@ -104,7 +110,7 @@ class Trained(NamedTuple):
 def fit(case: Case, kind: str, world: int) -> Trained:
     # Of a device's own random numbers nothing is drawn where the host's are drawn, too.
     net = network(0.0 if case.own or case.options else 0.2)
-    model: Any = OwnModule(net) if case.own else ImageClassifier(net, 4, **(case.options or {}))
+    model: Any = OwnModule(net, case.own == "mixing") if case.own else ImageClassifier(net, 4, **(case.options or {}))
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (8 * STEPS * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
     images = images.float() if case.options else images  # Mixup takes no others.
@@ -166,7 +172,8 @@ TOGETHER = [
     Case("hybrid_pipeline", RECIPE),
     Case("hybrid_pipeline", precision="bf16-mixed", has_length=False),
     Case("hybrid_pipeline", precision="16-mixed", waits=1),
-    Case("hybrid_pipeline", own=True, waits=1),
+    Case("hybrid_pipeline", own="plain", waits=1),
+    Case("hybrid_pipeline", own="mixing", waits=1),
 ]
 
 
@@ -178,3 +185,19 @@ def test_trains_what_the_cpu_trains_and_no_step_waits(world: int, cases: list[Ca
             torch.testing.assert_close(actual.state, expected.state, rtol=0, atol=0)
             assert actual.metrics == expected.metrics, (rank, case)
             assert sum(actual.waits.values()) <= case.waits, (rank, case, actual.waits)
+
+
+def from_the_command_line() -> Counter[str]:
+    graceful_stop.CHECK_SECONDS = 1000.0
+    options = ["strategy=auto", "accelerator=gpu", "devices=1", "max_epochs=1", "limit_train_batches=4"]
+    options += ["log_every_n_steps=100", "callbacks+=test_trainer_on_gpu.Waits"]
+    with simulate(), contextlib.suppress(SystemExit):
+        cli.main(["fit", "--config", "quickstart.yaml", *(f"--trainer.{option}" for option in options)])
+    waits: Counter[str] = torch.load("waits0", weights_only=False)
+    return waits
+
+
+def test_no_callback_of_the_command_line_waits() -> None:
+    """But twice a second for signals, where something is logged, and at an epoch's end."""
+    waits = run_apart(from_the_command_line)
+    assert not waits

@@ -1,0 +1,74 @@
+"""The simulated GPU, on which others rely: it refuses and notes what a GPU does, and computes what the CPU does."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from simulated_cuda import simulate
+from simulated_gpu import DEVICE, MixedError
+from torch import Tensor, nn
+
+HOST = torch.arange(6.0).reshape(2, 3)
+MASK = HOST > 2
+WAITING: list[Callable[[Tensor], object]] = [
+    lambda x: x.sum().item(),
+    lambda x: bool((x > 1).any()),
+    lambda x: x.cpu(),
+    lambda x: x.to("cpu", non_blocking=True),
+    lambda x: x.nonzero(),
+    lambda x: x[x > 2],
+    lambda x: x[torch.tensor([1, 0])],
+    lambda x: torch.equal(x, x),
+    lambda x: torch.tensor([1.0, 2.0], device="cuda"),
+    lambda x: HOST.to("cuda"),
+    lambda x: HOST.to("cuda", non_blocking=True),
+    lambda x: HOST.pin_memory().to("cuda"),
+    lambda x: x.copy_(HOST),
+    lambda x: HOST.clone().copy_(x, non_blocking=True),
+    lambda x: torch.cuda.synchronize(),
+    lambda x: torch.cuda.current_stream().record_event().synchronize(),
+]
+GOING_ON: list[Callable[[Tensor], object]] = [
+    lambda x: x.relu().sum(),
+    lambda x: x * torch.tensor(2.0),
+    lambda x: x[torch.ones(1, dtype=torch.int64, device="cuda")],
+    lambda x: x.__setitem__(0, 1.0),
+    lambda x: torch.zeros(3, device="cuda"),
+    lambda x: x.half(),
+    lambda x: HOST.pin_memory().to("cuda", non_blocking=True),
+    lambda x: torch.empty(2, 3, pin_memory=True).copy_(x, non_blocking=True),
+    lambda x: torch.optim.SGD([nn.Parameter(x)], lr=0.1).step(),
+    lambda x: F.one_hot(x.long(), 6),
+]
+
+
+def test_it_notes_where_the_host_waits_and_nothing_else() -> None:
+    with simulate():
+        for number, act in enumerate([*WAITING, *GOING_ON]):
+            tensor = HOST.to("cuda")
+            with DEVICE.waits_inside() as waits:
+                act(tensor)
+            assert sum(waits.values()) == (number < len(WAITING)), (number, waits)
+
+
+def test_it_takes_no_tensors_of_the_host_beside_its_own() -> None:
+    with simulate():
+        tensor = HOST.to("cuda")
+        for act in (lambda: tensor + HOST, lambda: torch.cat([tensor, HOST]), lambda: F.linear(tensor, HOST)):
+            with pytest.raises(MixedError):
+                act()
+        with pytest.raises(TypeError, match="can't convert cuda:0"):
+            tensor.numpy()
+
+
+def test_its_random_numbers_are_its_own() -> None:
+    with simulate():
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        state = torch.cuda.get_rng_state()
+        first, second = torch.rand(3, device="cuda").cpu(), torch.rand(3, device="cuda").cpu()
+        torch.cuda.set_rng_state(state)
+        assert torch.equal(torch.rand(3, device="cuda").cpu(), first)
+        assert torch.equal(first, expected), "of the same seed"
+        assert not torch.equal(second, first)
