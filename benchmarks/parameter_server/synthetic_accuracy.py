@@ -4,29 +4,38 @@
 
 Each class is a coarse pattern; an image is the pattern of its class, shifted at random, under noise that is one and a
 half times as strong. Mode sync: without compression its steps are DDP's. A server and all workers are in one process
-and take turns: the same seed has the same task, first weights and batches in every row. *Corrected* is Deep Gradient
-Compression: with momentum correction, and a warm-up over 4 epochs.
+and take turns: the same seed has the same task, first weights and batches in every row.
 """
 
+import copy
+import math
 import statistics
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import fits  # noqa: F401  # First: it makes the pipeline's benchmarks importable.
 import torch
-from dgc_accuracy import BATCH, train
+import torch.nn.functional as F
 from pieces import Pieces, parser
 from ranks import report
 from torch import Tensor, nn
 
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.drivers.server import ServerService
+from cnnstrategies.paramserver.file_views import FileViews
+from cnnstrategies.paramserver.specification import Specification, hyperparameters
 
-WORKERS, EPOCHS, SEEDS = 2, 20, 5
+WORKERS, EPOCHS, SEEDS, BATCH = 2, 20, 5, 64
 CLASSES, SIZE, CELLS = 10, 16, 4
 TRAINED, HELD_OUT = 1280, 2048
 NOISE = 1.5
 SHOWN = (5, 10, 20)  # epochs
-CORRECTED = {"momentum_correction": True, "compression_warmup": 80}  # steps: 4 epochs
 
 
 def both(compression: str, **options: Any) -> dict[str, Any]:
@@ -38,14 +47,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "none": {},
     "fp16": both("fp16"),
     "topk 5 %": both("topk", compression_ratio=0.05),
-    "topk 5 %, corrected": both("topk", compression_ratio=0.05, **CORRECTED),
     "topk 1 %": both("topk", compression_ratio=0.01),
-    "topk 1 %, corrected": both("topk", compression_ratio=0.01, **CORRECTED),
     "topk 5 %, pulls onebit": {**both("topk", compression_ratio=0.05), "pull_compression": "onebit"},
-    "topk 5 %, pulls onebit, corrected": {
-        **both("topk", compression_ratio=0.05, **CORRECTED),
-        "pull_compression": "onebit",
-    },
     "onebit": both("onebit"),
 }
 
@@ -61,6 +64,87 @@ def task(seed: int) -> tuple[Tensor, Tensor]:
     images = patterns[targets[:, None, None], rows.transpose(1, 2), columns]
     noise = torch.randn(images.shape, generator=generator)
     return (images + NOISE * noise)[:, None] / (1 + NOISE**2) ** 0.5, targets
+
+
+@contextmanager
+def connected(specification: Specification, replicas: list[nn.Module]) -> Iterator[list[Worker]]:
+    """A server in a thread, and a worker for each replica."""
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint, views = f"ipc://{folder}/server", FileViews(Path(folder) / "view")
+        members = tuple(WorkerInfo(number) for number in range(specification.workers))
+        views.publish(View(1, (ServerInfo(0, endpoint),), members))
+        server = ServerService(specification, FileViews(Path(folder) / "view"), 0, endpoint)
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        workers = [
+            Worker(specification, [p.data for p in replica.parameters()], FileViews(Path(folder) / "view"), number)
+            for number, replica in enumerate(replicas)
+        ]
+        workers[0].initialise()
+        for worker in workers:
+            worker.join()
+        try:
+            yield workers
+        finally:
+            server.stop()
+            thread.join()
+            for worker in workers:
+                worker.close()
+
+
+def train(
+    replicas: list[nn.Module],
+    options: dict[str, Any],
+    data: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    epochs: int,
+    seed: int,
+) -> list[float]:
+    """Train replicas, which take turns, by a learning rate that falls along a cosine.
+
+    Args:
+        replicas: With the same weights.
+        options: Of the parameter server.
+        data: Images and targets.
+        held_out: The same, for validation.
+        epochs: How many.
+        seed: Of the batches.
+
+    Returns:
+        The accuracy after each epoch, in percent.
+    """
+    images, targets = data
+    reached = []
+    optimizer = torch.optim.SGD(replicas[0].parameters(), 0.1, momentum=0.9, nesterov=True, weight_decay=0.0005)
+    specification = Specification.of(replicas[0].named_parameters(), optimizer, len(replicas), **options)
+    with connected(specification, replicas) as workers:
+        for epoch in range(epochs):
+            optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * epoch / epochs))
+            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1000 * seed + epoch))
+            for batch in order.split(BATCH):
+                for part, replica, worker in zip(batch.chunk(len(replicas)), replicas, workers, strict=True):
+                    replica.zero_grad()
+                    loss = F.cross_entropy(replica(images[part]), targets[part], label_smoothing=0.05)
+                    loss.backward()
+                    worker.begin_step(hyperparameters(optimizer), len(part))
+                    for index, parameter in enumerate(replica.parameters()):
+                        assert parameter.grad is not None
+                        worker.push(index, parameter.grad)
+                    worker.end_step()
+                for worker in workers:
+                    worker.wait_all()
+            reached.append(accuracy(copy.deepcopy(replicas), *held_out))
+    return reached
+
+
+@torch.no_grad()
+def accuracy(replicas: list[nn.Module], images: Tensor, targets: Tensor) -> float:
+    """In percent, with the mean of the replicas' running statistics."""
+    network = replicas[0].eval()
+    for buffers in zip(*(replica.buffers() for replica in replicas), strict=True):
+        if buffers[0].is_floating_point():
+            buffers[0].copy_(torch.stack(buffers).mean(0))
+    return 100 * float((network(images).argmax(1) == targets).float().mean())
 
 
 def measure(name: str) -> list[float]:

@@ -151,11 +151,6 @@ def check_length(length: int, encoding: Encoding, numel: int, dtype: torch.dtype
         raise InvalidMessageError("a payload of another size than its slice needs")
 
 
-def indices_in(payload: memoryview) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Which elements a payload of top-k holds."""
-    return np.frombuffer(payload[: len(payload) // 2], "<u4").astype(np.int64)
-
-
 def decode(payload: memoryview, encoding: Encoding, numel: int, dtype: torch.dtype) -> Tensor:
     """The gradient in a payload, flat; it may lie on the payload's memory.
 
@@ -174,7 +169,7 @@ def decode(payload: memoryview, encoding: Encoding, numel: int, dtype: torch.dty
         return from_bytes(payload, _HALF[encoding]).to(dtype)
     if encoding == Encoding.TOPK:
         count = len(payload) // 8
-        indices = indices_in(payload)
+        indices = np.frombuffer(payload[: 4 * count], "<u4").astype(np.int64)
         if indices[-1] >= numel or (np.diff(indices) <= 0).any():
             raise InvalidMessageError("indices that are out of range or not in order")
         gradient = torch.zeros(numel, dtype=dtype)

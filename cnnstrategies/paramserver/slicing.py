@@ -133,7 +133,7 @@ def _shared_bytes(specification: Specification) -> int:
 
     Where something is left out of gradients, that of one which comes now and then must wait for it.
     """
-    leaves_out = specification.compression in ("topk", "onebit", "auto")  # momentum correction does, too
+    leaves_out = specification.compression in ("topk", "onebit", "auto")
     if leaves_out or not is_elementwise(specification.optimizer):
         return 0
     total = sum(one.numel * DTYPES[one.dtype].itemsize for one in specification.parameters)

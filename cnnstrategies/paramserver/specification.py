@@ -71,8 +71,6 @@ class Specification:
         staleness: For ssp; 0 is sync.
         compression: How pushed gradients are encoded; ``auto``: workers measure and choose.
         compression_ratio: Share of a slice's elements that ``topk`` sends.
-        compression_warmup: Steps over which the share falls to `compression_ratio`, from a quarter; 0 for none.
-        momentum_correction: Each worker makes SGD's momentum and weight decay before it compresses, not the servers.
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
         fragments: For local: parts of the parameters that are exchanged in turn.
@@ -86,7 +84,6 @@ class Specification:
         slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
         timeout: Seconds of silence after which a worker gives up a server.
         elastic: Workers that may join beside these.
-        steps_before: Steps that were made before, in a run that goes on from a checkpoint: the warm-up counts them.
         session: Random number of this run: messages of another run are dropped.
     """
 
@@ -99,8 +96,6 @@ class Specification:
     staleness: int = 0
     compression: Compression = "none"
     compression_ratio: float = 0.01
-    compression_warmup: int = 0
-    momentum_correction: bool = False
     pull_compression: PullCompression = "none"
     fragments: int = 1
     pipelined: bool = False
@@ -112,7 +107,6 @@ class Specification:
     slice_bytes: int = 1 << 21
     timeout: float = 60.0
     elastic: int = 0
-    steps_before: int = 0
     session: int = field(default_factory=lambda: secrets.randbits(63))
 
     def __post_init__(self) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.correction_checks import check_clipping, check_correction, check_momentum, check_warmup
 
 if TYPE_CHECKING:
     from cnnstrategies.paramserver.specification import Specification
@@ -25,7 +24,7 @@ def check_options(spec: "Specification") -> None:
 def _check_numbers(spec: "Specification") -> None:
     at_least: Mapping[str, float] = {
         "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
-        "timeout": 0, "compression_warmup": 0, "steps_before": 0,
+        "timeout": 0,
     }  # fmt: skip
     for name, least in at_least.items():
         if getattr(spec, name) < least:
@@ -48,14 +47,6 @@ def _check_compression(spec: "Specification") -> None:
             f"pull_compression={spec.pull_compression!r} with mode={spec.mode!r}: servers send one change to all "
             "workers, which they have in common steps only: use mode='sync' or 'local', or pull_compression='fp16'"
         )
-    if spec.compression_warmup:
-        check_warmup(spec.compression_warmup, spec.compression, spec.compression_ratio)
-    if spec.momentum_correction:
-        check_correction(spec.mode, spec.compression)
-        if spec.aggregates:
-            check_clipping(spec.clip_norm or spec.clip_value, spec.mode)
-        if spec.groups:
-            check_momentum(spec.optimizer, [group.options for group in spec.groups])
 
 
 def _check_pipelined(spec: "Specification") -> None:

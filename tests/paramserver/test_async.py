@@ -18,14 +18,18 @@ PLAIN = {"name": "SGD", "lr": 0.3}
 
 
 @pytest.mark.parametrize(
-    "options", [{"mode": "async"}, {"mode": "async", "clip_norm": 0.3}, {"mode": "ssp", "staleness": 2}], ids=str
+    "options",
+    [{"mode": "async"}, {"mode": "async", "clip_norm": 0.3}, {"mode": "ssp", "staleness": 2, "clip_value": 0.02}],
+    ids=str,
 )
 def test_one_worker_alone_trains_as_one_process(options: dict[str, Any], tmp_path: Path) -> None:
-    """Clipping is of the norm of each worker's gradient."""
+    """Clipping is of each worker's gradient."""
 
     def clip(parameters: list[Tensor]) -> None:
         if "clip_norm" in options:
             nn.utils.clip_grad_norm_(parameters, options["clip_norm"])
+        if "clip_value" in options:
+            nn.utils.clip_grad_value_(parameters, options["clip_value"])
 
     expected, _ = run_apart(train_alone, SGD, batches(5, 12), clip)
     with Roles(tmp_path, specify(SGD, 1, servers=2, **options)) as run:

@@ -207,7 +207,6 @@ ALONE = {"mode": "local", "sync_every": 4, "outer_mode": "async"}
         ({"fragments": 2, **ALONE}, "fragments=2 with outer_mode: async: .* would be lost"),
         ({"pull_compression": "topk", **ALONE}, "'topk' with outer_mode: async: servers send one change to all"),
         ({"on_partition": "continue", **ALONE}, "on_partition: continue with outer_mode: async: a worker behind"),
-        ({"momentum_correction": True, **ALONE}, "momentum_correction=True is not for mode='local'"),
         ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
         ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
         ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),

@@ -15,7 +15,6 @@ from cnnstrategies.paramserver.option_checks import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import Compression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections
-from cnnstrategies.paramserver.worker.momentum import MomentumCorrection, share
 from cnnstrategies.paramserver.worker.placement import Placement
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
@@ -30,7 +29,6 @@ class Outgoing:
     Args:
         specification: What all processes of the run agree on.
         slices: All slices.
-        parameters: The parameters in the specification's order, with the values that gradients are computed with.
         connections: The connections to the servers.
         placement: The slices' primaries.
         counters: Its bytes sent are counted.
@@ -46,7 +44,6 @@ class Outgoing:
         self,
         specification: Specification,
         slices: Sequence[Slice],
-        parameters: Sequence[Tensor],
         connections: Connections,
         placement: Placement,
         counters: Counters,
@@ -59,7 +56,6 @@ class Outgoing:
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
         self._encoders = [Encoder(specification.compression, specification.compression_ratio) for _ in slices]
-        self._correction = MomentumCorrection(specification, slices, parameters)
         self._connections = connections
         self._placement = placement
         self._counters = counters
@@ -106,10 +102,7 @@ class Outgoing:
             {name: values[name] for name in group.options}
             for group, values in zip(self._specification.groups, groups, strict=True)
         ]
-        self._begin = step, {"options": self._correction.begin(self.options)}, float(samples)
-        ratio = share(self._specification, step)
-        for encoder in self._encoders:
-            encoder.ratio = ratio
+        self._begin = step, {"options": self.options}, float(samples)
         self._unanswered.clear()
         self.pushed.clear()
         self._sent.clear()
@@ -199,8 +192,7 @@ class Outgoing:
         if encoder.encoding == Encoding.FP16:
             assert self._begin is not None
             check_range(self._slices[key], values, self._specification, self._begin[0])
-        payload = self._correction.encode(encoder, self._slices[key], values)
-        self._unanswered[key] = payload, encoder.encoding, absent
+        self._unanswered[key] = encoder.encode(values), encoder.encoding, absent
         self._send(key)
 
     def _send_begin(self, server: int) -> None:

@@ -99,7 +99,7 @@ class WorkerRole:
         self._pipelined = specification.pipelined
         answers = self.pulls if self._pipelined else None
         self._outgoing = Outgoing(
-            specification, slices, parameters, self.connections, self._placement, self.counters, began_with, answers
+            specification, slices, self.connections, self._placement, self.counters, began_with, answers
         )
         self._now = 0.0
         self._repeat: Callable[[], object] | None = None
@@ -139,8 +139,6 @@ class WorkerRole:
         """Have the first values ready, for the case that those die that were to give them."""
         self._stands_in = True
         values = self._parameters
-        if self._specification.momentum_correction:
-            optimizer_state = None  # Momentum is each worker's own, and begins anew.
         if self._began_with:  # Its own steps move the parameters before others know of them.
             values = self._began_with
             for value, parameter in zip(values, self._parameters, strict=True):

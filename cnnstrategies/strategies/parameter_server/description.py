@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from cnnstrategies.paramserver.correction_checks import FIRST_SHARE
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.differences import differences_of_replicas
@@ -97,10 +96,6 @@ def differences_of_servers(
         lines.append(f"{pushed} may be sent as bf16, or as one bit a value, the rest later")
     elif options.compression != "none":
         lines.append(f"{pushed} are sent as {options.compression}")
-    if options.compression_warmup:
-        lines[-1] += f" (at first {FIRST_SHARE:g}, over {options.compression_warmup} steps less)"
-    if options.momentum_correction:
-        lines.append("each worker makes the momentum of its own gradients")
     if options.pull_compression == "auto":
         alone = options.outer_steps_alone or options.fragments > 1
         changes = ", or that change by one bit a value, the rest later"

@@ -106,14 +106,13 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
         Raises:
             RunEnded: The run could not go on; the message says who died.
             ProcessRaisedException: It raised on a rank.
-            ConfigurationError: A callback or an option of the trainer cannot do its work here, nor its clipping.
+            ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
         check_start(self._start_method)
         training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             check_callbacks(trainer.callbacks, self._options, returns=False)  # type: ignore[attr-defined]
             check_dispatch(trainer, self._options)
-            self._options.check_clipping(trainer.gradient_clip_val)
         if self._already_fit and training:
             raise NotImplementedError(
                 "Calling `trainer.fit()` twice on the same Trainer: its loops stay in the ranks that start_method "
@@ -232,12 +231,11 @@ class WatchingScriptLauncher(ScriptLauncher):
 
         Raises:
             SystemExit: In the process that has watched the ranks: it has nothing more to do.
-            ConfigurationError: A callback or an option of the trainer cannot do its work here, nor its clipping.
+            ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
         if trainer is not None:
             check_callbacks(trainer.callbacks, self._options, returns=True)  # type: ignore[attr-defined]
             check_dispatch(trainer, self._options)
-            self._options.check_clipping(trainer.gradient_clip_val)
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)

@@ -93,15 +93,12 @@ def check_callbacks(callbacks: Sequence[Callback], options: Options, returns: bo
             )
 
 
-def check_optimizers(optimizers: list[Optimizer], options: Options) -> Optimizer:
+def check_optimizers(optimizers: list[Optimizer], options: Options) -> None:
     """Refuse what the servers cannot do.
 
     Args:
         optimizers: The trainer's.
         options: The strategy's.
-
-    Returns:
-        The only optimizer.
 
     Raises:
         ConfigurationError: There is none or more than one, or one that evaluates the loss itself, is told whether it
@@ -118,7 +115,6 @@ def check_optimizers(optimizers: list[Optimizer], options: Options) -> Optimizer
         )
     if options.mode != "local":  # There each worker runs its own.
         _check_served(optimizers[0])
-    return optimizers[0]
 
 
 def _check_served(optimizer: Optimizer) -> None:

@@ -8,7 +8,6 @@ from lightning.pytorch import LightningModule
 from torch.optim import SGD, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.correction_checks import check_clipping, check_momentum
 from cnnstrategies.paramserver.delayed_nesterov import DelayedNesterov
 from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.slicing import cut, fragments
@@ -17,7 +16,6 @@ from cnnstrategies.paramserver.specification import (
     Mode,
     PullCompression,
     Specification,
-    hyperparameters,
 )
 from cnnstrategies.strategies.parameter_server.option_checks import check_together
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
@@ -53,8 +51,6 @@ class Options:
     coordinator: str | None
     compression: Compression
     compression_ratio: float
-    compression_warmup: int
-    momentum_correction: bool
     pull_compression: PullCompression
     replication: int
     snapshot_every: int
@@ -82,28 +78,6 @@ class Options:
             if value not in accepted:
                 raise ConfigurationError(f"{name}={value!r}: accepted are {', '.join(accepted)}")
         check_together(self)
-
-    def check_momentum(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer whose momentum the workers are to make and cannot.
-
-        Raises:
-            ConfigurationError: `momentum_correction` is not for it.
-        """
-        if self.momentum_correction:
-            kind = type(optimizer)
-            check_momentum(f"{kind.__module__}.{kind.__qualname__}", hyperparameters(optimizer))
-
-    def check_clipping(self, limit: float | None) -> None:
-        """Refuse clipping where the servers would clip something else than gradients.
-
-        Args:
-            limit: The trainer's `gradient_clip_val`.
-
-        Raises:
-            ConfigurationError: `momentum_correction` is not for it.
-        """
-        if self.momentum_correction and self.steps_together:
-            check_clipping(limit, self.mode)
 
     def check_nodes(self, nodes: int) -> None:
         """Refuse more copies than there are servers.
@@ -221,8 +195,6 @@ class Options:
             "staleness": self.staleness,
             "compression": self.compression,
             "compression_ratio": self.compression_ratio,
-            "compression_warmup": self.compression_warmup,
-            "momentum_correction": self.momentum_correction,
             "pull_compression": self.pull_compression,
             "fragments": self.fragments,
             "replication": self.replication,

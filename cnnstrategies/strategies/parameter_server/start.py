@@ -60,8 +60,8 @@ def meet_servers(
     """
     run, membership = group.collectives, group.membership
     if group.rank == 0:
-        changes = {"steps_before": trainer.global_step, **_clipping(trainer, options.mode)}
-        whole = options.specification(module, optimizer, nodes, group.world_size, **changes)
+        clipping = _clipping(trainer, options.mode)
+        whole = options.specification(module, optimizer, nodes, group.world_size, **clipping)
         run.put(SPECIFICATION, [whole.to_json().encode()])
     (text,) = run.get(SPECIFICATION)
     specification = Specification.from_json(bytes(text).decode())

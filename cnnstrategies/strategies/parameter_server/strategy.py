@@ -82,9 +82,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             ``auto`` uses the one of ``none``, ``bf16`` and ``onebit`` with which steps take the least time, as
             measured while it trains.
         compression_ratio: Share of the elements that ``topk`` sends.
-        compression_warmup: Steps over which ``topk`` sends less and less, from a quarter to ``compression_ratio``.
-        momentum_correction: Each worker makes the momentum and the weight decay of SGD itself, before it compresses
-            (Deep Gradient Compression, Lin et al., ICLR 2018); the servers add what comes. For ``topk``.
         pull_compression: Of pulled parameters: ``none``, ``fp16`` or ``bf16``. Forward and backward then use rounded
             weights; those of the servers keep their precision, and validation and checkpoints have them. For ``sync``
             and ``local`` also ``topk`` and ``onebit``: of what each step changes, with error feedback (DoubleSqueeze,
@@ -137,8 +134,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         coordinator: str | None = None,
         compression: Compression = "none",
         compression_ratio: float = 0.01,
-        compression_warmup: int = 0,
-        momentum_correction: bool = False,
         pull_compression: PullCompression = "none",
         replication: int = 1,
         snapshot_every: int = 0,
@@ -207,7 +202,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.setup_optimizers(trainer)
             self._outer_state = None
             self._dispatch.has_loader = False
-            self.options.check_momentum(check_optimizers(self.optimizers, self.options))
+            check_optimizers(self.optimizers, self.options)
         self.setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             raise ConfigurationError(
