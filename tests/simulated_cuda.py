@@ -83,6 +83,7 @@ def simulate(index: int = 0, devices: int = 1) -> GpuMode:
 
 
 def _simulate_cuda(devices: int) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)  # Parameters, and gradients, change their class.
     torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]  # For "cuda" without a number.
     torch.backends.cudnn.enabled = False
     if torch.backends.cuda.is_built():

@@ -141,7 +141,7 @@ class GpuTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "GpuTensor":
         if id(self) not in memo:
             copied = GpuTensor(self.host.detach().clone(), self.requires_grad)
-            if isinstance(self, torch.nn.Parameter):
+            if _is_parameter(self):
                 copied._is_param = True  # type: ignore[attr-defined]
             memo[id(self)] = copied
         found: GpuTensor = memo[id(self)]
@@ -152,6 +152,17 @@ class GpuTensor(torch.Tensor):
     device = property(lambda self: DEVICE.name)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Take another's memory and be where that is, as a module's parameters that go back to the host."""
+        other, gradient = value.detach().requires_grad_(self.requires_grad), self.grad
+        torch.utils.swap_tensors(self, torch.nn.Parameter(other, self.requires_grad) if _is_parameter(self) else other)
+        self.grad = gradient
 
     def get_device(self) -> int:
         return DEVICE.name.index
@@ -204,6 +215,10 @@ class GpuTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What is computed with it."""
         return _compute(func, args, kwargs or {})
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
 
 
 class GpuMode(TorchDispatchMode):

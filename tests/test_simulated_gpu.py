@@ -72,3 +72,15 @@ def test_its_random_numbers_are_its_own() -> None:
         assert torch.equal(torch.rand(3, device="cuda").cpu(), first)
         assert torch.equal(first, expected), "of the same seed"
         assert not torch.equal(second, first)
+
+
+def test_a_module_goes_there_and_back() -> None:
+    layer = nn.BatchNorm2d(3)
+    weight = layer.weight
+    with simulate():
+        layer.to("cuda").weight.data.fill_(2.0)
+        assert layer.weight is weight
+        assert {tensor.device for tensor in layer.state_dict().values()} == {DEVICE.name}
+        assert layer.cpu().weight is weight
+        assert type(weight) is nn.Parameter
+        assert torch.equal(weight, torch.full((3,), 2.0))

@@ -143,8 +143,9 @@ def fit(case: Case, kind: str, world: int) -> Trained:
 def strategy_of(name: str) -> Any:
     if name == "ddp":
         return DDPStrategy()
-    if name == "hybrid_pipeline":
-        return HybridPipelineStrategy(replicas=[1, 1], cuts=["0"], microbatches=4)
+    if name in ("hybrid_pipeline", "automatic cuts"):
+        cuts = ["0"] if name == "hybrid_pipeline" else None
+        return HybridPipelineStrategy(replicas=[1, 1], cuts=cuts, microbatches=4)
     return ParameterServerStrategy(servers=1, start_method="fork") if name == "parameter_server" else name
 
 
@@ -172,7 +173,7 @@ TOGETHER = [
     Case("hybrid_pipeline", RECIPE),
     Case("hybrid_pipeline", precision="bf16-mixed", has_length=False),
     Case("hybrid_pipeline", precision="16-mixed", waits=1),
-    Case("hybrid_pipeline", own="plain", waits=1),
+    Case("automatic cuts", own="plain", waits=1),
     Case("hybrid_pipeline", own="mixing", waits=1),
 ]
 
