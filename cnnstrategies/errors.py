@@ -11,12 +11,14 @@ class ConfigurationError(ValueError):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, and one after the other those that have led to it.
+    """An error, and one after the other those that have led to it, each once: some have led to each other.
 
     Args:
         error: The last one.
     """
     link: BaseException | None = error
-    while link is not None:
+    seen: list[BaseException] = []
+    while link is not None and all(link is not one for one in seen):
         yield link
+        seen.append(link)
         link = link.__cause__ or link.__context__

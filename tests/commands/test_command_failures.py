@@ -1,6 +1,7 @@
 """What goes wrong while a run is built or runs is said once, in a line where that says it all."""
 
 import errno
+import itertools
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from cnnstrategies import ConfigurationError
 from cnnstrategies.commands import lightning_cli
 from cnnstrategies.commands.errors import check_checkpoint, explain_parse_error
 from cnnstrategies.commands.failures import explain_build_error, explain_run_error, refusal_in
+from cnnstrategies.errors import causes
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 
@@ -99,6 +101,13 @@ LINES = {
 def test_a_line_where_it_says_it_all_and_a_traceback_where_not(error, line):
     said = explain_run_error(error)
     assert (said is None) if line is None else said.startswith(line)
+
+
+def test_errors_that_have_led_to_each_other_are_looked_at_once():
+    """As when a handler raises what it has caught, from an error that it made of it."""
+    first, second = OSError(errno.ENOENT, "No such file or directory"), ValueError("it is gone")
+    first.__cause__, second.__context__ = second, first
+    assert list(itertools.islice(causes(first), 3)) == [first, second]
 
 
 def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
