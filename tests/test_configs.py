@@ -70,6 +70,7 @@ ARGS = {
     ],
     "experiments/digits_smallcnn_ema_mixup_cpu.yaml": TWO,
     "experiments/digits_smallcnn_pruning_cpu.yaml": [*TWO, "--trainer.max_epochs=11"],
+    "experiments/fashion_mnist_smallcnn_recipe_cpu.yaml": [*FEW, *TWO],
     **{f"experiments/digits_smallcnn_hybrid_{layout}_cpu.yaml": FOUR for layout in ("2-2", "3-1", "1-2-1")},
     "experiments/digits_smallcnn_hybrid_1-1_cpu.yaml": TWO,
     # The wide ones would take a minute.
