@@ -109,7 +109,13 @@ class Channels:
             if not self._expect(order, sender, size, due=order[0] < now):
                 break
             self._awaited.popleft()
-        self._begin()
+        self.begin()
+
+    def begin(self, before: Order | None = None) -> None:
+        """Begin what was prepared, in the order of all ranks; only what comes before a message, where one is given."""
+        self._prepared.sort(key=itemgetter(0))
+        while self._prepared and (before is None or self._prepared[0][0] < before):
+            self._prepared.pop(0)[1].begin()
 
     def receive_forward(self, microbatch: int, size: Hashable) -> tuple[dict[str, Any], dict[int, list[Tensor]]]:
         """The inputs of a forward.
@@ -237,7 +243,7 @@ class Channels:
             missing[source] -= 1
             if not missing[source]:
                 self.send_backward(microbatch, {source: leaves.pop(source)})
-                self._begin()
+                self.begin()
 
         handles = [
             tensor.register_post_accumulate_grad_hook(lambda _, source=source: there(source))  # type: ignore[no-untyped-call]
@@ -296,7 +302,7 @@ class Channels:
             what = f"the activations of microbatch {sender.microbatch}"
             if place not in self._received_headers:
                 if due:
-                    self._begin()  # What comes before: others may wait for it.
+                    self.begin(before=order)  # Others may wait for that.
                     self._coming[sender] = self._receive_first(place, what)
                 return due
             specs, tag = self._received_headers[place].tensors, FORWARD
@@ -326,11 +332,6 @@ class Channels:
     def _prepare(self, order: Order, transfer: Pending) -> Pending:
         self._prepared.append((order, transfer))
         return transfer
-
-    def _begin(self) -> None:
-        for _, transfer in sorted(self._prepared, key=itemgetter(0)):
-            transfer.begin()
-        self._prepared.clear()
 
     def _sent(self, microbatch: int) -> None:
         for one in self._leaving.pop(microbatch, []):

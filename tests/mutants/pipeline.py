@@ -185,6 +185,15 @@ def each_rank_begins_its_sends_before_its_receives(
 
 
 @replaces(
+    Channels.begin, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[3]
+)
+def what_comes_after_a_first_message_is_begun_before_it(
+    right: Callable[[Channels, Order | None], None], self: Channels, before: Order | None = None
+) -> None:
+    right(self, None)
+
+
+@replaces(
     Executor.overlaps, killed_by=test_layouts.test_a_device_may_be_drained_at_any_moment, case=test_layouts.DRAINED[2]
 )
 def replicas_sum_their_gradients_while_others_need_their_last_message(
