@@ -19,6 +19,7 @@ from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide, divide_by_na
 from cnnstrategies.pipeline.tracing import cut_positions, decide_by_shapes, trace
 from cnnstrategies.strategies.hybrid_pipeline import comparison
 
+CPU = torch.device("cpu")
 STAGES = 4
 TORCHVISION = [
     "alexnet",
@@ -243,7 +244,7 @@ def test_a_module_that_cannot_be_traced_inside_stays_whole() -> None:
         network = with_inside(Halves()).double()
         network(torch.randn(2, 3, 8, 8, dtype=torch.float64))
         assert "call_module" in {node.op for node in trace(network).graph.nodes if node.target == "1"}
-        comparison.compare(divide_by_names(network, ["1"]), torch.randn(2, 3, 8, 8, dtype=torch.float64))
+        comparison.compare(divide_by_names(network, ["1"]), torch.randn(2, 3, 8, 8, dtype=torch.float64), CPU)
 
     run_apart(compared)
 
@@ -275,7 +276,7 @@ def test_what_a_network_decides_by_the_shape_of_its_images_holds_for_these() -> 
         assert not decide_by_shapes(network, lambda size: None)
         assert decide_by_shapes(network, lambda size: images[:size])
         blueprint = divide_by_names(network, ["first"])
-        comparison.compare(blueprint, images[:2])
+        comparison.compare(blueprint, images[:2], CPU)
         other = r"images of shape \(3, 12, 8\): ByShape.forward .* was cut into stages for \(3, 8, 8\)"
         with pytest.raises(ConfigurationError, match=other):
             blueprint.build(0)(torch.randn(2, 3, 12, 8, dtype=torch.float64))
