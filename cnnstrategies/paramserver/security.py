@@ -77,6 +77,8 @@ def is_local(endpoint: str) -> bool:
             f"endpoint {endpoint!r}: the parameter server speaks IPv4 only: give an IPv4 address of that machine, or a "
             "name that leads to one, here or as the main address (MASTER_ADDR)"
         )
+    if match[2] != "*" and not 0 < int(match[2]) < 2**16:
+        raise ConfigurationError(f"endpoint {endpoint!r}: a port is a number from 1 to 65535")
     if match[1] == "localhost":
         return True
     try:

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import socket
 import stat
 import tempfile
 import threading
@@ -42,7 +43,7 @@ from cnnstrategies.paramserver.private_directory import (
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint, fingerprint
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import Layout, choose_place
+from cnnstrategies.strategies.parameter_server.run import Layout, choose_place, open_supervision, own_address
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
@@ -144,6 +145,19 @@ def test_no_launcher_has_an_endpoint_that_a_stranger_reaches_without_a_key(
     open_to_all = choose_place(ParameterServerStrategy(security="none").options, TWO_NODES, 0)
     assert open_to_all.key_file is None
     assert open_to_all.insecure
+
+
+def test_a_place_where_the_coordinator_cannot_listen_is_named_before_anything_starts() -> None:
+    with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': a port is a number from 1 to 65535"):
+        ParameterServerStrategy(coordinator="tcp://127.0.0.1:99999")
+    with pytest.raises(ConfigurationError, match=r"no way leads there .* rank 0's machine by which the others reach"):
+        own_address("tcp://nowhere.invalid:5000")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        coordinator = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        options = ParameterServerStrategy(coordinator=coordinator).options
+        place = choose_place(options, ONE_NODE, 0, supervised=True)
+        with pytest.raises(ConfigurationError, match=rf"{coordinator}: it cannot listen at port .* in use"):
+            open_supervision(options, ONE_NODE, place, True, "fork")
 
 
 def test_a_directory_of_somebody_elses_making_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

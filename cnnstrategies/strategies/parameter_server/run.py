@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.roster import SERVER
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator, files_of_server
@@ -137,8 +138,11 @@ def open_supervision(
         method: How to start them.
 
     Raises:
-        ConfigurationError: They may not open as many files as they will have connections.
+        ConfigurationError: They may not open as many files as they will have connections, or another program listens
+            where the coordinator is to.
     """
+    if layout.node == 0 and place.session == 0:  # A later session's waits for the one before to make room.
+        _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
     address = Address(
         place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session,
@@ -226,9 +230,32 @@ def _listening(coordinator: str) -> str:
     )
 
 
+def _check_free(coordinator: str) -> None:
+    """Refuse a place for the coordinator that another program has."""
+    endpoint = _listening(coordinator)
+    if endpoint.startswith("ipc://"):
+        return
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise ConfigurationError(
+                f"coordinator {coordinator}: it cannot listen at port {port} of this machine ({error.strerror}): end "
+                "what does (`ss -ltnp`), or give another port"
+            ) from error
+
+
 def own_address(coordinator: str) -> str:
     """The address of this machine from which it reaches the coordinator."""
     host, _, port = coordinator.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # Sends nothing.
+        try:
+            probe.connect((host, int(port)))  # Sends nothing.
+        except OSError as error:
+            raise ConfigurationError(
+                f"coordinator {coordinator}: no way leads there from this machine ({error.strerror}): give the name or "
+                "IPv4 address of rank 0's machine by which the others reach it"
+            ) from error
         return str(probe.getsockname()[0])
