@@ -80,9 +80,7 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
             f"{len(options.endpoints) - 1}"
         )
     key_file = key_file_of(options, options.coordinator)
-    address = Address(
-        options.coordinator, SERVER, index, 0, options.heartbeat, options.timeout, APPEAR, silence=options.silence
-    )
+    address = Address(options.coordinator, SERVER, index, 0, options.heartbeat, options.timeout, APPEAR)
     return ServerProcess(
         address, _bound(options.endpoints[index], options.coordinator), key_file, options.security == "none"
     )

@@ -106,7 +106,6 @@ class Worker:
         followed = specification.aggregates and specification.workers > 1
         self.chooser = CodecChooser(len(self._ladder), followed) if len(self._ladder) > 1 else None
         self._began: float | None = None  # when the last step did
-        self._waits = False  # Some time has been waited for what is on its way.
         self._follow()
 
     @property
@@ -239,7 +238,6 @@ class Worker:
         """
         self._push_fetched(wait=True)
         self.role.end_step(goes_on)
-        self._waits = False
         self._links.send(self.role.take())
 
     def wait(self, index: int) -> None:
@@ -258,23 +256,6 @@ class Worker:
         """Wait until all parameters are up to date. Raises what :meth:`wait` raises."""
         self.wait_for(self.role.all_here())
         self._use_all()
-
-    def wait_all_for(self, seconds: float) -> bool:
-        """Wait until all parameters are up to date, but not longer than some seconds; whether they are.
-
-        May be called again and again, as where a link may be cut for long. Raises what :meth:`wait` raises.
-        """
-        wait, now = self.role.all_here(), time.monotonic()
-        until = now + seconds
-        if not self._waits:
-            self._waits = True
-            self.role.begin_waiting(now, wait)
-        while wait.waiting():
-            self._look(wait, min(POLL_SECONDS, max(0.0, until - time.monotonic())))
-            if time.monotonic() >= until:
-                break
-        self._links.send(self.role.take())
-        return not wait.waiting()
 
     def refresh(self) -> None:
         """Write the servers' present values into all parameters, between two steps: in async others go on.

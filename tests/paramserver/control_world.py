@@ -81,8 +81,8 @@ class Run:
 
     def member(self, role: str, identity: int, life: int = 0) -> Peer:
         """A worker or a server comes; a server sees every view at once."""
-        timeout, silence = self.settings["timeout"], self.settings.get("silence", 0.0)
-        address = Address("here", role, identity, life, timeout / 10, timeout, 600.0, silence=silence)
+        timeout = self.settings["timeout"]
+        address = Address("here", role, identity, life, timeout / 10, timeout, 600.0)
         hello = {"process": 4711, "host": "here", "endpoint": f"{role} {identity}.{life}", "public_key": ""}
         participant = Participant(address, 7, hello)
         participant.figures = lambda: self.figures(participant.peer)

@@ -18,6 +18,7 @@ from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.file_views import FileViews
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.worker.worker import Wait
 
 
 class Roles:
@@ -228,6 +229,13 @@ def join(workers: Sequence[Worker]) -> None:
         worker.initialise()
     for worker in workers:
         worker.join()
+
+
+def answered(worker: Worker, seconds: float) -> bool:
+    """Whether all of a worker's parameters are up to date within some seconds."""
+    wait, end = worker.role.all_here(), time.monotonic() + seconds
+    worker.wait_for(Wait(lambda: wait.waiting() and time.monotonic() < end))
+    return not wait.waiting()
 
 
 def until(condition: Callable[[], object], timeout: float = 60) -> None:

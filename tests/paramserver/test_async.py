@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_apart
-from roles import PlainRoles, Roles, join
+from roles import PlainRoles, Roles, answered, join
 from test_sync import train
 from torch import Tensor, nn
 from training import SGD, Replica, assert_same, batches, make_network, specify, train_alone
@@ -49,7 +49,7 @@ def test_a_slow_worker_is_waited_for_as_the_staleness_says_and_never_in_async(
         for _ in range(3 + options.get("staleness", 7)):
             run.step(quick)
         run.begin(quick)
-        assert quick.wait_all_for(0.3) == (options["mode"] == "async")
+        assert answered(quick, 0.3) == (options["mode"] == "async")
         run.step(slow)
         quick.wait_all()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training import SGD, batches, make_network, make_optimizer, specify
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.specification import Specification, hyperparameters
+from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.pulls import Target
 
 OWN_STEPS, ROUNDS = 3, 4
@@ -201,41 +201,6 @@ def test_a_server_that_comes_again_in_the_first_round_is_given_the_values_that_i
         run.serve_again(0)
         run.step(worker, [value])
     torch.testing.assert_close(value, torch.full_like(value, -0.5))
-
-
-@pytest.mark.light
-def test_both_sides_of_a_cut_go_on_and_the_outer_step_brings_them_together(tmp_path: Path) -> None:
-    """The other's push does not come; then it does, and what was done meanwhile is kept, and counts in the next."""
-    with PlainRoles(tmp_path, (6, 100), workers=2, mode="local") as run:
-        (one, mine), (other, theirs) = run.all_joined()
-        options = hyperparameters(torch.optim.SGD(run.parameters, lr=1.0))
-
-        def push(worker: Worker, values: list[Tensor]) -> None:
-            worker.begin_step(options, 1)
-            for index, value in enumerate(values):
-                worker.push(index, value)
-            worker.end_step(goes_on=True)
-
-        def move(values: list[Tensor], by: float) -> None:
-            for value in values:
-                value.add_(by)
-
-        move(mine, 1.0)
-        push(one, mine)
-        assert not one.wait_all_for(0.2)
-        move(mine, 10.0)
-        assert not one.wait_all_for(0.0)
-        move(theirs, 3.0)
-        push(other, theirs)
-        for worker in (one, other):
-            assert worker.wait_all_for(20.0)
-        assert all(torch.equal(value, torch.full_like(value, 12.0)) for value in mine), "the mean is 2"
-        assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in theirs)
-        for worker, values in ((one, mine), (other, theirs)):
-            push(worker, values)
-        for worker, values in ((one, mine), (other, theirs)):
-            assert worker.wait_all_for(20.0)
-            assert all(torch.equal(value, torch.full_like(value, 7.0)) for value in values)
 
 
 @pytest.mark.light

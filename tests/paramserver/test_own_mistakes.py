@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from data_world import fresh
-from roles import until
+from roles import answered, until
 from torch import nn
 from training import SGD, specify
 
@@ -120,7 +120,7 @@ def test_a_server_that_fails_ends_with_its_traceback_and_its_worker_names_it(
         worker.push(0, torch.ones(40))
         worker.end_step()
         with pytest.raises(RunEnded, match=r"server 0 failed: KeyError: 'a slip of ours'"):
-            worker.wait_all_for(TIMEOUT / 4)
+            answered(worker, TIMEOUT / 4)
         assert "server 0 failed" in ends(member, server)
         worker.close()
     said = capfd.readouterr().err

@@ -18,10 +18,9 @@ class Recorder:
     codecs = ("none", "none")
 
     def __init__(self):
-        self.begun, self.pushed, self.log, self.is_cut, self.step = [], 0, [], False, 0
+        self.begun, self.pushed, self.log = [], 0, []
 
     def begin_step(self, options, samples):
-        self.step += 1
         self.begun.append((options, samples))
 
     def push(self, index, value):
@@ -33,11 +32,6 @@ class Recorder:
 
     def wait_all(self):
         self.log.append("waits")
-
-    def wait_all_for(self, seconds):
-        self.log.append("is cut" if self.is_cut else "has waited")
-        self.waited = seconds
-        return not self.is_cut
 
 
 def stepper_of(own_steps, there=lambda: 2, **options):
@@ -123,39 +117,6 @@ def test_a_newcomer_takes_the_same_turns():
     assert other.log == worker.log == [1, "ends", "waits", 0, "ends", "waits"]
 
 
-def test_own_steps_go_on_while_a_link_is_cut(capsys):
-    """For the time-out it may be that others are only late; then a look takes a part of a step's time."""
-    stepper, worker = stepper_of([], sync_every=2, on_partition="continue", timeout=7.0)
-    stepper.after_step()
-    stepper.after_step()
-    assert worker.log == [0, 1, "goes on", "has waited"]
-    assert worker.waited == 7.0
-    worker.log.clear()
-    worker.is_cut = True
-    for _ in range(5):
-        stepper.after_step()
-    assert worker.log == [0, 1, "goes on", "is cut", "is cut", "is cut", "is cut"], "no other before that one is over"
-    assert worker.waited < 0.1
-    assert capsys.readouterr().err.count("no new values for 7 s after outer step 1: a link may be cut") == 1
-    worker.log.clear()
-    worker.is_cut = False
-    stepper.after_step()
-    assert worker.log == ["has waited", 0, 1, "goes on", "has waited"]
-
-
-def test_those_that_have_made_fewer_outer_steps_make_up_for_it():
-    """The other has made two more, and has own steps left."""
-    stepper, worker = stepper_of([], sync_every=9, on_partition="continue")
-    stepper.outer_step(lambda made: [made, (2, True)])
-    assert worker.log == 3 * [0, 1, "ends", "waits"]
-    worker.log.clear()
-    stepper.outer_step(lambda made: [made, (3, False)])
-    assert not worker.log
-    stepper.after_step()
-    stepper.outer_step(lambda made: [made, (3, False)])
-    assert worker.log == [0, 1, "ends", "waits"]
-
-
 def test_a_worker_that_makes_outer_steps_alone_says_how_many_there_are():
     there = []
     stepper, worker = stepper_of([], lambda: there[-1], outer_mode="async", outer_lr=0.7, outer_momentum=0.9)
@@ -184,12 +145,6 @@ ALONE = {"mode": "local", "sync_every": 4, "outer_mode": "async"}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_partition": "stop"}, "on_partition='stop': accepted are end, continue"),
-        ({"on_partition": "continue"}, "on_partition: continue is for mode: local without fragments, not mode: sync"),
-        (
-            {"mode": "local", "sync_every": 4, "fragments": 2, "on_partition": "continue"},
-            "not mode: local with fragments=2",
-        ),
         ({"fragments": 2}, "fragments=2 is for mode: local, not mode: sync"),
         ({"mode": "async", "overlap": 1}, "overlap=1 is for mode: local, not mode: async"),
         ({"mode": "local", "fragments": 0}, "fragments=0: use 1 or more"),
@@ -206,7 +161,6 @@ ALONE = {"mode": "local", "sync_every": 4, "outer_mode": "async"}
         ({"mode": "async", "outer_mode": "async"}, "outer_mode: async is for mode: local, not mode: async"),
         ({"fragments": 2, **ALONE}, "fragments=2 with outer_mode: async: .* would be lost"),
         ({"pull_compression": "topk", **ALONE}, "'topk' with outer_mode: async: servers send one change to all"),
-        ({"on_partition": "continue", **ALONE}, "on_partition: continue with outer_mode: async: a worker behind"),
         ({"mode": "local", "data_dispatch": "dynamic"}, "in mode: local every worker makes the same number of steps"),
         ({"outer_lr": 0.7}, "are for mode: local, not mode: sync"),
         ({"mode": "local", "outer_lr": 0.0}, "outer_lr=0.0: use more than 0"),

@@ -62,7 +62,7 @@ class Admission:
             )
         if self._roster.is_over(peer) and peer not in self._left_behind:
             return (
-                f"{peer} was silent for {self._settings.patience:g} s and counts as dead: the run goes on without it; "
+                f"{peer} was silent for {self._settings.timeout:g} s and counts as dead: the run goes on without it; "
                 "raise `timeout` if it was only busy"
             )
         known = self._roster.at(peer.role, peer.id)
@@ -110,18 +110,18 @@ class Admission:
             over: Whether the run is over, and nobody's loss matters any more.
             overdue: A view, and the servers that live and have not taken it up in good time.
         """
-        patience = self._settings.patience
+        timeout = self._settings.timeout
         if over:
             for member in self._roster.members:
-                if now - member.seen > self._settings.timeout:
+                if now - member.seen > timeout:
                     self._roster.remove(member)
                     self._left_behind.add(member.peer)
             return
         if self._hears_nobody(now):
             return
         for member in self._roster.members:
-            if now - member.seen > patience:
-                self._miss(now, member, f"was silent for {patience:g} s")
+            if now - member.seen > timeout:
+                self._miss(now, member, f"was silent for {timeout:g} s")
         takeover = self._settings.takeover
         for member in self._roster.members if takeover else ():
             if member.peer.role == SERVER and now - member.seen > takeover and self._is_copied():
@@ -131,7 +131,7 @@ class Admission:
             # One that has not seen any yet is being set up: it imports, and loads a snapshot.
             set_up = member.acknowledged > 0 or now - member.came > self._settings.appear
             if str(member.peer) in blind and set_up:
-                self._miss(now, member, f"has not taken up view {view} for {PATIENCE * patience:g} s")
+                self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
         self.expect(now)
 
     def _is_copied(self) -> bool:
@@ -194,12 +194,12 @@ class Admission:
         """Whether it is more likely that this process is cut off than that all others have died at once."""
         members = self._roster.members
         quiet = now - max((member.seen for member in members), default=now)
-        patience = self._settings.patience
-        if len(members) > 1 and quiet > patience:
+        timeout = self._settings.timeout
+        if len(members) > 1 and quiet > timeout:
             self._finish(
-                f"the coordinator has heard none of the {len(members)} members for {patience:g} s: it is cut off"
+                f"the coordinator has heard none of the {len(members)} members for {timeout:g} s: it is cut off"
             )
-        return len(members) > 1 and quiet > patience / 2
+        return len(members) > 1 and quiet > timeout / 2
 
     def _miss(self, now: float, member: Member, how: str) -> None:
         self._roster.remove(member)

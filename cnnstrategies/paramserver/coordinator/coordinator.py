@@ -162,7 +162,7 @@ class Coordinator:
         self.restart.look(awake)
         if self.restart.waits:
             return [*self._take_effects(), Timer(TICK, now + self._tick)]
-        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.patience)
+        overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
         self._admission.look(awake, self.ended is not None, overdue)
         if self.ended is None:
             trouble = self._watchdog.look(awake, self._waits())

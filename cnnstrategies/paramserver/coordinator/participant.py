@@ -124,7 +124,7 @@ class Participant:
         leaving = any(one.message.kind == "leave" for one in self.asking.open.values())
         if leaving and now - self.heard > LEAVING * self._address.timeout:
             return self._end(LEFT_UNHEARD, clean=True)
-        patience = self._address.patience if self.view is not None else self._address.appear
+        patience = self._address.timeout if self.view is not None else self._address.appear
         if now - self.heard > patience:
             return self._end(
                 f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: it died, or the "
@@ -132,7 +132,7 @@ class Participant:
                 clean=False,
             )
         for request in self.asking.open.values() if self.view is not None else ():
-            if now - request.progress > UNHEARD * self._address.patience:
+            if now - request.progress > UNHEARD * self._address.timeout:
                 what = request.message.fields.get("operation", request.message.kind)
                 return self._end(
                     f"{self.peer}: the coordinator at {self._address.coordinator} has not answered `{what}` for "

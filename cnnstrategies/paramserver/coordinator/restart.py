@@ -66,7 +66,7 @@ class Restart:
         settings = self._settings
         if settings.term:
             self._recovery = Recovery(
-                settings.workers, settings.servers, now, settings.patience, settings.appear, settings.elastic
+                settings.workers, settings.servers, now, settings.timeout, settings.appear, settings.elastic
             )
 
     @property
@@ -149,7 +149,7 @@ class Restart:
                 member = Member(Peer(*fate.life), fate.process, "this node", now)
                 admission.died(now, member, fate.how, fate.replaced)
         for life in missing if recovery.number >= 0 else ():
-            how = f"gave no sign of life for {self._settings.patience:g} s after the coordinator was started again"
+            how = f"gave no sign of life for {self._settings.timeout:g} s after the coordinator was started again"
             admission.lost(now, Member(Peer(*life), 0, "another coordinator's word", now), how)
         self._sweep(now, recovery)
         if not roster.of_the_run:

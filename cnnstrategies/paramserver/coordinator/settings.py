@@ -25,8 +25,6 @@ class CoordinatorSettings:
         term: How many coordinators this one follows, that were killed: it asks the members what they know.
         elastic: How many workers may join while it trains: they have the numbers after the others', come and go, and
             are never waited for.
-        silence: Seconds without a heartbeat after which a member counts as dead, if more than the time-out: it may be
-            behind a link that is cut.
         takeover: Seconds without a heartbeat after which a server's copies take over, if less than the time-out.
     """
 
@@ -44,13 +42,7 @@ class CoordinatorSettings:
     restartable: bool = False
     term: int = 0
     elastic: int = 0
-    silence: float = 0.0
     takeover: float = 0.0
-
-    @property
-    def patience(self) -> float:
-        """Seconds for which a member may be silent."""
-        return max(self.timeout, self.silence)
 
     @property
     def least(self) -> float:
@@ -71,7 +63,6 @@ class Address:
         timeout: Seconds of silence after which either side counts the other as dead.
         appear: Seconds in which the coordinator must have answered once.
         session: Which of the sessions that follow one another at this place. A coordinator hears those of its own.
-        silence: Seconds of silence after which the coordinator counts as dead, if more than the time-out.
     """
 
     coordinator: str
@@ -82,9 +73,3 @@ class Address:
     timeout: float = 10.0
     appear: float = 60.0
     session: int = 0
-    silence: float = 0.0
-
-    @property
-    def patience(self) -> float:
-        """Seconds for which the coordinator may be silent."""
-        return max(self.timeout, self.silence)

@@ -14,8 +14,6 @@ from cnnstrategies.paramserver.simulation.world import World
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
 HORIZON = 100.0  # no run takes longer
-PATIENT = 824  # the draw of whether a member may be silent for longer, as behind a link that is cut
-SILENCE = 5.0  # seconds for which one may be then: longer than any link is cut
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
 TAKEOVER = 0.35  # seconds after which a server's copies may take over
 COPIED = 327222  # the draw of whether they may: likewise
@@ -33,7 +31,6 @@ class Plan(NamedTuple):
         epochs: To train.
         nodes: Each with a supervision.
         elastic: Places for workers that join.
-        silence: Seconds for which a member may be silent, where that is longer than the time-out.
         takeover: Seconds after which a silent server's copies may take over; 0 for the time-out.
         eager: Whether workers load before they know where others are, and come midway.
         meets: Whether they meet at the end of an epoch.
@@ -46,7 +43,6 @@ class Plan(NamedTuple):
     epochs: int = 2
     nodes: int = 1
     elastic: int = 0
-    silence: float = 0.0
     takeover: float = 0.0
     eager: bool = False
     meets: bool = True
@@ -67,7 +63,6 @@ class Plan(NamedTuple):
             epochs=2 + int(2 * draw(seed, 45)),
             nodes=1 + int(3 * draw(seed, 46)),
             elastic=elastic,
-            silence=SILENCE if not elastic and draw(seed, PATIENT) < 0.2 else 0.0,
             takeover=TAKEOVER if survivable and restarts and draw(seed, COPIED) < 0.3 else 0.0,
             eager=eager,
             meets=not eager or draw(seed, EAGER, 1) < 0.5,
@@ -115,8 +110,7 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     """
     settings = CoordinatorSettings(
         "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, (0,), plan.restarts > 0,
-        nodes=plan.nodes, restartable=plan.restarts > 0, elastic=plan.elastic, silence=plan.silence,
-        takeover=plan.takeover,
+        nodes=plan.nodes, restartable=plan.restarts > 0, elastic=plan.elastic, takeover=plan.takeover,
     )  # fmt: skip
     world = World(pace, faults)
     if traced:

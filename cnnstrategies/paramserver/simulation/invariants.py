@@ -169,8 +169,7 @@ class Invariants:
             ViolationError: So it is.
         """
         since = max(self._world.progress, self._last_fault())
-        patience = WITHIN * self._settings.timeout + self._settings.patience - self._settings.timeout
-        if self._world.now - since > patience and self._unfinished():
+        if self._world.now - since > WITHIN * self._settings.timeout and self._unfinished():
             names = ", ".join(map(str, self._unfinished()))
             raise ViolationError(f"17: nothing has happened for {self._world.now - since:.2f} s: {names}")
         self._watch()
@@ -259,8 +258,6 @@ class Invariants:
                 continue
             if self._joins(process.peer) and (ended.reason in told or over):
                 continue  # It was told what all were told, or has knocked at a run that is over.
-            if over and self._may_have_missed_the_end(process.peer) and "the coordinator at" in ended.reason:
-                continue
             # One that is cut off knows only whom it does not hear.
             named = {*victims, "the coordinator"} if str(process.peer) in victims else victims
             named = {*named, "was silent"} if "coordinator" in victims else named
@@ -269,12 +266,6 @@ class Invariants:
                 raise ViolationError(f"17: {process} ends naming no cause: {ended.reason}; victims: {victims}")
             if not self._is_needed(process, victims):
                 raise ViolationError(f"17: {process} ends without need: {ended.reason}; victims: {victims}")
-
-    def _may_have_missed_the_end(self, peer: Peer) -> bool:
-        """Whether a process was cut off, and waits for as long as it may be silent for a coordinator that is gone."""
-        name = _name(peer.role, peer.id)
-        faults = [fault for fault in self._world.faults.timed if fault.kind not in DEADLY]
-        return self._settings.silence > 0 and any(_name(fault.role, fault.id) == name for fault in faults)
 
     def _unheard(self) -> set[str]:
         """Who has ended since a coordinator was killed again before it could tell all that it is there."""
@@ -342,7 +333,7 @@ class Invariants:
 
     def _victims(self) -> set[str]:
         """Who was hit so hard that a run may have to go on without it."""
-        patience = self._settings.patience
+        timeout = self._settings.timeout
         hit = dict(self._unlucky)
         for fault in self._world.faults.timed:
             deadly = fault.kind in DEADLY
@@ -350,10 +341,10 @@ class Invariants:
             if fault.kind == "crash":
                 names += [_name(*place) for place, node in self._toys.hosts.items() if node == fault.id]
             for name in names:
-                hit[name] = hit.get(name, 0.0) + (patience if deadly else fault.seconds)
+                hit[name] = hit.get(name, 0.0) + (timeout if deadly else fault.seconds)
         if "coordinator" in hit:  # Who does not hear it for that long may have heard nothing before, by chance.
             hit["coordinator"] += max(self._unlucky.values(), default=0.0)
-        return {name for name, seconds in hit.items() if seconds > HARD * patience} | self._replaced
+        return {name for name, seconds in hit.items() if seconds > HARD * timeout} | self._replaced
 
     def _check_samples(self) -> None:
         log = self._toys.log

@@ -126,10 +126,7 @@ class Toys:
             program: What it does, if that is something else.
         """
         settings = self._settings
-        address = Address(
-            "sim", role, identity, life, settings.timeout / 10, settings.timeout, settings.appear,
-            silence=settings.silence,
-        )  # fmt: skip
+        address = Address("sim", role, identity, life, settings.timeout / 10, settings.timeout, settings.appear)
         hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}
         participant = Participant(address, 1, {**hello, "public_key": ""})
         participant.figures = lambda: {"step": life, "whole": self.log.whole.get(participant.peer, 0)}

@@ -22,7 +22,6 @@ def check_together(options: "Options") -> None:
     _check_own_steps(options)
     _check_outer_step(options)
     _check_outer_mode(options)
-    _check_partition(options)
     _check_times(options)
     _check_takeover(options)
     _check_dispatch(options)
@@ -88,20 +87,6 @@ def _check_outer_mode(options: "Options") -> None:
         raise ConfigurationError(
             f"pull_compression={options.pull_compression!r} with outer_mode: async: servers send one change to all "
             "workers, which they have in common outer steps only: use pull_compression: fp16"
-        )
-    if options.on_partition == "continue":
-        raise ConfigurationError(
-            "on_partition: continue with outer_mode: async: a worker behind a link that is cut waits for the "
-            "servers beyond it; use outer_mode: sync, or on_partition: end"
-        )
-
-
-def _check_partition(options: "Options") -> None:
-    if options.on_partition == "continue" and (options.mode != "local" or options.fragments > 1):
-        mode = options.mode if options.fragments == 1 else f"local with fragments={options.fragments}"
-        raise ConfigurationError(
-            f"on_partition: continue is for mode: local without fragments, not mode: {mode}: the two sides make "
-            "different numbers of steps, which only an outer step on all parameters brings together"
         )
 
 

@@ -22,10 +22,8 @@ from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
-OnPartition = Literal["end", "continue"]
 OuterMode = Literal["sync", "async"]
 
-PARTITION_SECONDS = 3600.0  # for which a link may be cut, where both sides go on
 PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes are there
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
 
@@ -63,16 +61,13 @@ class Options:
     takeover: float
     max_restarts: int
     elastic: int
-    on_partition: OnPartition
     combine: bool
 
     def __post_init__(self) -> None:
         # As many servers as copies: how many nodes there are is not known yet.
         servers = len(self.endpoints) or max(self.servers, self.replication)
         Specification((), "torch.optim.SGD", (), 1, servers, **self._engine())  # Has its own checks.
-        choices = {
-            "data_dispatch": Dispatch, "security": Security, "on_partition": OnPartition, "outer_mode": OuterMode
-        }  # fmt: skip
+        choices = {"data_dispatch": Dispatch, "security": Security, "outer_mode": OuterMode}
         for name, accepted in ((name, get_args(choice)) for name, choice in choices.items()):
             value = getattr(self, name)
             if value not in accepted:
@@ -95,11 +90,6 @@ class Options:
             )
 
     @property
-    def silence(self) -> float:
-        """Seconds for which a process may be silent before it counts as dead, if more than the time-out; else 0."""
-        return PARTITION_SECONDS if self.on_partition == "continue" else 0.0
-
-    @property
     def outer_steps_alone(self) -> bool:
         """Whether each worker makes outer steps when it has made its own, without the others."""
         return self.mode == "local" and self.outer_mode == "async"
@@ -114,8 +104,7 @@ class Options:
     @property
     def waits_for_pushes(self) -> bool:
         """Whether each worker waits for the gradients of all others, or for those of some steps before."""
-        is_bound = self.mode == "ssp" or self.steps_together
-        return is_bound and self.on_partition == "end"
+        return self.mode == "ssp" or self.steps_together
 
     @property
     def comes_midway(self) -> bool:
@@ -173,9 +162,7 @@ class Options:
         """
         if self.mode != "local":
             return None
-        patience = self.timeout if self.on_partition == "continue" else None
-        groups = fragments(cut(specification), self.fragments)
-        return OuterSteps(self.sync_every, groups, self.overlap, made, patience)
+        return OuterSteps(self.sync_every, fragments(cut(specification), self.fragments), self.overlap, made)
 
     @property
     def _may_pipeline(self) -> bool:
@@ -201,5 +188,5 @@ class Options:
             "snapshot_every": self.snapshot_every,
             "snapshot_directory": self.snapshot_directory,
             "elastic": self.elastic,
-            "timeout": max(self.timeout, self.silence, LEAST_SECONDS),
+            "timeout": max(self.timeout, LEAST_SECONDS),
         }

@@ -15,13 +15,10 @@ class OuterSteps:
         fragments: Each one's parameters.
         overlap: Own steps that are made while an exchange is on its way.
         made: What the others have counted, as :attr:`made` tells it, for one that comes later.
-        patience: Seconds to wait for an exchange before own steps go on, behind a link that may be cut; None to wait as
-            long as it takes.
 
     Attributes:
         fragments: Each one's parameters.
         overlap: Own steps that are made while an exchange is on its way.
-        patience: Seconds to wait for it then; None for as long as it takes.
         made: Own steps since the first fragment's turn began, then those since each fragment was last exchanged.
     """
 
@@ -31,19 +28,12 @@ class OuterSteps:
         fragments: Sequence[Sequence[int]],
         overlap: int = 0,
         made: Sequence[int] = (),
-        patience: float | None = None,
     ) -> None:
         self.fragments = fragments
         self.overlap = overlap
-        self.patience = patience
         self.made = list(made) or [0] * (1 + len(fragments))
         self._every = every
         self._samples = [0] * len(fragments)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether own steps may be made while an exchange is on its way."""
-        return self.overlap > 0 or self.patience is not None
 
     def stepped(self, samples: int) -> int | None:
         """An own step was made.

@@ -145,9 +145,8 @@ def open_supervision(
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
     address = Address(
-        place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session,
-        silence=options.silence,
-    )  # fmt: skip
+        place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session
+    )
     recoverable = options.replication > 1 or options.snapshot_every > 0
     restarts = options.max_restarts if recoverable and place.supervised and not options.endpoints else 0
     # A server that is forked has imported everything.
@@ -174,7 +173,6 @@ def open_supervision(
             supervisor=supervision.process,
             restartable=again > 0,
             elastic=elastic,
-            silence=options.silence,
         )
         service = CoordinatorProcess(settings, place.key_file, place.directory)
         supervision.start(Watched(COORDINATOR, 0, partial(_start_coordinator, service, method), again))
@@ -192,9 +190,8 @@ def worker_address(options: Options, place: Place, rank: int) -> Address:
     later = place.session > 0 and not place.supervised
     appear = LATER if later else Address.appear
     return Address(
-        place.coordinator, "worker", rank, incarnation, options.heartbeat, options.timeout, appear, place.session,
-        options.silence,
-    )  # fmt: skip
+        place.coordinator, "worker", rank, incarnation, options.heartbeat, options.timeout, appear, place.session
+    )
 
 
 def _start_coordinator(service: CoordinatorProcess, method: StartMethod, term: int) -> Handle:
@@ -213,9 +210,8 @@ def _start_server(
         # The machine of the coordinator, whose name leads to loopback there.
         endpoint, known_as = "tcp://0.0.0.0:*", place.coordinator.removeprefix("tcp://").rpartition(":")[0]
     address = Address(
-        place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout, session=place.session,
-        silence=options.silence,
-    )  # fmt: skip
+        place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout, session=place.session
+    )
     service = ServerProcess(address, endpoint, place.key_file, place.insecure, known_as, os.getpid())
     return start(service, method) if spares is None or incarnation == 0 else spares.start(service)
 

@@ -1,9 +1,7 @@
 """How gradients leave during backward, and how a forward waits for its own parameters only."""
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from cnnstrategies.strategies.parameter_server.differences import Differences
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 from cnnstrategies.strategies.parameter_server.readers import Readers
 
-LOOK_SHARE = 0.1  # of a step's time
 NOTED_STEPS = 2  # in which it is found out who reads parameters
 
 
@@ -84,7 +81,6 @@ class Stepper:
         self._pushed: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions when they left
         self._options = [group.options for group in specification.groups]  # in mode local the outer optimizer's
         self._on_its_way: int | None = None  # own steps since an exchange has begun that is not over
-        self._looked: float | None = None  # when for its values, after they had not come in time
         self._workers = workers
         self._differences = None if workers is None else Differences(self.parameters)
         self._handles: list[Any] = []
@@ -170,11 +166,9 @@ class Stepper:
             if self._on_its_way is not None:
                 self._on_its_way += 1
                 if self._on_its_way >= self.outer.overlap:
-                    self._take(self.outer.patience)
+                    self._take()
             if due is not None and self._on_its_way is None:
-                self._exchange([due], goes_on=self.outer.goes_on and not self.eager)
-                if not self.outer.overlap:
-                    self._take(self.outer.patience)  # Else some own steps later.
+                self._exchange([due], goes_on=self.outer.overlap > 0 and not self.eager)
         else:
             if self.eager or last:
                 self.worker.wait_all()
@@ -188,27 +182,14 @@ class Stepper:
         if self._sees_weights and self.outer is None:
             self._had = [parameter.detach().clone() for parameter in self.parameters]
 
-    def outer_step(self, agree: Callable[[tuple[int, bool]], Iterable[tuple[int, bool]]] | None = None) -> None:
+    def outer_step(self) -> None:
         """In mode ``local``, have the servers make an outer step with all that is left, and go on from there.
 
         What has had no own steps since its last one is left out: the momentum alone must not move the weights.
-
-        Args:
-            agree: Where workers may have made different numbers of outer steps, gives the number of each worker's next,
-                and whether something is left. Those that are behind make up for it, and all make the last one.
         """
         assert self.outer is not None
-        if agree is None:
-            self._take()
-            left = self.outer.left()
-        else:
-            known = list(agree((self.worker.step, bool(self.outer.left()))))
-            self._take()
-            everything = list(range(len(self.outer.fragments)))
-            while self.worker.step < max(step for step, _ in known):
-                self._exchange(everything, goes_on=False)
-            left = everything if any(is_left for _, is_left in known) else []
-        if left:
+        self._take()
+        if left := self.outer.left():
             self._exchange(left, goes_on=False)
 
     def _exchange(self, fragments: list[int], goes_on: bool) -> None:
@@ -230,32 +211,13 @@ class Stepper:
         if not goes_on:
             self._take()
 
-    def _take(self, patience: float | None = None) -> None:
-        """Wait for the values that are on their way.
-
-        Args:
-            patience: Seconds; behind a link that is cut they come later, and own steps go on.
-        """
+    def _take(self) -> None:
+        """Wait for the values that are on their way."""
         if self._on_its_way is None:
             return
-        if self._differences is not None:
-            with self._differences.kept():
-                self.worker.wait_all()
-        elif patience is None:
+        with nullcontext() if self._differences is None else self._differences.kept():
             self.worker.wait_all()
-        else:
-            # Once that was in vain, a look after each own step takes a tenth of its time.
-            now = time.monotonic()
-            seconds = patience if self._looked is None else LOOK_SHARE * (now - self._looked)
-            assert not isinstance(self.worker, CombinedWorker), "in mode local each pushes for itself"
-            there = self.worker.wait_all_for(seconds)
-            if not there and self._looked is None:
-                what = f"no new values for {patience:g} s after outer step {self.worker.step - 1}"
-                print(f"{what}: a link may be cut; own steps go on until they come", file=sys.stderr, flush=True)
-            self._looked = None if there else time.monotonic()
-            if not there:
-                return
-        self._on_its_way = self._looked = None
+        self._on_its_way = None
 
     def _begin(self) -> None:
         if not self._in_step:

@@ -31,7 +31,6 @@ from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.module_checks import check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import (
     Dispatch,
-    OnPartition,
     Options,
     OuterMode,
     Security,
@@ -103,10 +102,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         max_restarts: How often each process may be started again after it was killed, in the first trainer function
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
-        on_partition: If a link is cut for longer than ``timeout``: ``end``, who is behind it counts as dead. Or for
-            local without fragments ``continue``: both sides go on with their own steps, for an hour at most, and the
-            next outer step brings them together when the link is back. A machine that dies unseen is waited for as
-            long; processes that die are missed as ever.
         elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp,
             and for local with ``outer_mode: async``, with ``data_dispatch: dynamic``.
         combine: For sync: the workers of a node add their gradients up in memory that they share, and one of them
@@ -146,7 +141,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         takeover: float = 0.0,
         max_restarts: int = 0,
         elastic: int = 0,
-        on_partition: OnPartition = "end",
         combine: bool = False,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         **kwargs: Any,
@@ -294,8 +288,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if self._admitted:
             self._admitted = False  # It came in at this very boundary.
             return
-        if self.options.on_partition == "continue":
-            self._settle()  # Else one could wait for another's outer step, and that one for it here.
         self._stepper.worker.interrupt()
         self._stepper.take()
         own_steps = [] if self._stepper.outer is None else self._stepper.outer.made
@@ -381,7 +373,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         worker = self._stepper.worker
         worker.interrupt()
         if self.options.mode == "local":
-            self._stepper.outer_step(self._agree if self.options.on_partition == "continue" else None)
+            self._stepper.outer_step()
             worker.interrupt()  # It came early.
         self._stepper.take()
         self._count_processed()
@@ -393,10 +385,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.barrier("refresh")
             self._stepper.refresh()
         self._stepper.note_values()
-
-    def _agree(self, made: tuple[int, bool]) -> list[tuple[int, bool]]:
-        """What each worker says of its outer steps."""
-        return [(int(step), bool(left)) for step, left in self.group.gather(list(made), "outer steps").values()]
 
     @override
     def on_validation_start(self) -> None:
@@ -510,7 +498,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @property
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time, and may wait for each other at any of them."""
-        return self.options.steps_together and self.options.on_partition == "end"
+        return self.options.steps_together
 
     # In words
 
