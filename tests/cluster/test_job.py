@@ -149,8 +149,7 @@ def test_without_srun_a_run_starts_its_ranks_itself_on_one_node(
     assert [type(one) for one in environment_plugins([])] == [LightningEnvironment]
     with pytest.raises(ConfigurationError, match=r"trainer.num_nodes=2: this job of SLURM has .* write srun before"):
         environment_plugins([], num_nodes=2)
-    with pytest.raises(ConfigurationError, match="start it as the training will be, with srun"):
-        find_place()
+    assert find_place() is None
     monkeypatch.setenv("NODE_RANK", "0")
     assert [type(one) for one in environment_plugins([], num_nodes=2)] == [LightningEnvironment]
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
