@@ -10,6 +10,7 @@ imported everything: they end as programs do, and start in a fraction of the tim
 
 import argparse
 import atexit
+import faulthandler
 import gc
 import os
 import shutil
@@ -27,13 +28,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from cnnstrategies.cluster.addresses import free_port
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.stage import divide_by_names
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from ports import free_port  # Not the system's: what another process has taken meanwhile hangs two ranks.
+
 LAYOUTS = ((1, 2), (2, 1), (1, 1, 1))
 RANKS = 3
-SECONDS = 300.0
+SECONDS = 100.0  # for one start; then each rank that is left says where it is, and ends
 THREADS_LEFT = "threads left:"
 kept: list[Pipeline] = []  # As in a script whose variables are global.
 
@@ -151,21 +154,23 @@ def fork_ranks(function: Callable[[tuple[int, ...]], None], replicas: tuple[int,
             with open(log, "a") as file:
                 os.dup2(file.fileno(), 1)
                 os.dup2(file.fileno(), 2)
+                faulthandler.enable(os.fdopen(os.dup(2), "w"), all_threads=True)  # For SIGABRT below.
             os.chdir(log.parent)
             function(replicas)
             sys.exit(0)
         pids.append(pid)
-    return [_exit_code(pid) for pid in pids]
-
-
-def _exit_code(pid: int) -> int:
     deadline = time.monotonic() + SECONDS
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(pid, signal.SIGKILL)
+    return [_exit_code(pid, deadline) for pid in pids]
+
+
+def _exit_code(pid: int, deadline: float) -> int:
+    for until, at_its_end in ((deadline, signal.SIGABRT), (deadline + 5, signal.SIGKILL)):
+        while time.monotonic() < until:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.002)
+        os.kill(pid, at_its_end)
     os.waitpid(pid, 0)
     return -signal.SIGKILL
 
