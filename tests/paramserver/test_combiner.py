@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from node_simulation import STEPS, simulate
-from roles import PlainRoles
+from roles import PlainRoles, until
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
@@ -53,16 +53,20 @@ class Node:
     Args:
         cluster: The servers.
         first: Rank of the first.
+        gradient: Each element of what both push.
     """
 
-    def __init__(self, cluster: PlainRoles, first: int) -> None:
+    def __init__(self, cluster: PlainRoles, first: int, gradient: float) -> None:
         self.cluster = cluster
+        self.gradient = gradient
         self.dies_at: int | None = None  # step, of the first
+        self.waits_at: int | None = None  # step, of both
+        self.may_go_on = threading.Event()
         ranks = (first, first + 1)
         self.values = {rank: [parameter.detach().clone() for parameter in cluster.parameters] for rank in ranks}
         size = size_of(cluster.parameters)
         shared = {rank: SharedMemory(size) for rank in ranks}
-        boards = {
+        self.boards = boards = {
             rank: {other: self._board(shared, rank, other, size) for other in ranks} for rank in ranks
         }  # fmt: skip
         for one in shared.values():
@@ -93,9 +97,11 @@ class Node:
         while worker.step < STEPS:
             worker.wait(0)
             assert not worker.late
+            if worker.step == self.waits_at:
+                self.may_go_on.wait()
             worker.begin_step(self.cluster.options, 1)
             for index, value in enumerate(self.values[rank]):
-                worker.push(index, torch.ones_like(value))
+                worker.push(index, torch.full_like(value, self.gradient))
                 if rank == min(self.workers) and worker.step == self.dies_at:
                     return  # It is as good as dead.
             worker.end_step()
@@ -110,8 +116,8 @@ def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
     with PlainRoles(tmp_path, sizes=(40, 7), workers=2, servers=2, pipelined=pipelined) as cluster:
         everyone = tuple(WorkerInfo(rank) for rank in range(4))
         cluster.publish(workers=everyone, begun=1)
-        nodes = [Node(cluster, first) for first in (0, 2)]
-        nodes[1].dies_at = 3
+        nodes = [Node(cluster, 0, 1.0), Node(cluster, 2, 3.0)]
+        nodes[1].dies_at = nodes[0].waits_at = 3  # Else it may make the step alone before the next worker leads.
         threads = nodes[0].threads | nodes[1].threads
         for thread in threads.values():
             thread.start()
@@ -119,6 +125,8 @@ def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
         assert nodes[1].workers[2].leads
         assert nodes[1].workers[2].step == 3
         cluster.without_worker(2)
+        until(lambda: nodes[1].boards[3][3].led == 3)
+        nodes[0].may_go_on.set()
         for rank in (0, 1, 3):
             threads[rank].join(30)
             assert not threads[rank].is_alive(), rank
@@ -126,12 +134,12 @@ def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
         assert nodes[1].workers[3].counters.dropped == 0
         expected = [parameter.detach().clone().requires_grad_() for parameter in cluster.parameters]
         optimizer = torch.optim.SGD(expected, lr=0.5, momentum=0.5)
-        for _ in range(STEPS):
-            for parameter in expected:
-                parameter.grad = torch.ones_like(parameter)
+        for step in range(STEPS):
+            for parameter in expected:  # The mean over the workers: a sample each, and one of them is dead.
+                parameter.grad = torch.full_like(parameter, 2.0 if step < 3 else 5 / 3)
             optimizer.step()
         for node, rank in ((nodes[0], 0), (nodes[0], 1), (nodes[1], 3)):
-            assert all(map(torch.equal, node.values[rank], expected)), rank
+            assert all(map(torch.allclose, node.values[rank], expected)), rank
 
 
 class Taken:
