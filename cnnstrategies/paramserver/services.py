@@ -103,8 +103,7 @@ class ServerProcess:
             reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
         membership = Membership(self.address, reached, run_keys)
         views = membership.source()
-        if self.starter is None:
-            _pass_on_termination(membership)
+        pass_on_termination(membership)
         try:
             membership.wait_registered()
             (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
@@ -258,8 +257,8 @@ def _outlive_signals() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def _pass_on_termination(membership: Membership) -> None:
-    """Have the run stop with a checkpoint on SIGTERM: a dedicated server's machine may be the only one that ends."""
+def pass_on_termination(membership: Membership) -> None:
+    """Have the run stop with a checkpoint on SIGTERM: a server's may be the only machine, or process, that ends."""
 
     def ask(signum: int, frame: FrameType | None) -> None:
         print(f"server {membership.address.id}: SIGTERM: asking the run to stop", file=sys.stderr, flush=True)

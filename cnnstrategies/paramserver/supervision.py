@@ -48,6 +48,7 @@ class Watched:
     handle: Handle | None = None
     code: int | None = None
     stopped: float = 0.0  # for so many seconds
+    why: str = ""  # it was ended from here
     ended: float | None = None  # by itself, at this time, while the coordinator was not reached
 
     def __str__(self) -> str:
@@ -198,7 +199,8 @@ class Supervision:
         finished = any(worker.code == 0 for worker in self.workers)
         over = (one.role == WORKER and (self._over or finished)) or (one.role == COORDINATOR and self._over)
         replaced = killed and one.restarts > 0 and self._ended_at is None and not over
-        what = f"{one} {ending(code)}"
+        how = one.why or ending(code)
+        what = f"{one} {how}"
         if killed or one.role != WORKER:
             self.deaths.append(what)
         if killed:  # Whoever ends by itself has said why.
@@ -219,13 +221,13 @@ class Supervision:
                 self._run_ends()  # It had started the services of the present session.
         elif killed:
             fields = {"role": one.role, "id": one.id, "incarnation": one.incarnation, "process": one.handle.pid}
-            self.send("died", {**fields, "how": ending(code), "replaced": replaced})
+            self.send("died", {**fields, "how": how, "replaced": replaced})
         elif code < 128:  # 128 + a signal's number: the user has stopped the run.
             self.send("end", {"message": what, "clean": False})
         if replaced:
             one.restarts -= 1
             one.incarnation += 1
-            one.ended = None
+            one.ended, one.why = None, ""
             one.handle = one.start(one.incarnation)
             self._started_at = time.monotonic()
             return
@@ -262,9 +264,7 @@ class Supervision:
             if one.role == COORDINATOR and one.restarts:
                 limit /= 2  # Its members wait for so long in all.
             if one.stopped > limit:
-                one.stopped = 0.0
-                print(f"{one} was stopped for {limit:g} s: it is ended", file=sys.stderr, flush=True)
-                one.handle.send_signal(signal.SIGKILL)
+                end_silent(one)
 
     def ask(self) -> bool:
         """Ask the coordinator whether its session goes on and who is silent, and end these; whether it has answered."""
@@ -281,8 +281,8 @@ class Supervision:
             self._missed.add((role, identity, incarnation))
             for one in self.watched:
                 same = (one.role, one.id, one.incarnation) == (role, identity, incarnation)
-                if same and one.code is None and one.handle is not None:
-                    one.handle.send_signal(signal.SIGKILL)
+                if same and one.code is None and one.handle is not None and one.handle.poll() is None:
+                    end_silent(one)
         return True
 
     def _coordinator_lives(self) -> bool:
@@ -331,3 +331,12 @@ class Supervision:
             return answer if isinstance(answer, Message) and answer.kind == DONE else None
         finally:
             line.close()
+
+
+def end_silent(one: Watched) -> None:
+    """End a process, and keep why: not whoever stopped or silenced it has killed it."""
+    assert one.handle is not None
+    silent = f"was stopped, as by SIGSTOP, for {one.stopped:.0f} s" if one.stopped else "gave no sign of life"
+    one.why = one.why or f"{silent}, and is ended"
+    one.stopped = 0.0
+    one.handle.send_signal(signal.SIGKILL)

@@ -8,11 +8,13 @@ from typing import Any
 
 import test_combiner
 import test_compression
+import test_control_sockets
 import test_given_out_samples
 import test_outer_step
 import test_parameter_server_own_code as own_code
 import test_security
 import test_snapshots
+import test_supervision
 import torch
 import zmq
 from lightning.pytorch import Trainer
@@ -25,9 +27,12 @@ from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.drivers.snapshot_files import DamagedSnapshotError, SnapshotFiles, read
+from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
+from cnnstrategies.paramserver.services import pass_on_termination
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.paramserver.supervision import Watched, end_silent
 from cnnstrategies.paramserver.worker.outgoing import check_range
 from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
@@ -195,3 +200,28 @@ def the_outer_momentum_moves_the_weights_without_own_steps(
     right: Callable[[OuterSteps], list[int]], self: OuterSteps
 ) -> list[int]:
     return list(range(len(self.fragments)))
+
+
+# Signals
+
+
+@replaces(
+    end_silent,
+    killed_by=test_supervision.test_who_is_ended_because_it_was_silent_is_not_called_killed,
+    stopped=True,
+    seconds=61,
+    missed=[],
+    why="was stopped, as by SIGSTOP, for 61 s",
+)
+def who_was_stopped_is_called_killed(right: Callable[[Watched], None], one: Watched) -> None:
+    right(one)
+    one.why = ""
+
+
+@replaces(
+    pass_on_termination,
+    killed_by=test_control_sockets.test_a_server_that_is_told_to_end_has_the_run_stop,
+    dedicated=False,
+)
+def a_server_does_not_hear_that_it_is_to_end(right: Callable[[Membership], None], membership: Membership) -> None:
+    pass

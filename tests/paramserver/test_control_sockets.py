@@ -1,5 +1,6 @@
 """The coordinator and its members over sockets: what threads, sockets and programs add to the roles."""
 
+import os
 import random
 import signal
 import threading
@@ -19,19 +20,19 @@ from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.services import CoordinatorProcess, Spares, start
+from cnnstrategies.paramserver.membership import STOP, Membership
+from cnnstrategies.paramserver.services import CoordinatorProcess, ServerProcess, Spares, start
 
 TIMEOUT = 60.0  # Nobody is silent for so long on a busy machine.
 
 
 @contextmanager
-def serving(endpoint: str, workers: int, session: int = 0) -> Iterator[threading.Event]:
+def serving(endpoint: str, workers: int, session: int = 0, servers: int = 0) -> Iterator[threading.Event]:
     """A coordinator in a thread; gives what is set as soon as it listens."""
     over, listens = threading.Event(), threading.Event()
 
     def serve() -> None:
-        settings = CoordinatorSettings(endpoint, workers, 0, TIMEOUT, session=session)
+        settings = CoordinatorSettings(endpoint, workers, servers, TIMEOUT, session=session)
         with CoordinatorService(settings) as service:
             listens.set()
             service.run(over.is_set)
@@ -164,6 +165,27 @@ def test_services_start_without_lightning_and_outlive_the_signals_of_job_manager
     assert "/zmq/" in loaded
     assert "/torch/" not in loaded
     assert "/torchvision/" not in loaded  # Lightning brings it along.
+
+
+@pytest.mark.parametrize("dedicated", [True, False])
+def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path, dedicated: bool) -> None:
+    """It may be the only process that hears it, and the others need it until they have stopped."""
+    endpoint = f"ipc://{tmp_path}/coordinator"
+    address = Address(endpoint, "server", 0, 0, 0.05, TIMEOUT)
+    with serving(endpoint, 1, servers=1):
+        member = worker(endpoint, 0)
+        service = ServerProcess(address, f"ipc://{tmp_path}/server", starter=None if dedicated else os.getpid())
+        server = start(service, "fork")
+        until = time.monotonic() + 10
+        while Path(f"/proc/{server.pid}/comm").read_text() != "ps-server-0\n":
+            time.sleep(0.01)
+        while member.announced(STOP) is None and time.monotonic() < until:
+            server.send_signal(signal.SIGTERM)  # It is ignored until the server can tell.
+            time.sleep(0.05)
+        assert member.announced(STOP) == signal.SIGTERM
+        assert server.poll() is None
+        server.send_signal(signal.SIGKILL)
+        member.close()
 
 
 @pytest.mark.warm

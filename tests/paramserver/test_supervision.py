@@ -1,6 +1,8 @@
 """What becomes of processes that end: the supervision of a node, without any process."""
 
+import os
 import signal
+import time
 from math import inf
 
 import pytest
@@ -36,6 +38,13 @@ class Runs(Ended):
 
     def send_signal(self, sig: int) -> None:
         self.signals.append(sig)
+
+
+class Dies(Runs):
+    """One that a signal ends."""
+
+    def send_signal(self, sig: int) -> None:
+        self.code = -sig
 
 
 class Node(Supervision):
@@ -106,6 +115,27 @@ def test_who_was_cut_off_and_may_not_be_started_again_ends_alone():
     node.missed = CUT_OFF
     watched = node.look_at("worker", 1, restarts=0)
     assert (watched.code, watched.incarnation, node.told) == (1, 0, ["died"])
+
+
+@pytest.mark.parametrize(
+    ("stopped", "seconds", "missed", "why"),
+    [
+        (True, 61, [], "was stopped, as by SIGSTOP, for 61 s"),
+        (True, 8, CUT_OFF, "was stopped, as by SIGSTOP, for 8 s"),
+        (False, 61, CUT_OFF, "gave no sign of life"),
+    ],
+    ids=["noticed here", "noticed by the coordinator", "not stopped"],
+)
+def test_who_is_ended_because_it_was_silent_is_not_called_killed(stopped, seconds, missed, why, capsys, monkeypatch):
+    monkeypatch.setattr(supervision, "is_stopped", lambda pid: stopped)
+    node = Node(timeout=60.0)
+    node.missed = missed
+    node.start(Watched("worker", 1, lambda life: Dies()))
+    for second in range(1, seconds + 1):
+        node.end_the_stopped(time.monotonic() + second)
+    node.ask()
+    node.look()
+    assert f"worker 1 (process 1 on {os.uname().nodename}) {why}, and is ended; it is not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

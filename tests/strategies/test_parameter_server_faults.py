@@ -141,7 +141,7 @@ def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):
     monkeypatch.setattr(Supervision, "end_the_stopped", lambda self, now: look(self, HASTE * now))
     code, output = train(run_cli, quick, {"how": int(signal.SIGSTOP)})
     assert code == 0, output
-    assert re.search(r"worker 1 \(process \d+ on .*\) was stopped for 60 s: it is ended", output)
+    assert re.search(r"worker 1 \(process \d+ on .*\) was stopped, as by SIGSTOP, for 6\d s, and is ended; ", output)
     assert len(accuracy()) == 4
 
 

@@ -106,7 +106,7 @@ class CoordinatedStrategy(DDPStrategy):
         return self.group.agree_to_stop(received)
 
     def stop_asked(self) -> int | None:
-        """The signal that some other process of the run has received and told all, such as a dedicated server."""
+        """The signal that some other process of the run has received and told all, such as a server."""
         return self.group.membership.announced(STOP) if self.group.is_open else None
 
     @override
