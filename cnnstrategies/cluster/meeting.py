@@ -28,9 +28,11 @@ def open_store(address: str, port: int, serve: bool, seconds: float) -> Store:
         seconds: How long to try to connect.
 
     Raises:
-        ConfigurationError: The main address does not answer, or its port is taken.
+        ConfigurationError: The main address is unknown or does not answer, or its port is taken.
     """
-    if not serve:
+    if serve:
+        resolve(address)  # torch's own client would retry, and print a stack.
+    else:
         _wait_for_port(address, port, seconds)
     try:
         store = TCPStore(

@@ -40,7 +40,13 @@ def test_a_main_address_that_has_moved_is_found(monkeypatch):
     """A pod that is started again has the same name and another address."""
     port = free_port()
     addresses = iter(["255.255.255.255", "127.0.0.1"])  # No connection is made to the first, whoever listens where.
-    monkeypatch.setattr(meeting, "resolve", lambda name: next(addresses))
     serving = open_store("127.0.0.1", port, True, 60)
+    monkeypatch.setattr(meeting, "resolve", lambda name: next(addresses))
     open_store("localhost", port, False, 60).set("here", "")
     assert serving.check(["here"])
+
+
+@pytest.mark.parametrize("serve", [True, False], ids=["rank 0", "another"])
+def test_a_main_address_that_nobody_knows_is_named_at_once(serve):
+    with pytest.raises(ConfigurationError, match=r"cannot resolve the host name 'nowhere.invalid'.* MASTER_ADDR=10"):
+        open_store("nowhere.invalid", free_port(), serve, 1)

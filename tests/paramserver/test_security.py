@@ -43,7 +43,7 @@ from cnnstrategies.paramserver.private_directory import (
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair, check_endpoint, fingerprint
 from cnnstrategies.paramserver.supervision import Supervision
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import Layout, choose_place, open_supervision, own_address
+from cnnstrategies.strategies.parameter_server.run import Layout, choose_place, open_supervision
 
 
 def test_keys_are_for_their_owner_only_and_never_shown(tmp_path: Path) -> None:
@@ -150,8 +150,10 @@ def test_no_launcher_has_an_endpoint_that_a_stranger_reaches_without_a_key(
 def test_a_place_where_the_coordinator_cannot_listen_is_named_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match=r"'tcp://127.0.0.1:99999': a port is a number from 1 to 65535"):
         ParameterServerStrategy(coordinator="tcp://127.0.0.1:99999")
+    nowhere = ParameterServerStrategy(coordinator="tcp://nowhere.invalid:5000", security="none").options
+    place = choose_place(nowhere, ONE_NODE, 0, supervised=True)
     with pytest.raises(ConfigurationError, match=r"no way leads there .* rank 0's machine by which the others reach"):
-        own_address("tcp://nowhere.invalid:5000")
+        open_supervision(nowhere, ONE_NODE, place, False, "fork")
     with socket.create_server(("127.0.0.1", 0)) as other:
         coordinator = f"tcp://127.0.0.1:{other.getsockname()[1]}"
         options = ParameterServerStrategy(coordinator=coordinator).options

@@ -227,10 +227,11 @@ def _listening(coordinator: str) -> str:
 
 
 def _check_free(coordinator: str) -> None:
-    """Refuse a place for the coordinator that another program has."""
+    """Refuse a place for the coordinator that another program has, or that has no address."""
     endpoint = _listening(coordinator)
     if endpoint.startswith("ipc://"):
         return
+    own_address(coordinator)  # libzmq would ask for the address again and again.
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
