@@ -105,6 +105,11 @@ def check_endpoint(endpoint: str, encrypted: bool, insecure: bool = False) -> No
         )
 
 
+# Of every socket that listens, with keys or without: libzmq ends the process by an assertion (zmtp_engine.cpp:422 of
+# 4.3.5) where a peer speaks its protocol's first version and goes at once. Where there is a domain it refuses that one.
+ZAP_DOMAIN = b"cnnstrategies"
+
+
 class Gatekeeper:
     """Admits connections by their CURVE key, in the thread that polls :attr:`socket` (ZAP, zeromq RFC 27).
 

@@ -1,5 +1,6 @@
 """Keys, who may connect, and where encryption may be left out."""
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -223,6 +224,16 @@ def wait_until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.01)
+
+
+def test_a_stranger_does_not_end_the_process_by_the_first_version_of_the_protocol(tmp_path: Path) -> None:
+    """Where libzmq speaks that version, one in some hundreds of such connections does."""
+    words = bytes([128, *[0] * 200])  # a routing id, and what is no frame
+    with Roles(tmp_path, specify(SGD, 1, servers=1)):
+        for _ in range(4000):
+            with socket.socket(socket.AF_UNIX) as stranger, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                stranger.connect(str(tmp_path / "0"))
+                stranger.sendall(words)
 
 
 ABOUT: dict[str, Any] = {"session": 0, "floor": 0, "process": 1, "host": "", "endpoint": ""}

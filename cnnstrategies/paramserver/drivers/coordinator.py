@@ -17,7 +17,7 @@ from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.drivers.registration import DESK, REGISTER, REGISTERED, Bindings
 from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS
 from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator
-from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
+from cnnstrategies.paramserver.security import ZAP_DOMAIN, Gatekeeper, KeyPair
 
 BIND_SECONDS = 60.0  # for a coordinator of an earlier session to make room
 LONGEST_WAIT = 0.1  # seconds between two looks at whether the process that started this one is there
@@ -49,6 +49,7 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.LINGER, 200)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.zap_domain = ZAP_DOMAIN
         role = Coordinator(settings)
         self._gatekeeper = self._bindings = None
         if keys is not None:
@@ -57,7 +58,6 @@ class CoordinatorService:
             self._socket.curve_server = True
             self._socket.curve_publickey = keys.public.encode()
             self._socket.curve_secretkey = keys.secret.encode()
-            self._socket.zap_domain = b"cnnstrategies"
         self._bind(settings)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0

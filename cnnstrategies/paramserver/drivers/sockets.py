@@ -8,7 +8,7 @@ import zmq
 
 from cnnstrategies.paramserver.core.view import ServerInfo
 from cnnstrategies.paramserver.messages import SMALL_BYTES, Header
-from cnnstrategies.paramserver.security import KeyPair, check_endpoint
+from cnnstrategies.paramserver.security import ZAP_DOMAIN, KeyPair, check_endpoint
 
 
 class Listener:
@@ -83,11 +83,11 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
     router.setsockopt(zmq.MAXMSGSIZE, largest)
     router.setsockopt(zmq.RCVHWM, WAITING_MESSAGES)
     router.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what is over its limit
+    router.zap_domain = ZAP_DOMAIN
     if keys is not None:
         router.curve_server = True
         router.curve_publickey = keys.public.encode()
         router.curve_secretkey = keys.secret.encode()
-        router.zap_domain = b"cnnstrategies"
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(listener.endpoint)
     return router
