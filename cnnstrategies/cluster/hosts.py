@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import use_interface
+from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.cluster.meeting import interface_of, meet, open_store
 from cnnstrategies.cluster.watch import Watch
 from cnnstrategies.errors import ConfigurationError
@@ -42,7 +43,7 @@ class Network:
 
 @contextlib.contextmanager
 def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
-    """Bring the hosts of a run together before it starts, and watch them while it lasts; on one host do nothing.
+    """Bring the hosts of a run together before it starts, and watch them while it lasts; one host has its loopback.
 
     Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well. A
     strategy with the attribute ``finds_hosts`` does all that itself.
@@ -56,9 +57,12 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     """
     strategy = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    apart = trainer.num_nodes > 1 and not getattr(strategy, "finds_hosts", False)
-    if not apart or not isinstance(strategy, ParallelStrategy) or environment is None:
+    if getattr(strategy, "finds_hosts", False) or not isinstance(strategy, ParallelStrategy) or environment is None:
         yield
+        return
+    if trainer.num_nodes == 1:
+        with on_loopback(strategy):
+            yield
         return
     _check(strategy, environment, trainer.num_nodes)
     watch, beacon = None, None

@@ -10,10 +10,10 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies.cluster.addresses import free_port
+from cnnstrategies.cluster.loopback import LOOPBACK, SERVED, serve_on_loopback
 from cnnstrategies.errors import ConfigurationError
 
 SECONDS = 60.0
-AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"
 FREE_PORT = "free port"
 
 
@@ -33,16 +33,22 @@ def own_store(listens: bool = False) -> Iterator[None]:
     Raises:
         ConfigurationError: Rank 0 has not served one in time.
     """
-    if os.environ.get(AGENT_SERVES) != "True":
+    if os.environ.get(SERVED) != "True":
         yield
         return
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=SECONDS)
     agent = PrefixStore("cnnstrategies", TCPStore(address, port, is_master=False, timeout=timeout))
-    server = None
+    server, alone = None, os.environ.get("GROUP_WORLD_SIZE") == "1"
+    if alone:
+        address = os.environ["MASTER_ADDR"] = LOOPBACK
     if os.environ["RANK"] == "0":
         # torch.distributed opens it again: within a process both share one server.
-        server = TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        server = (
+            serve_on_loopback()
+            if alone
+            else TCPStore(address, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        )
         if listens:
             server.set(FREE_PORT, str(free_port()))
         agent.set("port", str(server.port))
@@ -52,7 +58,7 @@ def own_store(listens: bool = False) -> Iterator[None]:
         main_port = int(store.get(FREE_PORT))
         del store
     os.environ["MASTER_PORT"] = str(main_port)
-    os.environ[AGENT_SERVES] = "False"
+    os.environ[SERVED] = "False"
     yield
     del server
 

@@ -1,5 +1,6 @@
 """Measure the connection between two processes."""
 
+import os
 import tempfile
 import time
 from datetime import timedelta
@@ -59,6 +60,7 @@ def measure_local_link(device: torch.device, backend: str) -> Link:
 
 def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> None:
     torch.set_num_threads(1)
+    os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")  # This process ends with it.
     if device.type == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

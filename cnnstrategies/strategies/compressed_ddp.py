@@ -7,6 +7,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
@@ -54,6 +55,11 @@ class CompressedDDPStrategy(DDPStrategy):
         self.strategy_name = f"ddp_{compression}"
         self.powersgd_rank = powersgd_rank
         self.powersgd_start = powersgd_start
+
+    @override
+    def setup_environment(self) -> None:
+        with on_loopback(self):
+            super().setup_environment()
 
     @override
     def configure_ddp(self) -> None:

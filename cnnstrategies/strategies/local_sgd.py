@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.differences import RANK_ZERO, differences_of_replicas
 
@@ -52,6 +53,11 @@ class LocalSGDStrategy(DDPStrategy):
         self._comm_state = PostLocalSGDState(  # type: ignore[no-untyped-call]
             process_group=None, subgroup=None, start_localSGD_iter=start, post_local_gradient_allreduce=False
         )
+
+    @override
+    def setup_environment(self) -> None:
+        with on_loopback(self):
+            super().setup_environment()
 
     @override
     def configure_ddp(self) -> None:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
+from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.verifying.batches import Keeps, KeepsInDouble, samples
 from cnnstrategies.verifying.recorder import END, Recorder, Role, replay, settle
@@ -98,7 +99,9 @@ def verify(
         }
         settings |= {"devices": 1, "strategy": "auto"} if alone else {"devices": devices, "strategy": strategy}
         own = [one for one in callbacks if not isinstance(one, Checkpoint)]
-        Trainer(plugins=[keeper(role)], callbacks=[*own, Recorder(role, settled)], **settings).fit(module, **given)
+        fitting = Trainer(plugins=[keeper(role)], callbacks=[*own, Recorder(role, settled)], **settings)
+        with on_loopback(fitting.strategy):
+            fitting.fit(module, **given)
 
     return verdict_of(train)
 

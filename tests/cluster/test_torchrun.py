@@ -8,14 +8,17 @@ import pytest
 import torch
 from cluster.processes_of import PYTHON, Program, fit
 from ports import free_port
+from test_loopback import addresses
 from torch.distributed import TCPStore
 
-from cnnstrategies.cluster.torchrun import AGENT_SERVES, own_store
+from cnnstrategies.cluster.loopback import SERVED
+from cnnstrategies.cluster.torchrun import own_store
 
 EPOCHS = 4
 BATCHES = ("--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1")
 TORCHRUN = (PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2")
 RENDEZVOUS = ("--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-id=digits")
+ALONE = {"GROUP_WORLD_SIZE": "1"}  # one machine
 STATIC = ("--nnodes=1", "--master-addr=127.0.0.1", "--master-port")
 # The other worker waits for the dead one's gradient as long as `timeout`.
 SERVER = ("--trainer.strategy=ParameterServerStrategy", "--trainer.strategy.init_args.timeout=15")
@@ -65,15 +68,16 @@ def test_each_start_has_a_store_that_is_not_the_agents(monkeypatch: pytest.Monke
     ports = [agent.port]
 
     def become(rank: int) -> None:
-        values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": rank, AGENT_SERVES: True}
+        values = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": agent.port, "RANK": rank, SERVED: True, **ALONE}
         for name, value in values.items():
             monkeypatch.setenv(name, str(value))
 
     for _ in range(2):
         become(rank=0)
         with own_store():
-            assert os.environ[AGENT_SERVES] == "False"
+            assert os.environ[SERVED] == "False"
             port = int(os.environ["MASTER_PORT"])
+            assert {*addresses(os.getpid())} == {"::", "127.0.0.1"}, "of the agent's, and of this one"
             become(rank=1)
             with own_store():
                 assert int(os.environ["MASTER_PORT"]) == port

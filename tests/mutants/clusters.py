@@ -6,11 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import test_job
+import test_loopback
 import test_run_folder
 import test_torchrun
+from lightning.pytorch.strategies import Strategy
 from mutants.faulty import replaces
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies.cluster.job import Size, sbatch_script
+from cnnstrategies.cluster.loopback import LOOPBACK, on_loopback, serve_on_loopback
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import begins_anew, refuse_anothers
 from cnnstrategies.cluster.run_name import Run
@@ -51,3 +55,18 @@ def ranks_that_are_restarted_meet_in_the_store_of_dead_ones(
     right: Callable[[bool], contextlib.AbstractContextManager[None]], listens: bool = False
 ) -> Iterator[None]:
     yield
+
+
+@replaces(on_loopback, killed_by=test_loopback.test_a_script_without_the_command_line)
+@contextlib.contextmanager
+def a_run_on_one_machine_listens_where_torch_likes(
+    right: Callable[[Strategy], contextlib.AbstractContextManager[None]], strategy: Strategy
+) -> Iterator[None]:
+    yield
+
+
+@replaces(serve_on_loopback, killed_by=test_torchrun.test_each_start_has_a_store_that_is_not_the_agents)
+def the_store_of_one_machine_listens_on_all_interfaces(
+    right: Callable[[str, int], TCPStore], address: str = LOOPBACK, port: int = 0
+) -> TCPStore:
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import asks_of_sigterm, leave_samplers
+from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.default_group import end_at_exit, leave_at_exit
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.own_forward import network_at
@@ -211,7 +212,8 @@ class HybridPipelineStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         assert self.lightning_module is not None
         existed = dist.is_initialized()
-        super().setup_environment()
+        with on_loopback(self):
+            super().setup_environment()
         own_metric_states(self.lightning_module)
         if self.placement.replicas[0] == 1:
             leave_samplers(self.lightning_module.trainer)  # Lightning's would shuffle what is not to be.
