@@ -1,6 +1,5 @@
 """Running statistics of BatchNorm in a pipeline: as after the microbatches in turn, or as after one full batch."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -55,6 +54,7 @@ class RunningStatistics:
         self.group = group
         # Each layer's calls in a forward; the same on all replicas, one without a microbatch in this step included.
         self.calls: dict[nn.Module, int] = {}
+        self._notes: dict[nn.Module, _Notes] = {}
         for name, layer in module.named_modules():
             if isinstance(layer, nn.SyncBatchNorm):
                 raise ConfigurationError(
@@ -65,12 +65,9 @@ class RunningStatistics:
                 count = sum(calls[path] for path in calls if name == path or name.startswith(path + "."))
                 if count:  # Some are for evaluation alone.
                     self.calls[layer] = count
-                    layer.register_forward_pre_hook(self._before)
-        self._names = {layer: name for name, layer in module.named_modules() if layer in self.calls}
-        self._noted: dict[nn.Module, _Noted] = {}
+                    self._notes[layer] = _Notes(name, layer)
+        self._training: list[nn.Module] = []
         self._moments: MomentTable | None = None
-        self._row: int | None = None
-        self._made: Counter[nn.Module] = Counter()
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -84,14 +81,14 @@ class RunningStatistics:
             microbatches: Microbatches of the step over all replicas, empty ones included.
         """
         training = [layer for layer in self.calls if layer.training]
-        if list(self._noted) != training or self._moments is None or self._moments.microbatches != microbatches:
+        if self._training != training or self._moments is None or self._moments.microbatches != microbatches:
+            self._training = training
             self._moments = MomentTable([(layer, self.calls[layer]) for layer in training], microbatches)
-            self._noted = {
-                layer: _Noted(layer, index, self.calls[layer], self._moments) for index, layer in enumerate(training)
-            }
+            for index, layer in enumerate(training):
+                self._notes[layer].places = self._moments.places(index)
         self._moments.clear()
-        for noted in self._noted.values():
-            noted.begin()
+        for layer in training:
+            self._notes[layer].begin()
 
     @contextmanager
     def microbatch(self, microbatch: int, again: bool = False) -> Iterator[None]:
@@ -101,72 +98,74 @@ class RunningStatistics:
             microbatch: Which microbatch it is.
             again: It is run once more for its activations, and counts only once.
         """
-        self._row = -1 if again else microbatch
-        self._made.clear()
-        try:
-            yield
-        finally:
-            self._row = None
+        for layer in self._training:
+            self._notes[layer].counts.clear()
+        yield
+        if self._moments is not None and not again:
+            self._moments.note(microbatch, [self._notes[layer].counts for layer in self._training])
 
     @torch.no_grad()
     def finish(self) -> None:
         """Update the running statistics by those of the step."""
         self.abandon()
-        if self._moments is not None and self._noted:
+        if self._moments is not None and self._training:
             self._moments.update(self.batch_norm == "deferred", self.group)
 
     def abandon(self) -> None:
         """Give the layers their running statistics back, as they were before the step."""
-        for noted in self._noted.values():
-            noted.restore()
-
-    def _before(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if self._row is not None and layer in self._noted:
-            if self._made[layer] == self.calls[layer]:
-                raise ConfigurationError(
-                    f"{self._names[layer]} normalises several times in one call of the layer that contains it: call "
-                    "it from a module of your own, not from a subclass of a layer of torch.nn, or use it once"
-                )
-            self._noted[layer].note(self._row, self._made[layer], inputs[0])
-            self._made[layer] += 1
+        for notes in self._notes.values():
+            notes.restore()
 
 
-class _Noted:
+class _Notes:
     """The moments of one layer during a step, which the layer's own kernel writes.
 
-    With momentum 1 it puts the moments of a call into whatever tensors it holds as running statistics.
+    With momentum 1 it puts the moments of a call into whatever tensors it holds as running statistics. Those are the
+    same for all microbatches: a compiled stage would be compiled again for others.
 
     Args:
+        name: Of the layer.
         layer: The layer.
-        index: Its number among those that are noted.
-        calls: Its calls in a forward.
-        moments: Where they are noted.
+
+    Attributes:
+        places: Where mean and variance of each of its calls in a forward are written.
+        counts: Values per channel in each call so far.
     """
 
-    def __init__(self, layer: Any, index: int, calls: int, moments: MomentTable) -> None:
-        self.layer = layer
-        self.channels: int = layer.num_features
-        self.slots = [moments.slots.index((call, index)) for call in range(calls)]
-        self.places = [[moments.place(row, slot) for slot in self.slots] for row in range(moments.microbatches + 1)]
-        self.counts = moments.counts
-        self.saved: tuple[Any, ...] | None = None
+    def __init__(self, name: str, layer: Any) -> None:
+        self.name, self.layer = name, layer
+        self.places: list[tuple[Tensor, Tensor]] = []
+        self.counts: list[int] = []
+        self._saved: tuple[Any, ...] | None = None
+        layer.register_forward_pre_hook(self._before)
 
     def begin(self) -> None:
         """Set the running statistics aside."""
         layer = self.layer
-        self.saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
+        self._saved = (layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum)
         layer.num_batches_tracked, layer.momentum = None, 1.0
-
-    def note(self, row: int, call: int, images: Tensor) -> None:
-        """Have the next call write into a row."""
-        mean, variance = self.places[row][call]
-        put_buffer(self.layer, "running_mean", mean)
-        put_buffer(self.layer, "running_var", variance)
-        self.counts[row][self.slots[call]] = images.numel() / self.channels
+        self._put(0)
 
     def restore(self) -> None:
         """Give the layer its running statistics back."""
-        if self.saved is not None:
+        if self._saved is not None:
             layer = self.layer
-            layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self.saved
-            self.saved = None
+            layer.running_mean, layer.running_var, layer.num_batches_tracked, layer.momentum = self._saved
+            self._saved = None
+
+    def _before(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self._saved is None:
+            return
+        call = len(self.counts)
+        if call == len(self.places):
+            raise ConfigurationError(
+                f"{self.name} normalises several times in one call of the layer that contains it: call it from a "
+                "module of your own, not from a subclass of a layer of torch.nn, or use it once"
+            )
+        self.counts.append(inputs[0].numel() // self.layer.num_features)
+        if len(self.places) > 1:
+            self._put(call)
+
+    def _put(self, call: int) -> None:
+        for name, place in zip(("running_mean", "running_var"), self.places[call], strict=True):
+            put_buffer(self.layer, name, place)

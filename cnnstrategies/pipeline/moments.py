@@ -26,8 +26,7 @@ class MomentTable:
 
     Attributes:
         slots: Call and layer of each slot.
-        counts: For each microbatch and slot the values per channel; 0 where the layer was not reached. The last row
-            is for what runs again, and not looked at; so is that of the moments.
+        counts: For each microbatch and slot the values per channel; 0 where the layer was not reached.
     """
 
     def __init__(self, layers: Sequence[tuple[Any, int]], microbatches: int) -> None:
@@ -42,8 +41,9 @@ class MomentTable:
         self.starts = [0]
         for _, index in self.slots:
             self.starts.append(self.starts[-1] + widths[index])
-        self.moments = torch.zeros(microbatches + 1, 2, self.starts[-1], dtype=like.dtype, device=like.device)
-        self.counts = [[0.0] * len(self.slots) for _ in range(microbatches + 1)]
+        self.moments = torch.zeros(microbatches, 2, self.starts[-1], dtype=like.dtype, device=like.device)
+        self._present = torch.zeros(2, self.starts[-1], dtype=like.dtype, device=like.device)
+        self.counts = [[0] * len(self.slots) for _ in range(microbatches)]
         # The slot of each column; of a call after the first, the column of the same channel's first call.
         self._slot_of = torch.repeat_interleave(
             torch.arange(len(self.slots)), torch.tensor([widths[index] for _, index in self.slots], dtype=torch.int64)
@@ -67,12 +67,25 @@ class MomentTable:
         """Start from none."""
         self.moments.zero_()
         for row in self.counts:
-            row[:] = [0.0] * len(row)
+            row[:] = [0] * len(row)
 
-    def place(self, row: int, slot: int) -> tuple[Tensor, Tensor]:
-        """Where the mean and the variance (C,) of a slot stand."""
-        mean, variance = self.moments[row, :, self.starts[slot] : self.starts[slot + 1]].unbind()
-        return mean, variance
+    def places(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """Where a layer puts the mean and the variance (C,) of each of its calls, whatever the microbatch."""
+        slots = [slot for slot, (_, index) in enumerate(self.slots) if index == layer]
+        parts = [self._present[:, self.starts[slot] : self.starts[slot + 1]] for slot in slots]
+        return [(part[0], part[1]) for part in parts]
+
+    def note(self, microbatch: int, counts: Sequence[Sequence[int]]) -> None:
+        """Keep what the layers have put there in a microbatch.
+
+        Args:
+            microbatch: Which.
+            counts: For each layer the values per channel in each of its calls.
+        """
+        self.moments[microbatch].copy_(self._present)
+        self.counts[microbatch] = [
+            counts[index][call] if call < len(counts[index]) else 0 for call, index in self.slots
+        ]
 
     def update(self, deferred: bool, group: dist.ProcessGroup | None) -> None:
         """Update the layers' running statistics.
@@ -81,8 +94,8 @@ class MomentTable:
             deferred: By the union of all microbatches, and not by each in turn.
             group: The stage's replicas, whose microbatches count too; None for one.
         """
-        moments = self.moments[:-1].double()
-        counts = counts_on(tuple(map(tuple, self.counts[:-1])), moments.device)
+        moments = self.moments.double()
+        counts = counts_on(tuple(map(tuple, self.counts)), moments.device)
         if group is not None:
             joined = torch.cat([counts.flatten(), moments.flatten()])
             dist.all_reduce(joined, group=group)
@@ -137,7 +150,7 @@ class MomentTable:
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def counts_on(counts: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
+def counts_on(counts: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
     """The same numbers as a tensor; kept, because the host would wait for each copy to a device."""
     return torch.tensor(counts, dtype=torch.float64, device=device)
 
@@ -152,5 +165,5 @@ def _union(counts: Tensor, moments: Tensor) -> Tensor:
     means, unbiased = moments.unbind(1)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total.clamp(min=1)
-    squares = (unbiased * (counts - 1) + counts * (means - mean) ** 2).sum(0)
+    squares = (unbiased * (counts - 1).clamp(min=0) + counts * (means - mean) ** 2).sum(0)
     return torch.stack([mean, squares / (total - 1).clamp(min=1)])[None]
