@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from cnnstrategies.compiling import compile_parts
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.logits import main_logits
 from cnnstrategies.parameter_groups import hold_back, parameter_groups, scale_learning_rates
@@ -137,10 +138,7 @@ class NetworkModule(LightningModule):
             if isinstance(module, Metric):
                 module.reset()
         if self.compile_backend is not None:
-            # A forked rank's first use of torch's thread pool replaces it. With a compiled network backward starts
-            # several threads, whose first uses at once can end the process ("Invalid thread pool!"); so use it here.
-            torch.set_num_threads(torch.get_num_threads())
-            self.network.compile(backend=self.compile_backend)
+            compile_parts(self.trainer, [self.network], self.compile_backend)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Seed the random numbers of this training step (dropout, mixup) from (seed, step, rank).

@@ -4,6 +4,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from cnnstrategies.compiling import compile_parts
+
 
 class ComputeSettings(Callback):
     """Chooses how the devices compute, without a change to the module; ``cnnstrategies tune`` finds what is fastest.
@@ -12,8 +14,8 @@ class ComputeSettings(Callback):
 
     Args:
         channels_last: Store the weights of convolutions with the channels innermost; convolutions turn the images.
-        compile_backend: Compile what the module consists of with this ``torch.compile`` backend, such as
-            ``inductor``.
+        compile_backend: Compile what the module consists of, under ``hybrid_pipeline`` each stage of it, with this
+            ``torch.compile`` backend, such as ``inductor``.
         float32_precision: Of products of float32 matrices: ``highest``, ``high`` (TF32) or ``medium``, as in
             ``torch.set_float32_matmul_precision``; left as it is by default.
     """
@@ -32,6 +34,5 @@ class ComputeSettings(Callback):
         if self.channels_last:
             pl_module.to(memory_format=torch.channels_last)
         if self.compile_backend is not None:
-            for child in pl_module.children():
-                if any(True for _ in child.parameters()):
-                    child.compile(backend=self.compile_backend)
+            parts = [child for child in pl_module.children() if any(True for _ in child.parameters())]
+            compile_parts(trainer, parts, self.compile_backend)

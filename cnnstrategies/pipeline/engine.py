@@ -21,7 +21,7 @@ from cnnstrategies.pipeline.layout import check_layout
 from cnnstrategies.pipeline.losses import Loss, MeanLoss, PartialLoss
 from cnnstrategies.pipeline.outputs import Gathering, OutputGatherer
 from cnnstrategies.pipeline.recompute import Checkpointing
-from cnnstrategies.pipeline.stage import divide_by_names
+from cnnstrategies.pipeline.stage import check_backend, divide_by_names
 from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
@@ -55,6 +55,8 @@ class Pipeline:
         bucket_bytes: Size of the buckets in which gradients are summed over the replicas.
         placement: Number the ranks stage by stage (``stages``), or pipeline by pipeline (``replicas``); see
             :class:`~cnnstrategies.pipeline.timetable.Placement`.
+        compile_backend: Compile the stage with this ``torch.compile`` backend, for each size of a microbatch anew; not
+            compiled when left out.
 
     Attributes:
         module: This rank's stage, a module with the network's parameter names.
@@ -79,8 +81,10 @@ class Pipeline:
         timeout: timedelta = TIMEOUT,
         bucket_bytes: int = BUCKET_BYTES,
         placement: Order = "stages",
+        compile_backend: str | None = None,
     ) -> None:
         check_layout(len(cuts), replicas, microbatches, dist.get_world_size())
+        check_backend(compile_backend)
         reuse_freed_memory()
         self.blueprint = divide_by_names(network, cuts)
         self.placement = Placement(tuple(replicas), placement)
@@ -110,8 +114,11 @@ class Pipeline:
             for training in (True, False)
         }
         statistics = RunningStatistics(self.module, batch_norm, self.reducer.group, calls)
+        if compile_backend is not None:
+            self.module.compile(backend=compile_backend, dynamic=False)
         self.executor = Executor(
             self.module,
+            compile_backend is not None,
             self.place,
             self.last,
             channels,

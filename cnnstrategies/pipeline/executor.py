@@ -38,6 +38,7 @@ class Executor:
 
     Args:
         module: The stage.
+        compiled: Whether it is compiled.
         place: Stage and replica of the rank.
         last: Whether the stage is the last.
         channels: Its traffic in training and in evaluation.
@@ -58,6 +59,7 @@ class Executor:
     def __init__(
         self,
         module: StageModule,
+        compiled: bool,
         place: Place,
         last: bool,
         channels: dict[bool, Channels],
@@ -75,6 +77,7 @@ class Executor:
         self.reducer = reducer
         self.statistics = statistics
         self.buffers = buffers
+        self.compiled = compiled
         self.checkpointing = checkpointing
         self.transport = transport
         self.device = device
@@ -185,11 +188,13 @@ class Executor:
             held.arguments, held.random = arguments, RandomState(self.device)
         step.held[microbatch] = held
         self.peak_held = max(self.peak_held, len(step.held))
+        # Compiled without autograd, a stage would be other code, which may draw other random numbers than the second.
+        tracked = self.compiled or not again
         # Copies of the weights in a lower precision, made without autograd, must not serve the second run.
         enabled, dtype = step.autocast
         with (
-            torch.set_grad_enabled(not again),
-            torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=not again),
+            torch.set_grad_enabled(tracked),
+            torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=tracked),
             self.statistics.microbatch(microbatch),
             self.timed("forward", microbatch),
         ):
@@ -238,9 +243,10 @@ class Executor:
     def _inputs_first(self) -> bool:
         """Whether the last backward, after which the stage before has one more, sends before its weights' turn.
 
-        Replicas' gradients would be summed later. On a GPU autograd's own thread would send: nothing has shown that.
+        Replicas' gradients would be summed later. On a GPU autograd's own thread would send: nothing has shown that. A
+        compiled backward is one node of the graph.
         """
-        return self.reducer.group is None and self.device.type == "cpu"
+        return self.reducer.group is None and self.device.type == "cpu" and not self.compiled
 
     def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor | None]]) -> None:
         roots: list[GradientEdge] = []

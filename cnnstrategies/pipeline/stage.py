@@ -126,6 +126,13 @@ class StageModule(Traced):
         """Run the stage."""
         return self._run[self.training](self, *inputs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what either mode runs, with the arguments of ``torch.compile``.
+
+        What is compiled is counted for each function, and what comes after the first eight shapes runs as it is.
+        """
+        self._run = {mode: torch.compile(run, *args, **kwargs) for mode, run in self._run.items()}
+
 
 def divide(network: nn.Module, cuts: Sequence[int]) -> Blueprint:
     """Divide a network.
@@ -234,6 +241,19 @@ def _stage_graph(traced: fx.GraphModule, place: dict[fx.Node, int], routes: list
         graph.output(tuple(copies[by_name[name]] for name in outputs))
     graph.lint()
     return StageGraph(graph, inputs, outputs)
+
+
+def check_backend(backend: str | None) -> None:
+    """Refuse a ``torch.compile`` backend that stages cannot run with.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    if backend == "cudagraphs":
+        raise ConfigurationError(
+            "compile_backend='cudagraphs': a graph's run may write where the one before has its results, and a stage "
+            "holds and sends those of several microbatches; use inductor, or strategy ddp"
+        )
 
 
 def copy_value(value: Any) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import test_compiled
 import test_engine
 import test_engine_on_gpu
 import test_executor
@@ -89,6 +90,20 @@ def a_forward_that_runs_again_draws_other_random_numbers(
     right: Callable[[RandomState], None], self: RandomState
 ) -> None:
     pass
+
+
+@replaces(
+    Executor.early_or_late,
+    killed_by=test_compiled.test_compiled_stages_train_what_others_train,
+    replicas=(1, 1),
+)
+def compiled_stages_run_as_others_do(
+    right: Callable[[Executor, Callable[[Step], None]], tuple[Callable[[Step], None], Callable[[Step], None]]],
+    self: Executor,
+    computed: Callable[[Step], None],
+) -> tuple[Callable[[Step], None], Callable[[Step], None]]:
+    self.compiled = False
+    return right(self, computed)
 
 
 @replaces(tasks_of, killed_by=test_engine.test_peak_memory_holds_the_microbatches_in_flight_alone)

@@ -1,10 +1,13 @@
 """The hybrid pipeline trains the same model as one process, through the command line and with what users switch on."""
 
 import csv
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+from cnnstrategies.pipeline.stage import StageModule
 
 # Without batch normalisation, whose statistics are those of a microbatch; in float64, so that the order of summation
 # leaves no trace. 5 batches of 64 and one of 30 samples, which is fewer than two microbatches times 16, and even:
@@ -46,7 +49,7 @@ def hybrid(replicas, cuts, **options):
 
 
 LAYOUTS = {
-    "1-1": hybrid([1, 1], ["1"], microbatches=4),
+    "1-1 compiled": [*hybrid([1, 1], ["1"], microbatches=4), "--model.init_args.compile_backend=aot_eager"],
     "2-1 gpipe": hybrid([2, 1], ["2"], microbatches=4, schedule="gpipe", placement="replicas"),
     "1-2-1": hybrid([1, 2, 1], ["1", "4"], microbatches=6, activation_checkpointing="always"),
 }
@@ -88,11 +91,15 @@ def assert_same_run(actual, expected, rtol=1e-9):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "layout"), [("sgd", "1-2-1"), ("adamw, clipping by value", "1-1"), ("clipping", "2-1 gpipe")]
+    ("optimizer", "layout"), [("sgd", "1-2-1"), ("adamw, clipping by value", "1-1 compiled"), ("clipping", "2-1 gpipe")]
 )
-def test_equals_one_process(run_cli, quick, optimizer, layout):
+def test_equals_one_process(run_cli, quick, optimizer, layout, monkeypatch):
+    compiling = StageModule.compile
+    noted = lambda self, **options: (Path(f"compiled by {os.getpid()}").touch(), compiling(self, **options))  # noqa: E731
+    monkeypatch.setattr(StageModule, "compile", noted)
     options = [*OPTIMIZERS[optimizer], ALL_VALIDATION_DATA]
     single = fit(run_cli, quick, "single", *options, *ONE)
     assert_same_run(fit(run_cli, quick, "piped", *options, *LAYOUTS[layout]), single)
     for got, expected in zip(logged("piped"), logged("single"), strict=True):
         assert got == pytest.approx(expected, rel=1e-6)
+    assert len(list(Path().glob("compiled by *"))) == (2 if "compiled" in layout else 0)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.compile import from_compiled
 from ranks import run_apart, run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from cnnstrategies._lightning_private import ScriptLauncher
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import HybridPipelineStrategy
+from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
+from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 
 SAMPLES = 15  # Steps of 6, 6 and 3.
 SIZE = 8
@@ -546,7 +549,7 @@ REFUSED_BEFORE = (
     (HeadBeside, r"HeadBeside has trainable parameters that its forward does not use \(head.weight, head.bias\): call"),
     (Gan, "automatic_optimization=False"),
     (Detector, r"Detector.model is a SSD of torchvision: it takes lists of images and boxes"),
-    (Compiled, "Compiled.model is compiled: .* leave out torch.compile"),
+    (Compiled, "Compiled.model is compiled: .* out torch.compile, and .* by the callback ComputeSettings"),
     (CompiledLayer, "CompiledLayer.model.0 is compiled"),
     (Checkpointed, "under torch.utils.checkpoint, which .* set the pipeline's activation_checkpointing"),
 )
@@ -559,6 +562,15 @@ def test_what_cannot_be_divided_is_refused_before_processes_start(
     monkeypatch.setattr(ScriptLauncher, "launch", lambda *args, **options: pytest.fail("it starts processes"))
     with pytest.raises(ConfigurationError, match=message):
         fit(kind, HybridPipelineStrategy(), 2)
+
+
+def test_a_module_that_is_compiled_as_a_whole_or_during_training_is_refused() -> None:
+    module = from_compiled(torch.compile(Classifier(), backend="eager"))
+    with pytest.raises(ConfigurationError, match=r"^Classifier is compiled: .* by the callback ComputeSettings"):
+        check_module(module)
+    step = torch.compile(torch.square, backend="eager")
+    with pytest.raises(RuntimeError, match=r"a step, or .*, is compiled: .* by the callback ComputeSettings"):
+        step(ImagesElsewhere.like(2, (1, 4, 4), torch.float32, torch.device("cpu")))
 
 
 class ImagesAsTargets(Module):

@@ -8,11 +8,15 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.own_forward import WHOLE, network_at
 from cnnstrategies.pipeline.losses import ADVICE
+from cnnstrategies.pipeline.stage import check_backend
+from cnnstrategies.strategies.hybrid_pipeline.example import is_attached
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
+from cnnstrategies.strategies.hybrid_pipeline.images import COMPILE_STAGES
 from cnnstrategies.strategies.hybrid_pipeline.optimizer_trial import try_optimizer
 
 
@@ -70,12 +74,10 @@ def _check_kind(module: LightningModule, path: str, network: nn.Module) -> None:
                 "outputs; use strategy ddp (a pipeline trains networks that map images to outputs, from which the "
                 "step computes the loss)"
             )
-    compiled = [f"{path}.{name}".rstrip(".") for name, child in network.named_modules() if is_compiled(child)]
-    if compiled or getattr(module, "compile_backend", None) is not None:
+    compiled = [f".{path}.{name}".rstrip(".") for name, child in network.named_modules() if is_compiled(child)]
+    if compiled or is_compiled_whole(module):
         raise ConfigurationError(
-            f"{type(module).__name__}.{compiled[0] if compiled else path} is compiled: strategy hybrid_pipeline cuts "
-            "the network's graph itself and runs the stages as they are; leave out torch.compile (compile_backend in "
-            "ImageClassifier), or use strategy ddp"
+            f"{type(module).__name__}{compiled[0] if compiled else ''} is compiled: {COMPILE_STAGES}"
         )
 
 
@@ -86,6 +88,22 @@ def _check_calls(module: LightningModule, path: str) -> None:
             f"test_time_flips=true gives {type(module).__name__}.{path} each batch twice, and a pipeline runs once for "
             "it: leave it out, and evaluate the checkpoint with it on one device or with strategy ddp"
         )
+
+
+def compile_backend_of(module: LightningModule) -> str | None:
+    """With which ``torch.compile`` backend the stages are to be compiled; None for none.
+
+    It is the ``compile_backend`` of one of the package's modules, or of a
+    :class:`~cnnstrategies.callbacks.ComputeSettings`.
+
+    Raises:
+        ConfigurationError: Stages cannot run with it.
+    """
+    callbacks = module.trainer.callbacks if is_attached(module) else []  # type: ignore[attr-defined]
+    asked = [getattr(one, "compile_backend", None) for one in (module, *callbacks)]
+    backend = next((one for one in asked if one is not None), None)
+    check_backend(backend)
+    return backend
 
 
 def check_callbacks(callbacks: Iterable[Callback]) -> None:

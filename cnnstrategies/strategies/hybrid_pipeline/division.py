@@ -59,7 +59,12 @@ def choose_layout(request: LayoutRequest, trainer: Trainer, path: str, device: t
 
 
 def build_pipeline(
-    network: nn.Module, layout: ChosenLayout, request: LayoutRequest, device: torch.device, timeout: timedelta
+    network: nn.Module,
+    layout: ChosenLayout,
+    request: LayoutRequest,
+    device: torch.device,
+    timeout: timedelta,
+    compile_backend: str | None,
 ) -> Pipeline:
     """The engine; a collective.
 
@@ -69,6 +74,7 @@ def build_pipeline(
         request: What the user asks for besides.
         device: That of this rank.
         timeout: How long to wait for another rank.
+        compile_backend: With which to compile the stages, if at all.
     """
     return Pipeline(
         network,
@@ -82,4 +88,5 @@ def build_pipeline(
         device,
         timeout,
         placement=request.placement,
+        compile_backend=compile_backend,
     )

@@ -19,6 +19,10 @@ _FORM = frozenset(
         *("is_floating_point", "is_complex", "is_pinned", "get_device", "type", "__len__"),
     }
 )
+COMPILE_STAGES = (
+    "strategy hybrid_pipeline cuts the network before it is compiled; leave out torch.compile, and have each stage "
+    "compiled by the callback ComputeSettings(compile_backend='inductor'), or use strategy ddp"
+)
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -141,6 +145,8 @@ def _is_other(leaf: Any) -> bool:
 
 
 def _refuse(name: str) -> NoReturn:
+    if torch.compiler.is_compiling():
+        raise ConfigurationError(f"a step, or the network that it calls, is compiled: {COMPILE_STAGES}")
     raise ConfigurationError(
         f"the step, or a callback, computes with the images of the batch ({name}) outside the network: with strategy "
         "hybrid_pipeline the first stage alone has them, and a step may change them before it calls the network, but "

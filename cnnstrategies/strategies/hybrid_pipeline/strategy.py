@@ -32,7 +32,12 @@ from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError
 from cnnstrategies.processes import failed_before
-from cnnstrategies.strategies.hybrid_pipeline.contract import check_callbacks, check_module, check_optimizers
+from cnnstrategies.strategies.hybrid_pipeline.contract import (
+    check_callbacks,
+    check_module,
+    check_optimizers,
+    compile_backend_of,
+)
 from cnnstrategies.strategies.hybrid_pipeline.description import (
     describe_pipeline,
     differences_of_pipeline,
@@ -95,6 +100,7 @@ class HybridPipelineStrategy(DDPStrategy):
     """
 
     outputs_on_every_rank = True  # Of an evaluation, those of the whole batch.
+    compiles_stages = True  # Nobody else is to compile the network.
 
     def __init__(
         self,
@@ -156,6 +162,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if module is None or module is self._checked:
             return
         path = check_module(module, self.network_path)
+        compile_backend_of(module)
         network = network_at(module, path)
         if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
             raise ConfigurationError(
@@ -241,7 +248,10 @@ class HybridPipelineStrategy(DDPStrategy):
             summarise_whole(trainer, self.lightning_module, callbacks)
         if self._layout is None or self._layout[0] is not network:
             self._layout = (network, choose_layout(self.request, trainer, path, self.root_device))
-        self.pipeline = build_pipeline(network, self._layout[1], self.request, self.root_device, self.time_limit)
+        backend = compile_backend_of(self.lightning_module)
+        self.pipeline = build_pipeline(
+            network, self._layout[1], self.request, self.root_device, self.time_limit, backend
+        )
         self._divided = divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks)
         self.model_to_device()
         if fitting:

@@ -1,0 +1,92 @@
+"""Compiled stages train what others train, and are compiled once for each size of a microbatch, in one piece."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline.engine import Pipeline
+from cnnstrategies.pipeline.stage import check_backend
+
+SIZES = (12, 7, 12)  # In four microbatches, which have 3 samples, or 2 and 1.
+
+
+class Network(nn.Module):
+    """What a compiler could get wrong: layers that run twice, what works in place, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+        self.twice, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.last = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(256, 5))
+
+    def forward(self, images: Tensor) -> Tensor:
+        first = self.first(images)
+        out: Tensor = self.last(self.norm(self.twice(self.norm(self.twice(first)).relu_())) + first)
+        return out
+
+
+class Trained(NamedTuple):
+    """What came of it on one rank, the sizes of microbatches that it trained, and how often something was compiled."""
+
+    values: dict[str, Tensor]
+    sizes: set[int]
+    compilations: int
+    breaks: int
+
+
+def train(replicas: tuple[int, ...], backend: str | None, recompute: Any) -> Trained:
+    torch.manual_seed(0)
+    network = Network().double()
+    from torch._dynamo.utils import counters
+
+    values: dict[str, Tensor] = {}
+    sizes = set()
+    with Pipeline(
+        network, ["first"], replicas, 4, activation_checkpointing=recompute, compile_backend=backend
+    ) as pipeline:
+        optimizer = torch.optim.SGD(pipeline.parameters, lr=0.1, momentum=0.9)
+        stage, replica = pipeline.place.stage, pipeline.place.replica
+        torch.manual_seed(2)
+        for step, size in enumerate(SIZES):
+            generator = torch.Generator().manual_seed(step)
+            images = torch.randn(size, 1, 8, 8, generator=generator).double()[replica :: replicas[0]]
+            targets = torch.randint(5, (size,), generator=generator)[replica :: replicas[0]]
+            batch = pipeline.share(images, targets)
+            sizes |= set(batch.split.sizes[replica :: replicas[stage]])
+            gradients, outputs = pipeline.train(batch, F.cross_entropy)
+            values[f"outputs {step}"] = pipeline.gather(batch, outputs)
+            for parameter, gradient in zip(pipeline.parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        pipeline.module.eval()
+        batch = pipeline.share(images)
+        values["evaluation"] = pipeline.gather(batch, pipeline.evaluate(batch))
+        values |= pipeline.merge()
+    return Trained(values, sizes, counters["frames"]["total"], sum(counters["graph_break"].values()))
+
+
+def both(replicas: tuple[int, ...]) -> tuple[Trained, Trained]:
+    return train(replicas, None, "never"), train(replicas, "aot_eager", "except_last")
+
+
+@pytest.mark.parametrize("replicas", [(2, 1)])
+def test_compiled_stages_train_what_others_train(replicas: tuple[int, ...]) -> None:
+    """With the same random numbers, also where a forward runs again."""
+    import torch._dynamo  # The ranks have it from here, who would take seconds to import it.
+
+    for expected, compiled in run_ranks(sum(replicas), both, replicas):
+        torch.testing.assert_close(compiled.values, expected.values, rtol=1e-12, atol=1e-14)
+        assert compiled.compilations == len(compiled.sizes) + 1, "for each size, and for evaluation"
+        assert expected.compilations == compiled.breaks == 0
+
+
+@pytest.mark.light
+def test_a_backend_whose_results_do_not_stay_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"compile_backend='cudagraphs': .* use inductor, or strategy ddp"):
+        check_backend("cudagraphs")
+    check_backend("inductor")
