@@ -44,8 +44,16 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a child of this process is stopped, by SIGSTOP for instance."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False  # It has ended.
+
+
 def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
-    """Which of the ranks that a launcher has started as programs was killed, in words; None if none was.
+    """Which of the ranks that a launcher has started as programs was killed or is stopped, in words; None if none.
 
     Args:
         launcher: Its ``procs`` are looked at, if it has some.
@@ -57,6 +65,8 @@ def killed_rank(launcher: Any, seconds: float = 0.5) -> str | None:
         for rank, process in enumerate(processes, start=1):
             if (code := process.poll()) is not None and code < 0:
                 return ended_by(rank, code)
+            if code is None and is_stopped(process.pid):
+                return f"rank {rank} is stopped, as by SIGSTOP"
         if time.monotonic() > deadline or all(process.poll() is not None for process in processes):
             return None
         time.sleep(0.05)

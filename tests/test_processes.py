@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, run_forked
 
-from cnnstrategies.processes import STARTER, end_with_parent
+from cnnstrategies.processes import STARTER, end_with_parent, killed_rank
 
 
 def ended():
@@ -25,6 +26,20 @@ def test_a_process_ends_if_its_parent_has_ended_before_it_could_ask_to():
 
 def test_a_process_goes_on_while_its_parent_does():
     assert run_forked(lambda: end_with_parent(os.getppid())) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("signum", "said"),
+    [(signal.SIGTERM, "was ended by SIGTERM"), (signal.SIGSTOP, "is stopped, as by SIGSTOP"), (0, None)],
+)
+def test_a_rank_that_is_killed_or_stopped_is_named(signum, said):
+    programs = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    programs[1].send_signal(signum)
+    found = killed_rank(SimpleNamespace(procs=programs))
+    for program in programs:
+        program.kill()
+        program.wait()
+    assert found == (said and f"rank 2 {said}")
 
 
 @pytest.mark.warm

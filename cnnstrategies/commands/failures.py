@@ -1,7 +1,9 @@
 """One line for what goes wrong while a run is built or runs, where a line says it all."""
 
 import errno
+import os
 import re
+from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,7 +15,7 @@ from cnnstrategies.errors import ConfigurationError, causes
 from cnnstrategies.metric_names import not_logged
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ELSEWHERE = (
     "give the right to it, or let results go elsewhere with --trainer.logger.init_args.save_dir or "
     "--trainer.default_root_dir"
@@ -119,11 +121,14 @@ def explain_run_error(error: BaseException) -> str | None:
     if isinstance(error, ConfigurationError | MisconfigurationException):
         return in_one_line(message)
     for link in causes(error):
+        file = os.fsdecode(link.filename) if isinstance(link, OSError) and link.filename else ""
         if isinstance(link, OSError) and link.errno in FULL:
-            where = f": {link.filename}" if link.filename else ""
+            where = f": {file}" if file else ""
             return f"{link.strerror}{where}; make room, and go on with --ckpt_path=last"
-        if isinstance(link, OSError) and link.errno in FORBIDDEN and link.filename:
-            return f"{link.strerror}: {link.filename}; {ELSEWHERE}"
+        if isinstance(link, OSError) and link.errno in FORBIDDEN and file:
+            return f"{link.strerror}: {file}; {ELSEWHERE}"
+        if isinstance(link, FileNotFoundError) and file and not Path(file).parent.exists():
+            return f"{link.strerror}: {file}: its folder is not there, or no longer; a run needs its own until it ends"
     if isinstance(error, ModuleNotFoundError) and "Requirement" in str(error):
         return in_one_line(missing_package(error))
     if isinstance(error, torch.OutOfMemoryError):
@@ -148,6 +153,8 @@ def refusal_in(traceback: str) -> str | None:
         return None
     message = traceback[errors[-1].end() :]
     refused = errors[-1][1].endswith((ConfigurationError.__name__, MisconfigurationException.__name__))
+    if found := re.match(r"\[Errno (\d+)\] ([^:\n]+)(?:: b?'([^'\n]+)')?", message):
+        return explain_run_error(OSError(int(found[1]), found[2], found[3]))
     return explain_run_error(ConfigurationError(message) if refused else RuntimeError(message))
 
 

@@ -5,6 +5,7 @@ Their warnings and errors about a run stay, and so does what is not listed here.
 
 import logging
 import re
+import threading
 import warnings
 
 # Where Lightning writes these: a filter of a logger sees what is written to it, not what comes up from those below.
@@ -52,6 +53,13 @@ def quieten() -> None:
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    threading.excepthook = show_unless_kept
+
+
+def show_unless_kept(failure: threading.ExceptHookArgs) -> None:
+    """Print why a thread has failed, unless it keeps that for others to raise: as TensorBoard's, on a full disk."""
+    if getattr(failure.thread, "exception", None) is not failure.exc_value:
+        threading.__excepthook__(failure)
 
 
 def is_news(record: logging.LogRecord) -> bool:

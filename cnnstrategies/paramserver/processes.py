@@ -38,14 +38,6 @@ class Forked:
             os.kill(self.pid, sig)
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a child of this process is stopped, by SIGSTOP for instance."""
-    try:
-        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False  # It has ended.
-
-
 def ending(code: int) -> str:
     """How a process ended, in words."""
     if code >= 0:

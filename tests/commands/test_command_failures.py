@@ -49,6 +49,11 @@ LINES = {
         raised(lambda: nn.Linear(2, 3).load_state_dict(nn.Linear(3, 3).state_dict())),
         "ckpt_path: the checkpoint is of another network than `model` describes: size mismatch for weight",
     ),
+    "gone": (
+        FileNotFoundError(errno.ENOENT, "No such file or directory", b"runs/digits/events"),
+        "No such file or directory: runs/digits/events: its folder is not there, or no longer; a run needs its own",
+    ),
+    "another file": (FileNotFoundError(errno.ENOENT, "No such file or directory", "labels.csv"), None),
     "read-only": (
         OSError(errno.EROFS, "Read-only file system", "/mnt/runs"),
         "Read-only file system: /mnt/runs; give the right to it, or let results go elsewhere",
@@ -120,6 +125,9 @@ def test_what_a_spawned_rank_has_raised_is_explained_by_its_text():
         "lightning.fabric.utilities.exceptions.MisconfigurationException: ReduceLROnPlateau conditioned on metric a"
     )
     assert refusal_in(text.format(f"{plateau} which is: ['b']")).endswith("does not log 'a'; logged: b")
+    full = "OSError: [Errno 28] No space left on device"
+    assert refusal_in(text.format(full)).startswith("No space left on device; make room")
+    assert refusal_in(text.format(f"{full}: b'runs/events'")).startswith("No space left on device: runs/events; make")
     assert refusal_in(text.format("ValueError: boom")) is None
     assert refusal_in(text.format("KeyboardInterrupt")) is None
 

@@ -3,7 +3,9 @@
 import io
 import logging
 import pickle
+import resource
 import sys
+import threading
 import warnings
 
 import pytest
@@ -11,10 +13,12 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from cnnstrategies.cli import main
 from cnnstrategies.cluster.environment import environment_plugins
+from cnnstrategies.commands.failures import explain_run_error
 from cnnstrategies.commands.quiet import LOGGERS, quieten
 from cnnstrategies.commands.trainer import Trainer
 
@@ -94,6 +98,22 @@ def test_a_spawned_rank_is_quiet_too(said):
     pickle.loads(trainer)
     seed_everything(1)
     assert said == []
+
+
+def test_on_a_full_disk_the_thread_that_writes_for_tensorboard_leaves_it_to_who_logs_to_say_so(capsys):
+    quieten()
+    logger = TensorBoardLogger(".")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    for step in range(10):
+        logger.log_metrics({"loss": 1.0}, step)
+    with pytest.raises(OSError, match="File too large") as full:
+        logger.save()
+    assert explain_run_error(full.value) == "File too large; make room, and go on with --ckpt_path=last"
+    assert capsys.readouterr().err == ""
+    other = threading.Thread(target=lambda: 1 // 0)
+    other.start()
+    other.join()
+    assert "ZeroDivisionError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("start", ["command", "spawned rank"])

@@ -2,14 +2,18 @@
 
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import exp
 from typing import Any, NoReturn
 
 import test_cli
+import test_command_failures
 import test_early
 import test_front
+import test_processes
+import test_quiet
 import test_race
 import test_submit_command
 import test_tune_command
@@ -17,14 +21,17 @@ import torch
 from mutants.faulty import replaces
 
 from cnnstrategies.commands.early import accepted_by, check_value
+from cnnstrategies.commands.failures import explain_run_error, refusal_in
 from cnnstrategies.commands.given import Given
 from cnnstrategies.commands.lightning_cli import leaves_out_classes
+from cnnstrategies.commands.quiet import show_unless_kept
 from cnnstrategies.commands.refuse import fail
 from cnnstrategies.commands.signatures import Parameter
 from cnnstrategies.commands.table import Command
 from cnnstrategies.commands.tune_choices import choices
 from cnnstrategies.planning.race import MARGIN, Verdict, verdict
 from cnnstrategies.planning.settings import Setting
+from cnnstrategies.processes import is_stopped
 
 
 @replaces(fail, killed_by=test_submit_command.test_a_mistake_is_explained_as_by_fit)
@@ -77,3 +84,46 @@ def all_types_of_a_value_are_found_before_it_is_looked_at(
 ) -> None:
     accepted_by(parameter)
     right(key, parameter)
+
+
+@replaces(
+    explain_run_error,
+    killed_by=test_command_failures.test_a_line_where_it_says_it_all_and_a_traceback_where_not,
+    noticed_by=(AttributeError,),
+    **dict(zip(("error", "line"), test_command_failures.LINES["gone"], strict=True)),
+)
+def a_folder_that_was_removed_is_a_traceback(
+    right: Callable[[BaseException], str | None], error: BaseException
+) -> str | None:
+    return None if isinstance(error, FileNotFoundError) else right(error)
+
+
+@replaces(
+    refusal_in,
+    killed_by=test_command_failures.test_what_a_spawned_rank_has_raised_is_explained_by_its_text,
+    noticed_by=(AttributeError,),
+)
+def a_disk_that_is_full_for_a_forked_rank_is_a_traceback(
+    right: Callable[[str], str | None], traceback: str
+) -> str | None:
+    return right(traceback.replace("[Errno", "Errno"))
+
+
+@replaces(
+    show_unless_kept,
+    killed_by=test_quiet.test_on_a_full_disk_the_thread_that_writes_for_tensorboard_leaves_it_to_who_logs_to_say_so,
+)
+def a_threads_error_is_printed_and_raised_again(
+    right: Callable[[threading.ExceptHookArgs], None], failure: threading.ExceptHookArgs
+) -> None:
+    threading.__excepthook__(failure)
+
+
+@replaces(
+    is_stopped,
+    killed_by=test_processes.test_a_rank_that_is_killed_or_stopped_is_named,
+    signum=19,
+    said="is stopped, as by SIGSTOP",
+)
+def a_rank_that_is_stopped_is_not_looked_for(right: Callable[[int], bool], pid: int) -> bool:
+    return False

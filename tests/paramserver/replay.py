@@ -32,13 +32,13 @@ from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.effects import Parcel, Save
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import SERVER
-from cnnstrategies.paramserver.processes import Forked, Handle, is_stopped
+from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, serve
 from cnnstrategies.paramserver.simulation.traces import Cue, Cues, name
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.paramserver.worker import worker as worker_role
-from cnnstrategies.processes import end_with_parent
+from cnnstrategies.processes import end_with_parent, is_stopped
 
 SIZES = (24, 16, 8)
 STEPS, EPOCH = 6, 3
