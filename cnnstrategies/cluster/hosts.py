@@ -46,7 +46,7 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     """Bring the hosts of a run together before it starts, and watch them while it lasts; one host has its loopback.
 
     Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well. A
-    strategy with the attribute ``finds_hosts`` does all that itself.
+    strategy with the attribute ``finds_hosts`` does all that itself, and is told in ``wait`` how long.
 
     Args:
         trainer: Its strategy says where the ranks are.
@@ -57,7 +57,10 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     """
     strategy = trainer.strategy
     environment = getattr(strategy, "cluster_environment", None)
-    if getattr(strategy, "finds_hosts", False) or not isinstance(strategy, ParallelStrategy) or environment is None:
+    finds_hosts = getattr(strategy, "finds_hosts", False)
+    if finds_hosts:
+        strategy.wait = network.wait  # type: ignore[attr-defined]
+    if finds_hosts or not isinstance(strategy, ParallelStrategy) or environment is None:
         yield
         return
     if trainer.num_nodes == 1:

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import test_control_sockets
 import test_given_out_samples
 import test_outer_step
 import test_parameter_server_own_code as own_code
+import test_parameter_server_sessions as test_sessions
 import test_security
 import test_snapshots
 import test_supervision
@@ -40,6 +42,7 @@ from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, Disp
 from cnnstrategies.strategies.parameter_server.module_checks import check_optimizers
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
+from cnnstrategies.strategies.parameter_server.run import WAIT, Layout, Place, choose_place
 from cnnstrategies.strategies.parameter_server.sample_order import check_order, items_of
 
 # Nodes that push once
@@ -200,6 +203,18 @@ def the_outer_momentum_moves_the_weights_without_own_steps(
     right: Callable[[OuterSteps], list[int]], self: OuterSteps
 ) -> list[int]:
     return list(range(len(self.fragments)))
+
+
+@replaces(choose_place, killed_by=test_sessions.test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for, nodes=2)
+def nobody_is_told_how_long_to_wait(
+    right: Callable[[Options, Layout, int, bool, str | None], Place],
+    options: Options,
+    layout: Layout,
+    session: int,
+    supervised: bool = False,
+    directory: str | None = None,
+) -> Place:
+    return replace(right(options, layout, session, supervised, directory), wait=WAIT)
 
 
 # Signals

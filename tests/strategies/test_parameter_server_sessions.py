@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 from chain_program import Chain
 from lightning.pytorch import Callback
+from ports import free_port
 from ranks import run_started
+from test_parameter_server import served
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, choose_place
+from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, choose_place, worker_address
 from cnnstrategies.strategies.parameter_server.sessions import Sessions
 
 LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
@@ -55,6 +57,31 @@ def test_ranks_that_something_else_starts_number_their_sessions(monkeypatch):
     assert [other.open(options(), layout, True) for _ in range(3)] == places, "they meet"
     spread = rank.open(options(security="none"), lambda: replace(LAYOUT, nodes=2), True)
     assert (spread.coordinator, spread.session) == ("tcp://127.0.0.1:29400", 3)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_worker_waits_as_long_as_the_network_is_to_be_waited_for(monkeypatch, tmp_path, nodes):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    place = choose_place(options(security="none"), replace(LAYOUT, nodes=nodes, wait=7.0), 0, supervised=True)
+    assert worker_address(options(), place, 0).appear == 7.0
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("node", "line"),
+    [
+        (0, "worker 1, server 1 did not appear within 3 s: start the run on all its machines"),
+        (1, "was silent for 3 s: start the run on rank 0's machine, open its port there"),
+    ],
+    ids=["the second", "the first"],
+)
+def test_a_node_that_was_never_started_is_named(run_cli, quick, monkeypatch, node, line):
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "NODE_RANK": node}.items():
+        monkeypatch.setenv(name, str(value))
+    layout = [*served(1, security="none"), "--trainer.num_nodes=2", "--network.wait=3"]
+    code, output = run_cli("fit", *quick, *layout)
+    assert code == 1, output
+    assert line in output
 
 
 def test_a_session_after_a_death_is_refused(monkeypatch):

@@ -145,7 +145,10 @@ class Admission:
         """End the run if the time is up and somebody has never been there."""
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
             after = " after the coordinator was started again" if self._settings.term else ""
-            self._finish(f"{', '.join(missing)} did not appear within {self._settings.appear:g} s{after}")
+            self._finish(
+                f"{', '.join(missing)} did not appear within {self._settings.appear:g} s{after}: start the run on all "
+                "its machines, and dedicated servers; --network.wait sets how long to wait"
+            )
 
     def died(self, now: float, member: Member, how: str, replaced: bool, over: bool = False) -> None:
         """A supervision has said that a process has died.

@@ -126,10 +126,11 @@ class Participant:
             return self._end(LEFT_UNHEARD, clean=True)
         patience = self._address.timeout if self.view is not None else self._address.appear
         if now - self.heard > patience:
+            why = "it died, or the connection to it is cut"
+            if self.view is None:
+                why = "start the run on rank 0's machine, open its port there, and give all processes the same key_file"
             return self._end(
-                f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: it died, or the "
-                "connection to it is cut",
-                clean=False,
+                f"the coordinator at {self._address.coordinator} was silent for {patience:g} s: {why}", clean=False
             )
         for request in self.asking.open.values() if self.view is not None else ():
             if now - request.progress > UNHEARD * self._address.timeout:

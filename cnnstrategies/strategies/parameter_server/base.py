@@ -19,7 +19,7 @@ from cnnstrategies.strategies.metric_states import own_metric_states
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.run import Layout, open_supervision
+from cnnstrategies.strategies.parameter_server.run import WAIT, Layout, open_supervision
 from cnnstrategies.strategies.parameter_server.sessions import SESSIONS
 from cnnstrategies.strategies.resumable import check_optimizer_states, warn_of_weights_alone
 
@@ -35,9 +35,11 @@ class CoordinatedStrategy(DDPStrategy):
     Attributes:
         options: What the user asks for.
         group: The workers of the run.
+        wait: Seconds in which all processes must be there; on the command line ``network.wait``.
     """
 
     finds_hosts = True  # Its coordinator knows who is there.
+    wait = WAIT
 
     def __init__(self, options: Options, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any) -> None:
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
@@ -67,7 +69,7 @@ class CoordinatedStrategy(DDPStrategy):
         environment = self.cluster_environment
         assert environment is not None
         address, port = environment.main_address, environment.main_port
-        return Layout(self.num_nodes, self.node_rank, self.num_processes, address, port)
+        return Layout(self.num_nodes, self.node_rank, self.num_processes, address, port, self.wait)
 
     @override
     def setup_distributed(self) -> None:

@@ -28,6 +28,7 @@ from cnnstrategies.strategies.parameter_server.options import Options
 
 VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
 INCARNATION = "CNNSTRATEGIES_INCARNATION"
+WAIT = 300.0  # seconds for all processes to be there
 LATER = 600.0  # seconds to wait for a later session: rank 0 may have something to do between two trainer functions
 
 
@@ -42,6 +43,7 @@ class Place:
         insecure: No encryption although other machines are reached.
         supervised: Whether the processes are watched and restarted.
         session: Number of the first session there.
+        wait: Seconds in which all must be there.
     """
 
     coordinator: str
@@ -50,6 +52,7 @@ class Place:
     insecure: bool = False
     supervised: bool = False
     session: int = 0
+    wait: float = WAIT
 
     def publish(self) -> None:
         """Tell the processes that this one starts."""
@@ -64,13 +67,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The nodes of a run as Lightning knows them."""
+    """The nodes of a run as Lightning knows them, and how long these are waited for."""
 
     nodes: int
     node: int
     processes: int
     main_address: str
     main_port: int
+    wait: float = WAIT
 
 
 def choose_place(
@@ -93,10 +97,10 @@ def choose_place(
             directory = str(make_run_directory() if supervised else machine_directory(layout))
         coordinator = f"ipc://{directory}/coordinator-{session}"
         key_file = options.key_file or (keys_in(Path(directory)) if options.encrypted(coordinator) else None)
-        return Place(coordinator, directory, key_file, supervised=supervised, session=session)
+        return Place(coordinator, directory, key_file, False, supervised, session, layout.wait)
     coordinator = options.coordinator or f"tcp://{layout.main_address}:{layout.main_port}"
     key_file = key_file_of(options, coordinator)
-    return Place(coordinator, None, key_file, options.security == "none", supervised, session)
+    return Place(coordinator, None, key_file, options.security == "none", supervised, session, layout.wait)
 
 
 def machine_directory(layout: Layout) -> Path:
@@ -165,6 +169,7 @@ def open_supervision(
             workers,
             servers,
             options.timeout,
+            place.wait,
             survivable=options.replication - 1,
             takeover=options.takeover,
             supervised=again > 0,
@@ -188,7 +193,7 @@ def worker_address(options: Options, place: Place, rank: int) -> Address:
     """Who a rank is to the coordinator."""
     incarnation = int(os.environ.get(INCARNATION, "0"))
     later = place.session > 0 and not place.supervised
-    appear = LATER if later else Address.appear
+    appear = LATER if later else place.wait
     return Address(
         place.coordinator, "worker", rank, incarnation, options.heartbeat, options.timeout, appear, place.session
     )
