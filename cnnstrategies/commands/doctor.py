@@ -10,7 +10,7 @@ from cnnstrategies.cluster.doctor_place import find_place
 from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
 from cnnstrategies.cluster.doctor_ssh import run_over_ssh
 from cnnstrategies.cluster.torchrun import own_store
-from cnnstrategies.commands.doctor_options import parser
+from cnnstrategies.commands.options import doctor_parser
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -20,7 +20,7 @@ def main(args: Sequence[str]) -> None:
     Args:
         args: The command line from ``doctor`` on.
     """
-    options = parser().parse_args(args[1:])
+    options = doctor_parser().parse_args(args[1:])
     if options.hosts:
         passed = [f"--shared={options.shared.absolute()}", f"--wait={options.wait:g}"]
         if options.interface:

@@ -13,10 +13,8 @@ from typing import Any
 import yaml
 
 from cnnstrategies.commands.given import Given, given_keys, misspelt
-from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.options import PlanOptions, TuneOptions, VerifyOptions
 from cnnstrategies.commands.signatures import MOST_STEPS, Module, Parameter, Signature, find, signature
-from cnnstrategies.commands.tune_options import TuneOptions
-from cnnstrategies.commands.verify_options import VerifyOptions
 from cnnstrategies.errors import ConfigurationError
 
 # The keys of a configuration, and what those configure that have no class_path.

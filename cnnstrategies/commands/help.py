@@ -13,15 +13,13 @@ import docstring_parser
 from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.options import RayOptions
-from cnnstrategies.commands.doctor_options import parser as doctor_parser
 from cnnstrategies.commands.early import ROOTS
-from cnnstrategies.commands.pack_options import parser as pack_parser
-from cnnstrategies.commands.plan_options import PlanOptions
-from cnnstrategies.commands.sweep_options import parser as sweep_parser
+from cnnstrategies.commands.options import PlanOptions, TuneOptions, VerifyOptions
+from cnnstrategies.commands.options import doctor_parser as doctor_parser
+from cnnstrategies.commands.options import pack_parser as pack_parser
+from cnnstrategies.commands.options import sweep_parser as sweep_parser
+from cnnstrategies.commands.options import watch_parser as watch_parser
 from cnnstrategies.commands.table import COMMANDS
-from cnnstrategies.commands.tune_options import TuneOptions
-from cnnstrategies.commands.verify_options import VerifyOptions
-from cnnstrategies.commands.watch_options import parser as watch_parser
 
 Options = Sequence[tuple[str, str]]
 LONGEST_LINE = 120

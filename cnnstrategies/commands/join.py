@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cnnstrategies.commands.join_options import parse
+from cnnstrategies.commands.options import parse_join
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import find_place
@@ -30,7 +30,7 @@ def main(args: Sequence[str]) -> None:
 
         lightning_cli.main(["fit", "--help"])
         return
-    options, words = parse(args[1:])
+    options, words = parse_join(args[1:])
     address = RunAddress.find(options.run)
     if options.key_file is not None:
         address = replace(address, key_file=str(Path(options.key_file).resolve()))

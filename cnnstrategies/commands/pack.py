@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.commands.pack_options import QUALITY, parser
+from cnnstrategies.commands.options import QUALITY, pack_parser
 from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.index import Index, check_contents, read_index
 from cnnstrategies.data.shards.packing import pack
@@ -27,7 +27,7 @@ def main(args: Sequence[str]) -> None:
         ConfigurationError: A value is out of its range, the source cannot be read or the shards cannot be written, or
             a checked shard is damaged.
     """
-    given = parser().parse_args(args[1:])
+    given = pack_parser().parse_args(args[1:])
     if given.check is not None:
         index = read_index(given.check)
         check_contents(index)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.options import PlanOptions
 from cnnstrategies.commands.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement

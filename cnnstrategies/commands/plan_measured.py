@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.commands.model_and_data import ModelAndData, device_of
-from cnnstrategies.commands.plan_options import PlanOptions
+from cnnstrategies.commands.options import PlanOptions
 from cnnstrategies.commands.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from cnnstrategies.commands import early, recipes
-from cnnstrategies.commands.sweep_options import parser
+from cnnstrategies.commands.options import sweep_parser
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.sweeping.plan import Plan, Scalar, read
@@ -35,7 +35,7 @@ def main(args: Sequence[str]) -> None:
     Raises:
         ConfigurationError: The sweep or the configuration is mistaken, or no trial runs.
     """
-    options, rest = parser().parse_known_args(args[1:])
+    options, rest = sweep_parser().parse_known_args(args[1:])
     plan = read(options.sweep)
     words = recipes.with_files(["fit", *rest])
     early.check([*words, *(f"--{key}={_as_word(space.first)}" for key, space in plan.parameters.items())])

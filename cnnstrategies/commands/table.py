@@ -61,5 +61,4 @@ COMMANDS = {
     "pack": Command("put images into shards", "pack datasets/imagenet shards/imagenet --size 256", "pack", False),
     "configs": Command("list the recipes, or print one", "configs quickstart", "recipes", False),
     "schema": Command("tell editors what a configuration may say", "schema > schema.json", "schema", False),
-    "completion": Command("complete these words in a shell", "completion bash >> ~/.bashrc", "completion", False),
 }

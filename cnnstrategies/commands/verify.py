@@ -14,8 +14,8 @@ from typing_extensions import override
 from cnnstrategies.commands import lightning_cli
 from cnnstrategies.commands.defaults import as_list
 from cnnstrategies.commands.errors import check_trainer_names
+from cnnstrategies.commands.options import VerifyOptions
 from cnnstrategies.commands.refuse import show
-from cnnstrategies.commands.verify_options import VerifyOptions
 from cnnstrategies.verifying.recorder import Recorder, Role, replay, settle
 from cnnstrategies.verifying.runs import QUIET, TrainingError, epochs_for, keeper, verdict_of
 

@@ -1,4 +1,4 @@
-"""What the command line says before a command's code is imported: help, recipes, completion, and where it looks."""
+"""What the command line says before a command's code is imported: help, recipes, and where it looks."""
 
 import gc
 import re
@@ -12,7 +12,6 @@ from conftest import ROOT
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
 from cnnstrategies.commands import early, help, recipes
-from cnnstrategies.commands.completion import candidates
 from cnnstrategies.commands.schema import REFERENCE, schema
 from cnnstrategies.commands.table import COMMANDS, Command
 
@@ -22,7 +21,7 @@ QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 def test_help_names_every_command_and_needs_no_torch():
     program = "import sys; from cnnstrategies.cli import main\n"
     program += "".join(f"main({words!r})\n" for words in ([], ["--help"], *([name, "--help"] for name in COMMANDS)))
-    program += "main(['configs'])\nmain(['completion', 'bash'])\nmain(['schema'])\n"
+    program += "main(['configs'])\nmain(['schema'])\n"
     program += "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert run.returncode == 0, run.stderr
@@ -133,34 +132,6 @@ def test_classes_beside_the_user_are_found(run_cli):
     code, output = run_cli("fit", QUICKSTART, "--model.class_path=mine.Mine", "--print_config")
     assert code == 0, output
     assert "class_path: mine.Mine" in output
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("do", ["doctor"]),
-        ("submit f", ["fit"]),
-        ("completion z", ["zsh"]),
-        ("fit --config data/cifar", ["data/cifar10", "data/cifar100"]),
-        ("fit --trainer.max_e", ["--trainer.max_epochs"]),
-        ("fit --trainer.strategy hybrid", ["hybrid_pipeline", "hybrid_pipeline_fork", "hybrid_pipeline_spawn"]),
-        ("fit --stop.warning_signal = USR1", ["USR1"]),
-        ("fit --trainer.barebones f", ["false"]),
-        (f"fit {QUICKSTART} --data.init_args.aug", ["--data.init_args.augment"]),
-    ],
-)
-def test_words_are_completed(words, expected):
-    assert candidates(words.split(" ")) == expected
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_a_shell_takes_the_script(shell, capsys):
-    main(["completion", shell])
-    script = capsys.readouterr().out.replace("autoload -U +X bashcompinit && bashcompinit\n", "")
-    ask = 'COMP_WORDS=(cnnstrategies fit --trainer.max_e); COMP_CWORD=2; _cnnstrategies; echo "${COMPREPLY[@]}"'
-    python = f'cnnstrategies() {{ {sys.executable} {ROOT / "cli.py"} "$@"; }}'
-    run = subprocess.run(["bash", "-c", f"{python}\n{script}\n{ask}"], capture_output=True, text=True, timeout=60)
-    assert run.stdout.strip() == "--trainer.max_epochs", run.stderr
 
 
 def test_the_reference_has_every_command():

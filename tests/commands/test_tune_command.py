@@ -11,8 +11,7 @@ from jsonargparse import Namespace
 
 from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.commands import tune
-from cnnstrategies.commands.tune_choices import choices, compilers
-from cnnstrategies.commands.tune_communication import communication, decoding, loading
+from cnnstrategies.commands.tune_choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.data import DigitsDataModule, ShardedImageDataModule
 from cnnstrategies.planning import contest
 from cnnstrategies.planning.candidates import Effect

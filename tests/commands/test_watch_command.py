@@ -10,7 +10,7 @@ import pytest
 from cnnstrategies.callbacks.membership_picture import bars
 from cnnstrategies.cli import main
 from cnnstrategies.commands import watch
-from cnnstrategies.commands.watch_table import table
+from cnnstrategies.commands.watch import table
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService

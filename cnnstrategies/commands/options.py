@@ -1,0 +1,187 @@
+"""What the commands take beside, or instead of, a configuration: known before their code is imported."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+PORT = 29480
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """The parser of ``doctor``."""
+    result = argparse.ArgumentParser(
+        prog="cnnstrategies doctor",
+        description="Check a cluster before training: versions, connections, shared directory, clocks. Start it as the "
+        "training will be, with srun, torchrun or mpirun, one process on each machine; or with --hosts over SSH.",
+        allow_abbrev=False,
+    )
+    result.add_argument("--hosts", help="names of the machines, with commas: start the doctor there over SSH")
+    result.add_argument("--ssh", default="ssh", help="the SSH command with its options (default: ssh)")
+    result.add_argument("--port", type=int, default=PORT, help=f"main port with --hosts (default: {PORT})")
+    result.add_argument(
+        "--shared", type=Path, default=Path(), help="directory for checkpoints on shared storage (default: this one)"
+    )
+    result.add_argument("--interface", help="network interface, by name or subnet (default: by route)")
+    result.add_argument(
+        "--listen",
+        type=int,
+        help="port that the others try here, where a server of parameters will listen (default: a free one)",
+    )
+    result.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the other hosts (default: 60)")
+    return result
+
+
+def parse_join(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of ``join``, and the words of the configuration.
+
+    Args:
+        words: Those after the command's name.
+    """
+    result = argparse.ArgumentParser(prog="cnnstrategies join", allow_abbrev=False, add_help=False)
+    result.add_argument("--run", required=True)
+    result.add_argument("--key_file")
+    return result.parse_known_args(words)
+
+
+QUALITY, SHARD_MB = 90, 256
+
+
+def pack_parser() -> argparse.ArgumentParser:
+    """The parser of ``pack``."""
+    result = argparse.ArgumentParser(
+        prog="cnnstrategies pack",
+        description="Put images into tar files (shards) with an index, for ShardedImageDataModule; WebDataset's tools "
+        "read them too. Interrupted, the same command goes on after the shards that are whole.",
+        allow_abbrev=False,
+    )
+    result.add_argument(
+        "source",
+        nargs="?",
+        help="folder of images, as ImageFolderDataModule reads it, or a data module's name or import "
+        "path (SegmentationFolderDataModule for images with masks)",
+    )
+    result.add_argument("out", nargs="?", type=Path, help="folder to make")
+    result.add_argument("--init_args", default="{}", help="arguments of the data module, as YAML: '{root: datasets}'")
+    result.add_argument("--size", type=int, help="shrink larger images to this shorter side (default: as they are)")
+    result.add_argument(
+        "--quality",
+        type=int,
+        help=f"make every image a JPEG of this quality, 1 to 95 (default with --size: {QUALITY})",
+    )
+    result.add_argument("--shard_mb", type=int, default=SHARD_MB, help=f"MB of a shard, about (default: {SHARD_MB})")
+    result.add_argument("--workers", type=int, help="shards written at the same time (default: one per core)")
+    result.add_argument("--check", type=Path, metavar="FOLDER", help="compare packed shards with their checksums")
+    return result
+
+
+@dataclass
+class PlanOptions:
+    """What a plan needs beyond the configuration, or without one.
+
+    Attributes:
+        profile: A CSV file with the costs of the network's nodes, in place of measuring them; no configuration is
+            needed then.
+        profile_batch: Samples of the batch that the profile was taken with.
+        cluster: A YAML file that describes the machines; when left out, ``trainer.devices`` and ``trainer.num_nodes``
+            are equal devices with the same connection between any two.
+        bandwidth: Of that connection, in Mbit/s; measured between two processes of this machine when left out.
+        latency: Of that connection, in ms.
+        batch_size: Samples of a step over all devices; when left out, the data's global_batch_size, or its batch_size
+            for each device.
+        batch_per_device: The same for each device.
+        search: Choose the hybrid pipeline's stages, replicas and microbatches too, where the configuration names them.
+        optimizer_states: Copies of the parameters that the optimizer holds: 2 for Adam, 1 for SGD with momentum; when
+            left out, those of the configuration's optimizer, and 2 without one.
+        samples_per_epoch: Of the training data, for the cost of an epoch; when left out, that of a million samples is
+            shown.
+        plot: Draw into this PNG file which strategy is the quickest for other networks and more or fewer machines.
+        write: Write the best strategy into this YAML file, which ``fit`` takes as one more ``--config``.
+        write_profile: Write the measured profile into this CSV file.
+        timetable: Draw the hybrid pipeline's predicted timetable into this PNG file.
+        trace: Write it into this JSON file, for Perfetto or chrome://tracing.
+    """
+
+    profile: Path | None = None
+    profile_batch: int | None = None
+    cluster: Path | None = None
+    bandwidth: float | None = None
+    latency: float = 0.05
+    batch_size: int | None = None
+    batch_per_device: int | None = None
+    search: bool = False
+    optimizer_states: int | None = None
+    samples_per_epoch: int | None = None
+    plot: Path | None = None
+    write: Path | None = None
+    write_profile: Path | None = None
+    timetable: Path | None = None
+    trace: Path | None = None
+
+
+def sweep_parser() -> argparse.ArgumentParser:
+    """The parser of ``sweep``; what it does not know is for ``fit``."""
+    result = argparse.ArgumentParser(
+        prog="cnnstrategies sweep",
+        description="Search for good values of a configuration: each trial is a fit of its own, bad ones end early. "
+        "All other options, such as --config, are those of fit. A sweep that was stopped goes on where it was.",
+        allow_abbrev=False,
+    )
+    result.add_argument("--sweep", type=Path, required=True, metavar="FILE", help="parameters, metric, trials, pruner")
+    result.add_argument(
+        "--folder",
+        type=Path,
+        help="for the journal, the trials' runs, best.yaml and the picture; several machines may share it "
+        "(default: sweeps/NAME, by the file's name)",
+    )
+    return result
+
+
+Allowed = Literal["precision", "compression", "microbatches", "decoder"]
+
+
+@dataclass
+class TuneOptions:
+    """What is tried, for how long, and where the result goes.
+
+    Attributes:
+        allow: What may be changed although it changes what is learned: ``precision`` (bf16, TF32), ``compression``
+            (of gradients), ``microbatches`` (of a pipeline with batch normalisation), ``decoder`` (of JPEG files in
+            shards: each rounds in its own way).
+        minutes: Longest time.
+        output: YAML file for the settings that were found: ``fit --config X --config tuned.yaml`` takes it.
+        plot: Draw the result into this PNG file.
+    """
+
+    allow: list[Allowed] = field(default_factory=list)
+    minutes: float = 5.0
+    output: Path = Path("tuned.yaml")
+    plot: Path | None = None
+
+
+@dataclass
+class VerifyOptions:
+    """How much is trained.
+
+    Attributes:
+        steps: Optimizer steps of each run.
+    """
+
+    steps: int = 8
+
+
+def watch_parser() -> argparse.ArgumentParser:
+    """The parser of ``watch``."""
+    result = argparse.ArgumentParser(
+        prog="cnnstrategies watch",
+        description="Show how a run with a parameter server goes: who takes part, how fast, who waits for whom, and "
+        "what has died. The run does not notice. Ctrl-C ends it.",
+        allow_abbrev=False,
+    )
+    result.add_argument(
+        "--run", required=True, help="the run's folder, or its coordinator's address: tcp://HOST:PORT or ipc://PATH"
+    )
+    result.add_argument("--key_file", help="the run's keys (default: those that the run's folder names)")
+    result.add_argument("--once", action="store_true", help="print the table once")
+    return result
