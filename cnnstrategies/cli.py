@@ -28,13 +28,13 @@ def main(args: Sequence[str] | None = None) -> None:
         # As an exception it passes through `ends_together`, which ends the other processes; in training GracefulStop
         # takes over.
         signal.signal(signal.SIGTERM, _exit_on_signal)
-        from cnnstrategies.commands.front import run
-        from cnnstrategies.commands.refuse import write_anywhere
+        from cnnstrategies.commands.front.dispatch import run
+        from cnnstrategies.commands.front.refuse import write_anywhere
 
         write_anywhere()
         run(sys.argv[1:])
     except ConfigurationError as error:
-        from cnnstrategies.commands.refuse import fail, in_one_line, shows_tracebacks
+        from cnnstrategies.commands.front.refuse import fail, in_one_line, shows_tracebacks
 
         if shows_tracebacks():
             raise

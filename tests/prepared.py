@@ -9,7 +9,8 @@ from pathlib import Path
 
 import large_pages
 
-from cnnstrategies.commands import early, lightning_cli
+from cnnstrategies.commands.front import early
+from cnnstrategies.commands.run import lightning_cli
 
 CONFIG = f"--config={Path(__file__).parent.parent / 'configs/quickstart.yaml'}"
 LOGGER = ["--trainer.logger=CSVLogger", "--trainer.logger.init_args.save_dir=runs"]

@@ -17,7 +17,7 @@ from torch import nn
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.cli import main
-from cnnstrategies.commands.lightning_cli import CLI, leaves_out_classes
+from cnnstrategies.commands.run.lightning_cli import CLI, leaves_out_classes
 
 CHECKPOINTS = Path("runs/quickstart/version_0/checkpoints")
 

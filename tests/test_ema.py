@@ -8,7 +8,7 @@ import pytest
 import torch
 from cluster.processes_of import PYTHON, Program
 
-from cnnstrategies.commands.parser import Instantiator
+from cnnstrategies.commands.run.parser import Instantiator
 
 # As a user writes it: a module beside the configuration, which is given factories.
 MINE = """

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models import get_model, get_model_weights
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.commands.start_from import check_trained
+from cnnstrategies.commands.run.start_from import check_trained
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.pretrained import new_heads, pretrained, trained_with
 

@@ -41,7 +41,7 @@ IMPORTS = {
     "torch": "import torch",
     "torch, Lightning and its command line": "import torch, lightning.pytorch.cli",
     "the same, and no garbage is looked for": "import gc; gc.disable(); import torch, lightning.pytorch.cli",
-    "with this package's `fit`": "import gc; gc.disable(); import torch, cnnstrategies.commands.lightning_cli",
+    "with this package's `fit`": "import gc; gc.disable(); import torch, cnnstrategies.commands.run.lightning_cli",
 }
 
 

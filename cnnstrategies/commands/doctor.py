@@ -10,7 +10,7 @@ from cnnstrategies.cluster.doctor_place import find_place
 from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
 from cnnstrategies.cluster.doctor_ssh import run_over_ssh
 from cnnstrategies.cluster.torchrun import own_store
-from cnnstrategies.commands.options import doctor_parser
+from cnnstrategies.commands.front.options import doctor_parser
 from cnnstrategies.errors import ConfigurationError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cnnstrategies.commands.options import parse_join
+from cnnstrategies.commands.front.options import parse_join
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import find_place
@@ -26,7 +26,7 @@ def main(args: Sequence[str]) -> None:
         SystemExit: The run has failed; why has been said.
     """
     if "--help" in args:  # All options of the configuration; those of its own are few.
-        from cnnstrategies.commands import lightning_cli
+        from cnnstrategies.commands.run import lightning_cli
 
         lightning_cli.main(["fit", "--help"])
         return

@@ -18,12 +18,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from cnnstrategies.checkpoint_io import AtomicCheckpointIO
-from cnnstrategies.commands.defaults import as_list
-from cnnstrategies.commands.errors import check_trainer_names
-from cnnstrategies.commands.failures import explain_run_error
-from cnnstrategies.commands.lightning_cli import CLI
-from cnnstrategies.commands.quiet import quieten
-from cnnstrategies.commands.refuse import shows_tracebacks
+from cnnstrategies.commands.front.refuse import shows_tracebacks
+from cnnstrategies.commands.run.defaults import as_list
+from cnnstrategies.commands.run.errors import check_trainer_names
+from cnnstrategies.commands.run.failures import explain_run_error
+from cnnstrategies.commands.run.lightning_cli import CLI
+from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.commands.options import QUALITY, pack_parser
+from cnnstrategies.commands.front.options import QUALITY, pack_parser
 from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.index import Index, check_contents, read_index
 from cnnstrategies.data.shards.packing import pack

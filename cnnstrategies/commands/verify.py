@@ -11,11 +11,11 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
-from cnnstrategies.commands import lightning_cli
-from cnnstrategies.commands.defaults import as_list
-from cnnstrategies.commands.errors import check_trainer_names
-from cnnstrategies.commands.options import VerifyOptions
-from cnnstrategies.commands.refuse import show
+from cnnstrategies.commands.front.options import VerifyOptions
+from cnnstrategies.commands.front.refuse import show
+from cnnstrategies.commands.run import lightning_cli
+from cnnstrategies.commands.run.defaults import as_list
+from cnnstrategies.commands.run.errors import check_trainer_names
 from cnnstrategies.verifying.recorder import Recorder, Role, replay, settle
 from cnnstrategies.verifying.runs import QUIET, TrainingError, epochs_for, keeper, verdict_of
 

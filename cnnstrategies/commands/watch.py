@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
-from cnnstrategies.commands.options import watch_parser
+from cnnstrategies.commands.front.options import watch_parser
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.roster import LIVES
 from cnnstrategies.paramserver.drivers.watcher import Watcher

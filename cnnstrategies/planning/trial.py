@@ -13,7 +13,7 @@ from cnnstrategies.planning.program import Program
 
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
 LOADS = "CNNSTRATEGIES_TRIAL_LOADS"  # Set where the ranks load as in training, and not one batch again and again.
-COMMAND = "cnnstrategies.commands.trial"
+COMMAND = "cnnstrategies.commands.tune.trial"
 # Their losses tell whether a candidate learns the same: the third follows from the gradients of two updates.
 COMPARED_STEPS = 3
 

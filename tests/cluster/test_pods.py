@@ -14,8 +14,8 @@ from cluster.two_hosts import missing
 from conftest import ROOT
 
 from cnnstrategies.cluster.kubernetes import manifests
-from cnnstrategies.commands.submission import check
-from cnnstrategies.commands.submit_kubernetes import KubernetesTarget
+from cnnstrategies.commands.submit.base import check
+from cnnstrategies.commands.submit.kubernetes import KubernetesTarget
 from cnnstrategies.paramserver.security import KeyPair
 
 reason = missing()

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies.cluster.run_folder import last_checkpoint, place, set_aside, write_record
 from cnnstrategies.cluster.run_name import Run
-from cnnstrategies.commands.start_from import check_fresh, checkpoint_of, is_first
+from cnnstrategies.commands.run.start_from import check_fresh, checkpoint_of, is_first
 from cnnstrategies.errors import ConfigurationError
 
 HERE = Path("runs/mine/digits/checkpoints")

@@ -16,9 +16,9 @@ from torch import nn
 from torchvision.models import resnet18
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.commands import lightning_cli
-from cnnstrategies.commands.errors import check_checkpoint, explain_parse_error
-from cnnstrategies.commands.failures import explain_build_error, explain_run_error, refusal_in
+from cnnstrategies.commands.run import lightning_cli
+from cnnstrategies.commands.run.errors import check_checkpoint, explain_parse_error
+from cnnstrategies.commands.run.failures import explain_build_error, explain_run_error, refusal_in
 from cnnstrategies.errors import causes
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError

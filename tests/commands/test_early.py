@@ -10,8 +10,8 @@ from conftest import ROOT
 from lightning.pytorch.strategies import StrategyRegistry
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.commands import signatures
-from cnnstrategies.commands.early import STRATEGIES, check
+from cnnstrategies.commands.front import signatures
+from cnnstrategies.commands.front.early import STRATEGIES, check
 
 pytestmark = pytest.mark.light
 

@@ -11,9 +11,9 @@ from conftest import ROOT
 
 from cnnstrategies import ConfigurationError, commands
 from cnnstrategies.cli import main
-from cnnstrategies.commands import early, help, recipes
-from cnnstrategies.commands.schema import REFERENCE, schema
-from cnnstrategies.commands.table import COMMANDS, Command
+from cnnstrategies.commands.front import early, help, recipes
+from cnnstrategies.commands.front.schema import REFERENCE, schema
+from cnnstrategies.commands.front.table import COMMANDS, Command
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"
 
@@ -65,7 +65,7 @@ def test_what_was_imported_is_let_go_at_the_end():
         "def main(args): pass\n"
     )
     program = (
-        "from cnnstrategies import commands; from cnnstrategies.commands.table import Command\n"
+        "from cnnstrategies import commands; from cnnstrategies.commands.front.table import Command\n"
         "commands.__path__.append('.'); Command('', '', 'late').run([])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

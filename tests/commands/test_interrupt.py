@@ -12,8 +12,8 @@ from typing import ClassVar
 import pytest
 from conftest import run_forked
 
-from cnnstrategies.commands import interrupt
-from cnnstrategies.commands.interrupt import heeds_signals
+from cnnstrategies.commands.run import interrupt
+from cnnstrategies.commands.run.interrupt import heeds_signals
 
 both = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 

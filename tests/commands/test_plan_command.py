@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cnnstrategies.commands.plan import main
+from cnnstrategies.commands.plan.command import main
 from cnnstrategies.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]

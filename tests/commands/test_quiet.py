@@ -18,9 +18,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from cnnstrategies.cli import main
 from cnnstrategies.cluster.environment import environment_plugins
-from cnnstrategies.commands.failures import explain_run_error
-from cnnstrategies.commands.quiet import LOGGERS, quieten
-from cnnstrategies.commands.trainer import Trainer
+from cnnstrategies.commands.run.failures import explain_run_error
+from cnnstrategies.commands.run.quiet import LOGGERS, quieten
+from cnnstrategies.commands.run.trainer import Trainer
 
 
 class Seen(logging.Handler):

@@ -9,9 +9,9 @@ import yaml
 from conftest import ROOT
 
 from cnnstrategies.cluster.run_folder import write_record
-from cnnstrategies.commands.submission import check
-from cnnstrategies.commands.submit import main
-from cnnstrategies.commands.submit_slurm import write
+from cnnstrategies.commands.submit.base import check
+from cnnstrategies.commands.submit.command import main
+from cnnstrategies.commands.submit.slurm import write
 from cnnstrategies.errors import ConfigurationError
 
 QUICKSTART = f"--config={ROOT / 'configs/quickstart.yaml'}"

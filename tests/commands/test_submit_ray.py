@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from cnnstrategies.commands.submission import check
-from cnnstrategies.commands.submit_ray import RayTarget
+from cnnstrategies.commands.submit.base import check
+from cnnstrategies.commands.submit.ray import RayTarget
 from cnnstrategies.errors import ConfigurationError
 
 SERVER = "--trainer.strategy"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cnnstrategies.commands import sweep
+from cnnstrategies.commands.tune import sweep
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.sweeping.plan import Choice, Range, read
 

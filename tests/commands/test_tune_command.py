@@ -10,8 +10,8 @@ from conftest import ROOT
 from jsonargparse import Namespace
 
 from cnnstrategies.classifier import ImageClassifier
-from cnnstrategies.commands import tune
-from cnnstrategies.commands.tune_choices import choices, communication, compilers, decoding, loading
+from cnnstrategies.commands.tune import command as tune
+from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.data import DigitsDataModule, ShardedImageDataModule
 from cnnstrategies.planning import contest
 from cnnstrategies.planning.candidates import Effect

@@ -20,15 +20,15 @@ import test_tune_command
 import torch
 from mutants.faulty import replaces
 
-from cnnstrategies.commands.early import accepted_by, check_value
-from cnnstrategies.commands.failures import explain_run_error, refusal_in
-from cnnstrategies.commands.given import Given
-from cnnstrategies.commands.lightning_cli import leaves_out_classes
-from cnnstrategies.commands.quiet import show_unless_kept
-from cnnstrategies.commands.refuse import fail
-from cnnstrategies.commands.signatures import Parameter
-from cnnstrategies.commands.table import Command
-from cnnstrategies.commands.tune_choices import choices
+from cnnstrategies.commands.front.early import accepted_by, check_value
+from cnnstrategies.commands.front.given import Given
+from cnnstrategies.commands.front.refuse import fail
+from cnnstrategies.commands.front.signatures import Parameter
+from cnnstrategies.commands.front.table import Command
+from cnnstrategies.commands.run.failures import explain_run_error, refusal_in
+from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
+from cnnstrategies.commands.run.quiet import show_unless_kept
+from cnnstrategies.commands.tune.choices import choices
 from cnnstrategies.planning.race import MARGIN, Verdict, verdict
 from cnnstrategies.planning.settings import Setting
 from cnnstrategies.processes import is_stopped

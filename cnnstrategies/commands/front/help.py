@@ -13,13 +13,13 @@ import docstring_parser
 from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.options import RayOptions
-from cnnstrategies.commands.early import ROOTS
-from cnnstrategies.commands.options import PlanOptions, TuneOptions, VerifyOptions
-from cnnstrategies.commands.options import doctor_parser as doctor_parser
-from cnnstrategies.commands.options import pack_parser as pack_parser
-from cnnstrategies.commands.options import sweep_parser as sweep_parser
-from cnnstrategies.commands.options import watch_parser as watch_parser
-from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.commands.front.early import ROOTS
+from cnnstrategies.commands.front.options import PlanOptions, TuneOptions, VerifyOptions
+from cnnstrategies.commands.front.options import doctor_parser as doctor_parser
+from cnnstrategies.commands.front.options import pack_parser as pack_parser
+from cnnstrategies.commands.front.options import sweep_parser as sweep_parser
+from cnnstrategies.commands.front.options import watch_parser as watch_parser
+from cnnstrategies.commands.front.table import COMMANDS
 
 Options = Sequence[tuple[str, str]]
 LONGEST_LINE = 120

@@ -16,8 +16,8 @@ from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.node import PYTHON
 from cnnstrategies.cluster.ray.order import Order
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.commands.submission import Target, run_name
-from cnnstrategies.commands.submit_slurm import run_folder
+from cnnstrategies.commands.submit.base import Target, run_name
+from cnnstrategies.commands.submit.slurm import run_folder
 from cnnstrategies.errors import ConfigurationError
 
 LOG = "run.log"

@@ -20,16 +20,16 @@ from cnnstrategies.checkpoint_words import WORDS
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
-from cnnstrategies.commands.defaults import add_sections, all_callbacks, all_plugins
-from cnnstrategies.commands.early import given, signature_of
-from cnnstrategies.commands.errors import CHECKPOINT_WORDS, check_callbacks, check_checkpoint, check_trainer_names
-from cnnstrategies.commands.failures import explain_build_error, explain_reference, refusal_in
-from cnnstrategies.commands.parser import ArgumentParser
-from cnnstrategies.commands.quiet import quieten
-from cnnstrategies.commands.refuse import fail, shows_tracebacks
-from cnnstrategies.commands.run import ends_together
-from cnnstrategies.commands.start_from import check_fresh, check_trained, checkpoint_of
-from cnnstrategies.commands.trainer import Trainer
+from cnnstrategies.commands.front.early import given, signature_of
+from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
+from cnnstrategies.commands.run.defaults import add_sections, all_callbacks, all_plugins
+from cnnstrategies.commands.run.errors import CHECKPOINT_WORDS, check_callbacks, check_checkpoint, check_trainer_names
+from cnnstrategies.commands.run.failures import explain_build_error, explain_reference, refusal_in
+from cnnstrategies.commands.run.outcome import ends_together
+from cnnstrategies.commands.run.parser import ArgumentParser
+from cnnstrategies.commands.run.quiet import quieten
+from cnnstrategies.commands.run.start_from import check_fresh, check_trained, checkpoint_of
+from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.dry_run import check_network

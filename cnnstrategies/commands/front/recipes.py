@@ -4,11 +4,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from cnnstrategies.commands.early import accepted
-from cnnstrategies.commands.refuse import show
+from cnnstrategies.commands.front.early import accepted
+from cnnstrategies.commands.front.refuse import show
 from cnnstrategies.errors import ConfigurationError
 
-FOLDER = Path(__file__).parents[1] / "configs"
+FOLDER = Path(__file__).parents[2] / "configs"
 
 
 def names() -> list[str]:

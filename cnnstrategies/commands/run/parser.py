@@ -12,8 +12,8 @@ from jsonargparse import Namespace, set_dumper, set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from cnnstrategies.commands.errors import explain_parse_error
-from cnnstrategies.commands.refuse import fail, shows_tracebacks
+from cnnstrategies.commands.front.refuse import fail, shows_tracebacks
+from cnnstrategies.commands.run.errors import explain_parse_error
 
 
 class Instantiator:

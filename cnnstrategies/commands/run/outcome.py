@@ -19,9 +19,9 @@ from cnnstrategies._lightning_private import end_observation, ranks_are_children
 from cnnstrategies.callbacks.graceful_stop import StoppedTogether
 from cnnstrategies.cluster.hosts import Network, across_hosts
 from cnnstrategies.cluster.torchrun import own_store
-from cnnstrategies.commands.failures import explain_run_error
-from cnnstrategies.commands.interrupt import heeds_signals
-from cnnstrategies.commands.refuse import shows_tracebacks
+from cnnstrategies.commands.front.refuse import shows_tracebacks
+from cnnstrategies.commands.run.failures import explain_run_error
+from cnnstrategies.commands.run.interrupt import heeds_signals
 from cnnstrategies.default_group import end_at_exit
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded

@@ -13,7 +13,7 @@ from cnnstrategies.cluster.job import sbatch_script
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.cluster.submit import submit
-from cnnstrategies.commands.submission import Submission, Target, run_name
+from cnnstrategies.commands.submit.base import Submission, Target, run_name
 from cnnstrategies.errors import ConfigurationError
 
 

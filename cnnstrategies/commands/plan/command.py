@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cnnstrategies.commands.options import PlanOptions
-from cnnstrategies.commands.refuse import in_one_line
+from cnnstrategies.commands.front.options import PlanOptions
+from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
 from cnnstrategies.planning.candidates import Job
@@ -40,7 +40,7 @@ def main(args: Sequence[str]) -> None:
         job = job_from_files(options)
     else:
         # Only now torch and Lightning are imported.
-        from cnnstrategies.commands.plan_measured import job_from_configuration
+        from cnnstrategies.commands.plan.measured import job_from_configuration
 
         job, options = job_from_configuration(words, cluster)
     show(rank(job), options)

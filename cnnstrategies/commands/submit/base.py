@@ -15,8 +15,8 @@ from cnnstrategies.cluster.job import Size, job_size
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import CHECKPOINTS, checkpoint_arguments, keep_version
 from cnnstrategies.cluster.run_name import checked
-from cnnstrategies.commands.errors import check_checkpoint, check_trainer_names
-from cnnstrategies.commands.lightning_cli import CLI
+from cnnstrategies.commands.run.errors import check_checkpoint, check_trainer_names
+from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
@@ -26,7 +26,7 @@ from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
 # By the word after --to: the module of this package whose `target` makes it.
-TARGETS = {"slurm": "submit_slurm", "kubernetes": "submit_kubernetes", "ray": "submit_ray"}
+TARGETS = ("slurm", "kubernetes", "ray")  # Each has a module here.
 EVERYWHERE = ("job_name", "setup", "python", "folder")  # Keys of `cluster` that count there, too.
 
 

@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
-from cnnstrategies.commands.lightning_cli import CLI
+from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.errors import ConfigurationError
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cnnstrategies.commands.submission import TARGETS, Target, check
+from cnnstrategies.commands.submit.base import Target, check
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -27,7 +27,7 @@ def main(args: Sequence[str]) -> None:
         )
     base = check(args[2:])
     variants = [check([*args[2:], *overrides]) for overrides in _combinations(base.options.sweep)]
-    module = importlib.import_module(f"cnnstrategies.commands.{TARGETS[base.cli.config.to]}")
+    module = importlib.import_module(f"cnnstrategies.commands.submit.{base.cli.config.to}")
     target: Target = module.target(base, variants, shlex.join(["cnnstrategies", *args]), args[1])
     if target.unread:
         print(

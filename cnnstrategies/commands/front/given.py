@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.commands.refuse import in_one_line
+from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 
 OF_CLASS = ("class_path", "init_args", "dict_kwargs")  # The keys of a class in a configuration.

@@ -1,7 +1,7 @@
 """The ranks of a trial: they train on one batch over and over, as many steps as ``tune`` asks for.
 
-Run as ``python -m cnnstrategies.commands.trial fit --config ...`` by :mod:`cnnstrategies.planning.trial`, and by no
-one else.
+Run as ``python -m cnnstrategies.commands.tune.trial fit --config ...`` by :mod:`cnnstrategies.planning.trial`, and by
+no one else.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from cnnstrategies.callbacks.compute_settings import ComputeSettings
-from cnnstrategies.commands.defaults import as_list
-from cnnstrategies.commands.lightning_cli import CLI
-from cnnstrategies.commands.quiet import quieten
+from cnnstrategies.commands.run.defaults import as_list
+from cnnstrategies.commands.run.lightning_cli import CLI
+from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.trial import COMPARED_STEPS, LOADS, TRIAL
 

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from cnnstrategies.checkpoint_check import check_weights
 from cnnstrategies.checkpoint_words import WORDS, find_checkpoint
-from cnnstrategies.commands.quiet import quieten
-from cnnstrategies.commands.refuse import write_anywhere
+from cnnstrategies.commands.front.refuse import write_anywhere
+from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.export import Format, export
 from cnnstrategies.model_card import origin_of
 from cnnstrategies.quantize import quantize

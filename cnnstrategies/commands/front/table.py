@@ -38,27 +38,30 @@ class Command:
         module.main(args)
 
 
+_LIGHTNING = "run.lightning_cli"
 _FROM_CHECKPOINT = "--config run.yaml --ckpt_path best"
 COMMANDS = {
-    "fit": Command("train, as a configuration says", "fit --config quickstart", "lightning_cli"),
-    "validate": Command("measure on the validation data", f"validate {_FROM_CHECKPOINT}", "lightning_cli"),
-    "test": Command("measure on the test data", f"test {_FROM_CHECKPOINT}", "lightning_cli"),
-    "predict": Command("write predictions to a file", f"predict {_FROM_CHECKPOINT}", "lightning_cli"),
-    "quantize": Command("turn a trained network into int8", f"quantize {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
-    "export": Command("write a trained network for use elsewhere", f"export {_FROM_CHECKPOINT}.ckpt", "lightning_cli"),
-    "plan": Command("price all strategies before a run", "plan --config quickstart --trainer.devices 4", "plan"),
+    "fit": Command("train, as a configuration says", "fit --config quickstart", _LIGHTNING),
+    "validate": Command("measure on the validation data", f"validate {_FROM_CHECKPOINT}", _LIGHTNING),
+    "test": Command("measure on the test data", f"test {_FROM_CHECKPOINT}", _LIGHTNING),
+    "predict": Command("write predictions to a file", f"predict {_FROM_CHECKPOINT}", _LIGHTNING),
+    "quantize": Command("turn a trained network into int8", f"quantize {_FROM_CHECKPOINT}.ckpt", _LIGHTNING),
+    "export": Command("write a trained network for use elsewhere", f"export {_FROM_CHECKPOINT}.ckpt", _LIGHTNING),
+    "plan": Command(
+        "price the strategies before a run", "plan --config quickstart --trainer.devices 4", "plan.command"
+    ),
     "verify": Command(
         "see that a strategy trains the same model as one device", "verify --config quickstart --steps 8", "verify"
     ),
-    "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune"),
-    "sweep": Command("search for good values", "sweep --config quickstart --sweep sweep.yaml", "sweep", False),
+    "tune": Command("find the fastest settings", "tune --config quickstart --minutes 5", "tune.command"),
+    "sweep": Command("search for good values", "sweep --config quickstart --sweep sweep.yaml", "tune.sweep", False),
     "submit": Command(
-        "send a run to a cluster's queue", "submit fit --config run.yaml --cluster.time 2:00:00", "submit"
+        "send a run to a cluster's queue", "submit fit --config run.yaml --cluster.time 2:00:00", "submit.command"
     ),
     "watch": Command("see how a run with a parameter server goes", "watch --run runs/digits", "watch", False),
     "join": Command("help a run with a parameter server", "join --run runs/digits --config run.yaml", "join"),
     "doctor": Command("check the machines before training on them", "doctor --hosts node1,node2", "doctor", False),
     "pack": Command("put images into shards", "pack datasets/imagenet shards/imagenet --size 256", "pack", False),
-    "configs": Command("list the recipes, or print one", "configs quickstart", "recipes", False),
-    "schema": Command("tell editors what a configuration may say", "schema > schema.json", "schema", False),
+    "configs": Command("list the recipes, or print one", "configs quickstart", "front.recipes", False),
+    "schema": Command("tell editors what a configuration may say", "schema > schema.json", "front.schema", False),
 }

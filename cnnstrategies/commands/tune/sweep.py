@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from cnnstrategies.commands import early, recipes
-from cnnstrategies.commands.options import sweep_parser
+from cnnstrategies.commands.front import early, recipes
+from cnnstrategies.commands.front.options import sweep_parser
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.settings_file import nested, write_commented
 from cnnstrategies.sweeping.plan import Plan, Scalar, read

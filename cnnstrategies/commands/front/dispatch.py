@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cnnstrategies.commands import early, help, recipes
-from cnnstrategies.commands.refuse import show
-from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.commands.front import early, help, recipes
+from cnnstrategies.commands.front.refuse import show
+from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.processes import STARTER, end_with_parent, told_by_starter
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.commands.given import Given, given_keys, misspelt
-from cnnstrategies.commands.options import PlanOptions, TuneOptions, VerifyOptions
-from cnnstrategies.commands.signatures import MOST_STEPS, Module, Parameter, Signature, find, signature
+from cnnstrategies.commands.front.given import Given, given_keys, misspelt
+from cnnstrategies.commands.front.options import PlanOptions, TuneOptions, VerifyOptions
+from cnnstrategies.commands.front.signatures import MOST_STEPS, Module, Parameter, Signature, find, signature
 from cnnstrategies.errors import ConfigurationError
 
 # The keys of a configuration, and what those configure that have no class_path.
@@ -71,7 +71,7 @@ KNOWN_PACKAGES = ("cnnstrategies", "lightning", "torch", "torchvision", "torchme
 
 
 def given(args: Sequence[str]) -> list[Given]:
-    """What a command line gives; see :func:`~cnnstrategies.commands.given.given_keys`."""
+    """What a command line gives; see :func:`~cnnstrategies.commands.front.given.given_keys`."""
     return given_keys(args, {**ROOTS, **NESTED})
 
 

@@ -16,10 +16,10 @@ from lightning.pytorch.utilities.parsing import lightning_hasattr
 from torch import nn
 
 from cnnstrategies._lightning_private import rate_names
-from cnnstrategies.commands.early import ACCELERATORS, check_name, given, signature_of, unknown_key
-from cnnstrategies.commands.failures import missing_package
-from cnnstrategies.commands.given import misspelt
-from cnnstrategies.commands.refuse import in_one_line
+from cnnstrategies.commands.front.early import ACCELERATORS, check_name, given, signature_of, unknown_key
+from cnnstrategies.commands.front.given import misspelt
+from cnnstrategies.commands.front.refuse import in_one_line
+from cnnstrategies.commands.run.failures import missing_package
 from cnnstrategies.errors import ConfigurationError, causes
 
 # What jsonargparse says of the other types that a key may have had, null as a rule.

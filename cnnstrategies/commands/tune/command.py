@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.status import Status
 from typing_extensions import override
 
-from cnnstrategies.commands.model_and_data import ModelAndData, device_of
-from cnnstrategies.commands.options import TuneOptions
-from cnnstrategies.commands.quiet import quieten
-from cnnstrategies.commands.refuse import fail
-from cnnstrategies.commands.tune_choices import choices, communication, compilers, decoding, loading
+from cnnstrategies.commands.front.options import TuneOptions
+from cnnstrategies.commands.front.refuse import fail
+from cnnstrategies.commands.run.model_and_data import ModelAndData, device_of
+from cnnstrategies.commands.run.quiet import quieten
+from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.contest import Contest

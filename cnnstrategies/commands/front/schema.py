@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cnnstrategies.commands import early
-from cnnstrategies.commands.signatures import Parameter
+from cnnstrategies.commands.front import early
+from cnnstrategies.commands.front.signatures import Parameter
 from cnnstrategies.errors import ConfigurationError
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"

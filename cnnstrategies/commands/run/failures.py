@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
-from cnnstrategies.commands.refuse import in_one_line
-from cnnstrategies.commands.table import COMMANDS
+from cnnstrategies.commands.front.refuse import in_one_line
+from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
 from cnnstrategies.metric_names import not_logged
 

@@ -16,9 +16,9 @@ from torch import Tensor, fx
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies.commands.model_and_data import ModelAndData, device_of
-from cnnstrategies.commands.options import PlanOptions
-from cnnstrategies.commands.quiet import quieten
+from cnnstrategies.commands.front.options import PlanOptions
+from cnnstrategies.commands.run.model_and_data import ModelAndData, device_of
+from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError

@@ -1,0 +1,1 @@
+"""``cnnstrategies submit``: a job for each kind of cluster."""

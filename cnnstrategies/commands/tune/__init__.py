@@ -1,0 +1,1 @@
+"""``cnnstrategies tune`` and ``sweep``: settings that are tried."""
