@@ -39,6 +39,13 @@ def main(args: Sequence[str] | None = None) -> None:
         if shows_tracebacks():
             raise
         fail(in_one_line(str(error)))
+    except ImportError as error:
+        from cnnstrategies.commands.front.refuse import fail
+        from cnnstrategies.commands.front.scarce import scarce
+
+        if (line := scarce(error)) is None:
+            raise
+        fail(line)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

@@ -6,12 +6,14 @@ without end. The wall against that is the system's: when libzmq gets no more, it
 
 import os
 import resource
+import threading
 from pathlib import Path
 
 from cnnstrategies.errors import ConfigurationError
 
 GIB = 1 << 30
 
+THREADS = 8  # of a process with its own, libzmq's and torch's, about
 OWN_FILES = 256  # of a process besides its connections: its program, its data, libzmq's own
 
 
@@ -31,24 +33,49 @@ def files_of_worker(servers: int) -> int:
 
 
 def allow_files(count: int, who: str) -> None:
-    """Raise this process's limit of open files to what it needs, if it is lower.
+    """Raise this process's limit of open files as far as it may, so that strangers who connect keep no member out.
 
     Args:
-        count: How many it needs.
+        count: How many it needs itself.
         who: Whose they are, for the error.
 
     Raises:
         ConfigurationError: The system does not let it have as many.
     """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= count:
-        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < count:
         raise ConfigurationError(
             f"{who} needs {count} open files, for its connections, and may have {hard}: raise the limit (`ulimit -Hn`, "
             "LimitNOFILE or limits.conf), or use fewer workers and servers"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def allow_threads(processes: int) -> None:
+    """Look whether this user may have the threads that so many processes will start: libzmq aborts without them.
+
+    Args:
+        processes: How many are to be started.
+
+    Raises:
+        ConfigurationError: The system does not let it have as many.
+    """
+    go_on, size = threading.Event(), threading.stack_size(1 << 16)
+    threads = [threading.Thread(target=go_on.wait) for _ in range(processes * THREADS)]
+    try:
+        for thread in threads:
+            thread.start()
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{processes} processes on this machine need some {len(threads)} threads, and this user may not have "
+            "so many more: raise the limit (`ulimit -u`, TasksMax or pids.max), or use fewer workers or servers"
+        ) from error
+    finally:
+        go_on.set()
+        threading.stack_size(size)
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
 
 def memory_of_server(slices: int, held: int, workers: int, payload: int) -> int:

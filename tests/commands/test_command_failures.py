@@ -3,8 +3,11 @@
 import errno
 import itertools
 import os
+import re
+import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,6 +109,45 @@ LINES = {
 def test_a_line_where_it_says_it_all_and_a_traceback_where_not(error, line):
     said = explain_run_error(error)
     assert (said is None) if line is None else said.startswith(line)
+
+
+def exceeds(limit: int, most: int, function) -> None:
+    """Does something that a limit of the system does not allow."""
+    if os.getuid() == 0:
+        os.setuid(65534)  # That of processes does not count for root.
+    resource.setrlimit(limit, (most, most))
+    function()
+
+
+EXCEEDED = {
+    "files": ((resource.RLIMIT_NOFILE, 4, lambda: [os.open("/", 0) for _ in range(5)]), "Too many open files", "n"),
+    "threads": ((resource.RLIMIT_NPROC, 1, threading.Thread(target=int).start), "can't start new thread", "u"),
+    "processes": (
+        (resource.RLIMIT_NPROC, 1, lambda: subprocess.run(["true"], check=True)),
+        "[Errno 11] Resource temporarily unavailable",
+        "u",
+    ),
+    "memory": ((resource.RLIMIT_AS, 1 << 20, lambda: bytearray(1 << 28)), "Cannot allocate memory", "v"),
+    "torch's": ((resource.RLIMIT_AS, 1 << 20, lambda: torch.empty(1 << 28)), "can't allocate memory", "v"),
+}
+
+
+@pytest.mark.parametrize(("what", "said", "letter"), EXCEEDED.values(), ids=EXCEEDED.keys())
+def test_a_limit_of_the_system_is_named(what, said, letter):
+    line = explain_run_error(raised(lambda: exceeds(*what))) or ""
+    assert re.match(
+        rf"{re.escape(said)}: this process, or its user, may have [\d,]+ .* \(ulimit -{letter}\): allow", line
+    )
+
+
+def test_memory_that_torchs_import_lacks_is_named_in_a_line():
+    command = f"ulimit -v 1000000; exec {sys.executable} {ROOT / 'cli.py'} validate --config quickstart"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.startswith(
+        "cnnstrategies: error: failed to map segment: this process, or its user, may have 1,0"
+    )
+    assert ended.stderr.count("\n") == 1
 
 
 def test_errors_that_have_led_to_each_other_are_looked_at_once():

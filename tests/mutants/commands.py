@@ -23,6 +23,7 @@ from mutants.faulty import replaces
 from cnnstrategies.commands.front.early import accepted_by, check_value
 from cnnstrategies.commands.front.given import Given
 from cnnstrategies.commands.front.refuse import fail
+from cnnstrategies.commands.front.scarce import scarce
 from cnnstrategies.commands.front.signatures import Parameter
 from cnnstrategies.commands.front.table import Command
 from cnnstrategies.commands.run.failures import explain_run_error, refusal_in
@@ -127,3 +128,14 @@ def a_threads_error_is_printed_and_raised_again(
 )
 def a_rank_that_is_stopped_is_not_looked_for(right: Callable[[int], bool], pid: int) -> bool:
     return False
+
+
+@replaces(
+    scarce,
+    killed_by=test_command_failures.test_a_limit_of_the_system_is_named,
+    what=test_command_failures.EXCEEDED["threads"][0],
+    said="can't start new thread",
+    letter="u",
+)
+def a_limit_of_the_system_is_a_traceback(right: Callable[[BaseException], str | None], error: BaseException) -> None:
+    return None

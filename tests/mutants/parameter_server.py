@@ -2,6 +2,7 @@
 
 import copy
 import io
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import test_combiner
 import test_compression
 import test_control_sockets
 import test_given_out_samples
+import test_limits
 import test_outer_step
 import test_parameter_server_own_code as own_code
 import test_parameter_server_sessions as test_sessions
@@ -29,6 +31,7 @@ from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.drivers.snapshot_files import DamagedSnapshotError, SnapshotFiles, read
+from cnnstrategies.paramserver.limits import allow_files, allow_threads
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
 from cnnstrategies.paramserver.services import pass_on_termination
@@ -215,6 +218,21 @@ def nobody_is_told_how_long_to_wait(
     directory: str | None = None,
 ) -> Place:
     return replace(right(options, layout, session, supervised, directory), wait=WAIT)
+
+
+@replaces(allow_files, killed_by=test_limits.test_the_limit_of_files_is_raised_or_the_start_refused_with_the_number)
+def the_limit_of_files_stays_as_it_is(right: Callable[[int, str], None], count: int, who: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    right(count, who)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@replaces(
+    allow_threads,
+    killed_by=test_limits.test_a_start_is_refused_where_its_threads_cannot_be,
+)
+def processes_start_where_their_threads_cannot(right: Callable[[int], None], processes: int) -> None:
+    pass
 
 
 # Signals

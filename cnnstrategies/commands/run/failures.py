@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
 
 from cnnstrategies.commands.front.refuse import in_one_line
+from cnnstrategies.commands.front.scarce import scarce
 from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
 from cnnstrategies.metric_names import not_logged
@@ -121,6 +122,8 @@ def explain_run_error(error: BaseException) -> str | None:
     if isinstance(error, ConfigurationError | MisconfigurationException):
         return in_one_line(message)
     for link in causes(error):
+        if isinstance(link, OSError | RuntimeError | MemoryError) and (line := scarce(link)) is not None:
+            return line
         file = os.fsdecode(link.filename) if isinstance(link, OSError) and link.filename else ""
         if isinstance(link, OSError) and link.errno in FULL:
             where = f": {file}" if file else ""

@@ -11,7 +11,7 @@ from pathlib import Path
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.roster import SERVER
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.limits import allow_files, files_of_coordinator, files_of_server
+from cnnstrategies.paramserver.limits import allow_files, allow_threads, files_of_coordinator, files_of_server
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.processes import Handle
 from cnnstrategies.paramserver.security import is_local
@@ -142,9 +142,10 @@ def open_supervision(
         method: How to start them.
 
     Raises:
-        ConfigurationError: They may not open as many files as they will have connections, or another program listens
-            where the coordinator is to.
+        ConfigurationError: They may not open as many files as they will have connections, or start as many threads, or
+            another program listens where the coordinator is to.
     """
+    allow_threads(1 + layout.processes + options.servers)
     if layout.node == 0 and place.session == 0:  # A later session's waits for the one before to make room.
         _check_free(place.coordinator)
     servers = options.server_count(layout.nodes) if training else 0
