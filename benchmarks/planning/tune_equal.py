@@ -16,9 +16,9 @@ from pieces import Pieces, parser
 from ranks import report
 from tune_networks import configuration
 
-from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.contest import Contest
-from cnnstrategies.planning.settings import Setting
+from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.tune.contest import Contest
+from cnnstrategies.planning.tune.settings import Setting
 
 RUNS = 10
 LIMITS = """\

@@ -27,8 +27,8 @@ from pieces import Pieces, parser
 from ranks import report
 from tune_networks import BATCH, NETWORKS, configuration
 
-from cnnstrategies.planning.settings_file import nested
-from cnnstrategies.planning.trial import Trial, TrialError
+from cnnstrategies.planning.tune.settings import nested
+from cnnstrategies.planning.tune.trial import Trial, TrialError
 
 COMPUTE: list[dict[str, Any]] = [
     {"model.init_args.channels_last": True},

@@ -2,9 +2,9 @@
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timetable import Order
-from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.predict import Predictor, find_layout
 from cnnstrategies.planning.request import Request, check_request
+from cnnstrategies.planning.tune.candidates import Job
 
 
 def predictor_for(job: Job, microbatches: int, stages: int | None = None, placement: Order | None = None) -> Predictor:

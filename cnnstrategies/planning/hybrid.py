@@ -7,10 +7,10 @@ from typing import Any
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timetable import Order
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 from cnnstrategies.planning.choose import predictor_for
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import messages, stage_costs
+from cnnstrategies.planning.tune.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 
 SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
 SHOWN = 64  # devices up to which a pipeline is shown although data parallel is quicker than any

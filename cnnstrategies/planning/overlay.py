@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from cnnstrategies.planning.rank import Ranking, Row
-from cnnstrategies.planning.settings_file import write_commented
+from cnnstrategies.planning.tune.settings import write_commented
 
 HYBRID = "cnnstrategies.strategies.HybridPipelineStrategy"
 

@@ -4,9 +4,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
+from cnnstrategies.planning.tune.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 
 PART = 2**22  # bytes of a layer at once
 STALENESS = 2  # of ssp, as its recipe has it

@@ -1,6 +1,6 @@
 """Choose where to cut a network and how often to replicate each stage, from the costs of its nodes.
 
-The dynamic programme of :mod:`cnnstrategies.planning.programme` proposes layouts; the simulator ranks them, and a
+The dynamic program of :mod:`cnnstrategies.planning.propose` proposes layouts; the simulator ranks them, and a
 local search moves cuts and replicas while the predicted time falls.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.problem import Problem
-from cnnstrategies.planning.programme import SLACK, SMALL, propose
+from cnnstrategies.planning.propose import SLACK, SMALL, propose
 
 PROPOSALS = 24  # that the simulator ranks
 REFINED = 10  # of the ranked, each with other replicas, that the local search starts from

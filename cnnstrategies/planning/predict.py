@@ -11,9 +11,9 @@ from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
 from cnnstrategies.planning.partition import best_layout
-from cnnstrategies.planning.place_ranks import one_machine, one_of_equal, orders, placed
+from cnnstrategies.planning.places import one_machine, one_of_equal, orders, placed
 from cnnstrategies.planning.problem import Problem
-from cnnstrategies.planning.programme import propose
+from cnnstrategies.planning.propose import propose
 from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
@@ -66,7 +66,7 @@ class Predictor:
         return best_layout(self.problem(None), self.memory, self.memory, request.stages, request.replicas)
 
     def problem(self, memory_limit: int | None) -> Problem:
-        """The same question for the dynamic programme."""
+        """The same question for the dynamic program."""
         request = self.request
         return Problem(
             costs=self.costs,

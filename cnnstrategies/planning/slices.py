@@ -1,4 +1,4 @@
-"""Times and bytes of all possible stages at once, as matrices by start and end, for the dynamic programme."""
+"""Times and bytes of all possible stages at once, as matrices by start and end, for the dynamic program."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from optuna.trial import Trial
 
-from cnnstrategies.planning.program import Program
-from cnnstrategies.planning.settings_file import nested, write_commented
+from cnnstrategies.planning.tune.program import Program
+from cnnstrategies.planning.tune.settings import nested, write_commented
 from cnnstrategies.sweeping.study import Study
 from cnnstrategies.sweeping.talk import FOLDER, METRIC, SOCKET
 

@@ -30,8 +30,8 @@ from cnnstrategies.commands.run.failures import explain_run_error, refusal_in
 from cnnstrategies.commands.run.lightning_cli import leaves_out_classes
 from cnnstrategies.commands.run.quiet import show_unless_kept
 from cnnstrategies.commands.tune.choices import choices
-from cnnstrategies.planning.race import MARGIN, Verdict, verdict
-from cnnstrategies.planning.settings import Setting
+from cnnstrategies.planning.tune.race import MARGIN, Verdict, verdict
+from cnnstrategies.planning.tune.settings import Setting
 from cnnstrategies.processes import is_stopped
 
 

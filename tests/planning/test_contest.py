@@ -8,12 +8,11 @@ from typing import ClassVar
 import pytest
 import yaml
 
-from cnnstrategies.planning import contest
-from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.contest import Contest
-from cnnstrategies.planning.settings import Setting, factorial
-from cnnstrategies.planning.settings_file import nested, write_commented
-from cnnstrategies.planning.trial import TrialError
+from cnnstrategies.planning.tune import contest
+from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.tune.contest import Contest
+from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
+from cnnstrategies.planning.tune.trial import TrialError
 
 pytestmark = pytest.mark.light
 SPEEDS = {None: 1.0, "fast": 1.5, "faster": 2.0, "slow": 0.6, "even": 1.0, "wrong": 3.0, "new": 1.2, "lucky": 1.15}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cnnstrategies.planning.program import Program
+from cnnstrategies.planning.tune.program import Program
 
 MODULE = "forked_program"
 PROGRAM = """

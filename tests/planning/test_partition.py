@@ -23,7 +23,7 @@ from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.planning.partition import best_layout
 from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.programme import propose
+from cnnstrategies.planning.propose import propose
 from cnnstrategies.planning.request import Request
 
 pytestmark = pytest.mark.light

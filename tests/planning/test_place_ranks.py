@@ -7,11 +7,10 @@ import pytest
 import yaml
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.planning.overlay import write_overlay
-from cnnstrategies.planning.place_ranks import placed
+from cnnstrategies.planning.places import placed
 from cnnstrategies.planning.plan import describe
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.profile import Profile
@@ -19,6 +18,7 @@ from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.report import summary
 from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.stage_costs import stage_costs
+from cnnstrategies.planning.tune.candidates import Job
 
 pytestmark = pytest.mark.light
 

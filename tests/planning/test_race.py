@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from cnnstrategies.planning.race import SOONEST, Race, interval, p_value, signed_rank_ways
+from cnnstrategies.planning.tune.race import SOONEST, Race, interval, p_value, signed_rank_ways
 
 pytestmark = pytest.mark.light
 

@@ -7,7 +7,6 @@ import pytest
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster, Failures, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.planning.data_parallel import DataParallel
@@ -15,6 +14,7 @@ from cnnstrategies.planning.overlay import write_overlay
 from cnnstrategies.planning.parameter_server import ParameterServer, mean_value_analysis
 from cnnstrategies.planning.profile import Profile
 from cnnstrategies.planning.rank import Ranking, rank
+from cnnstrategies.planning.tune.candidates import Candidate, Effect, Job
 
 pytestmark = pytest.mark.light
 

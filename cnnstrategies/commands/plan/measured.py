@@ -24,7 +24,6 @@ from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.own_forward import network_at
 from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, ordered_nodes, trace
-from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.cluster_file import read_cluster
 from cnnstrategies.planning.costs import Link
@@ -32,6 +31,7 @@ from cnnstrategies.planning.measure_links import measure_local_link
 from cnnstrategies.planning.measure_profile import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.profile import Profile
 from cnnstrategies.planning.profile_csv import read_profile, write_profile
+from cnnstrategies.planning.tune.candidates import Job
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 

@@ -22,12 +22,11 @@ from cnnstrategies.commands.run.model_and_data import ModelAndData, device_of
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.contest import Contest
-from cnnstrategies.planning.settings import Setting, factorial
-from cnnstrategies.planning.settings_file import nested, write_commented
-from cnnstrategies.planning.trial import TrialError
-from cnnstrategies.planning.tune_report import draw, table
+from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.tune.contest import Contest
+from cnnstrategies.planning.tune.report import draw, table
+from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
+from cnnstrategies.planning.tune.trial import TrialError
 
 LOADING = ("decoding", "loading")  # Kinds of settings of which trials load their data as in training.
 UNNOTICED = 0.05  # of a step, for loading a batch in the rank's own process

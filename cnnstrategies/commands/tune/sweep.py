@@ -16,7 +16,7 @@ from rich.console import Console
 from cnnstrategies.commands.front import early, recipes
 from cnnstrategies.commands.front.options import sweep_parser
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.settings_file import nested, write_commented
+from cnnstrategies.planning.tune.settings import nested, write_commented
 from cnnstrategies.sweeping.plan import Plan, Scalar, read
 
 if TYPE_CHECKING:

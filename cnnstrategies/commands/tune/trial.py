@@ -1,7 +1,7 @@
 """The ranks of a trial: they train on one batch over and over, as many steps as ``tune`` asks for.
 
-Run as ``python -m cnnstrategies.commands.tune.trial fit --config ...`` by :mod:`cnnstrategies.planning.trial`, and by
-no one else.
+Run as ``python -m cnnstrategies.commands.tune.trial fit --config ...`` by :mod:`cnnstrategies.planning.tune.trial`, and
+by no one else.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from cnnstrategies.commands.run.defaults import as_list
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.trial import COMPARED_STEPS, LOADS, TRIAL
+from cnnstrategies.planning.tune.trial import COMPARED_STEPS, LOADS, TRIAL
 
 STEPS_OF_AN_EPOCH = 1000
 LOADED = 8  # batches, by which the loader's speed is told

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cnnstrategies.planning.program import Program
+from cnnstrategies.planning.tune.program import Program
 
 TRIAL = "CNNSTRATEGIES_TRIAL"  # Environment variable: the socket on which a trial's ranks wait for orders.
 LOADS = "CNNSTRATEGIES_TRIAL_LOADS"  # Set where the ranks load as in training, and not one batch again and again.

@@ -18,7 +18,7 @@ from cnnstrategies.planning.slices import Floats, Slices
 
 Integers = NDArray[np.int64]
 
-SMALL = 8  # devices up to which nothing is left out of the programme
+SMALL = 8  # devices up to which nothing is left out of the program
 BOUNDS = 24  # on the slowest stage, for a cluster larger than that
 BOUND_STEP = 0.01  # between two bounds at least, as a share of the step time
 SLACK = 1.2  # a proposal may take so many times the best proposal's time, since the model is not the simulator
@@ -26,13 +26,13 @@ NEVER = 2**40  # replicas that no stage has
 
 
 def propose(problem: Problem, stages: int | None = None, replicas: Sequence[int] | None = None) -> dict[Layout, float]:
-    """Layouts that the dynamic programme finds, with the step time by its model in seconds.
+    """Layouts that the dynamic program finds, with the step time by its model in seconds.
 
-    For a bound on what the slowest stage adds to the step, the programme finds the cuts with the least sum
+    For a bound on what the slowest stage adds to the step, the program finds the cuts with the least sum
     of times and transfers; the bound runs over the range that matters.
     """
-    programme = Programme(problem, stages, replicas)
-    found = programme.solve(np.inf)
+    program = DynamicProgram(problem, stages, replicas)
+    found = program.solve(np.inf)
     if not found:
         return {}
     compute = problem.compute_time
@@ -41,20 +41,20 @@ def propose(problem: Problem, stages: int | None = None, replicas: Sequence[int]
     low, high = 0.0, min(found.values())
     while high - low > (BOUND_STEP if small else 2 * BOUND_STEP) * (compute + high):
         middle = (low + high) / 2
-        solved = programme.solve(middle)
+        solved = program.solve(middle)
         found |= solved
         low, high = (low, middle) if solved else (middle, high)
     # A layout whose slowest stage exceeds the bound takes at least the compute time and the bound.
     bound = high
     least = 0.0 if small else (SLACK * min(found.values()) - compute - high) / BOUNDS
     while compute + bound < SLACK * min(found.values()):
-        found |= programme.solve(bound)
+        found |= program.solve(bound)
         bound += max(BOUND_STEP * (compute + bound), least)
     return found
 
 
-class Programme:
-    """Dynamic programme from the last stage to the first.
+class DynamicProgram:
+    """Dynamic program from the last stage to the first.
 
     For each number of devices given out from the end and each start position it holds the least time that a
     microbatch takes from there to the end and back, under a bound on the slowest stage. Where the number of stages is

@@ -8,11 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cnnstrategies.planning.candidates import Effect
-from cnnstrategies.planning.race import Look, Race, Verdict, combined
-from cnnstrategies.planning.settings import Setting
-from cnnstrategies.planning.settings_file import nested, write_commented
-from cnnstrategies.planning.trial import COMPARED_STEPS, Trial, TrialError
+from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.tune.race import Look, Race, Verdict, combined
+from cnnstrategies.planning.tune.settings import Setting, nested, write_commented
+from cnnstrategies.planning.tune.trial import COMPARED_STEPS, Trial, TrialError
 
 WARM_UP_STEPS = 3
 BLOCK_SECONDS = 0.5
