@@ -20,6 +20,7 @@ for name in (
     "planning",
     "servers",
     "verifying",
+    "wires",
     "workers",
 ):
     importlib.import_module(f"mutants.{name}")

@@ -95,7 +95,7 @@ class Worker:
         self._values = parameters if self._staging is None else self._staging.values
         self.role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)
         self._links = Links(
-            specification.session,
+            specification,
             slices,
             views,
             self.role.heard,

@@ -1,8 +1,8 @@
 """The wire format: a fixed binary header, then a payload; nothing of it is ever unpickled or evaluated.
 
-A message is two frames: the header (little-endian, 72 bytes) and the payload. Several messages to the same peer may
-come together, one after the other. A payload may begin with a JSON object of `Header.meta` bytes. Everything is checked
-before it is used, and a message that fails a check is dropped as a whole.
+A message is the header (little-endian, 72 bytes) and then the payload. A frame holds one or several, one after the
+other; a payload that is not small is the whole next frame. A payload may begin with a JSON object of `Header.meta`
+bytes. Everything is checked before it is used, and a message that fails a check is dropped as a whole.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MAGIC = b"CNPS"
-VERSION = 2
+VERSION = 3
 LARGEST_JSON = 1 << 18
 # Up to here libzmq gets a copy, which is cheaper than its telling Python when it has done without; and such payloads
 # may wait for each other.
@@ -30,6 +30,7 @@ ALONE = 1.0  # The weight of pulled values that no change is made from, where ot
 _compact = json.JSONEncoder(separators=(",", ":")).encode
 _LAYOUT = struct.Struct("<4sBBBBIIIIIIQQQQd")
 HEADER_BYTES = _LAYOUT.size
+_LENGTH, _SESSION = struct.Struct("<20xI"), struct.Struct("<5s27xQ")
 
 
 class Kind(IntEnum):
@@ -139,12 +140,22 @@ class Bounds:
     slices: int
 
 
+def length_in(data: bytes | memoryview) -> int:
+    """Bytes of the payload that the header at the start of a frame announces."""
+    return int(_LENGTH.unpack_from(data)[0])
+
+
+def begins(data: bytes | memoryview, session: int) -> bool:
+    """Whether a frame begins with a message of a run."""
+    return len(data) >= HEADER_BYTES and _SESSION.unpack_from(data) == (MAGIC + bytes([VERSION]), session)
+
+
 def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) -> Header:
     """The header of a received message, checked against everything that does not depend on the receiver's state.
 
     Args:
-        data: The first frame.
-        length: Bytes of the second frame.
+        data: Its bytes.
+        length: Bytes of the payload.
         session: The run's number.
         bounds: What is accepted at most.
 

@@ -14,26 +14,33 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from cable import Cable
 from ports import free_port
+from roles import until
 
 from cnnstrategies.paramserver import membership
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.drivers.control import TAG
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.drivers.watcher import Watcher
 from cnnstrategies.paramserver.membership import STOP, Membership
+from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import CoordinatorProcess, ServerProcess, Spares, start
 
 TIMEOUT = 60.0  # Nobody is silent for so long on a busy machine.
 
 
 @contextmanager
-def serving(endpoint: str, workers: int, session: int = 0, servers: int = 0) -> Iterator[threading.Event]:
+def serving(
+    endpoint: str, workers: int, session: int = 0, servers: int = 0, keys: KeyPair | None = None
+) -> Iterator[threading.Event]:
     """A coordinator in a thread; gives what is set as soon as it listens."""
     over, listens = threading.Event(), threading.Event()
 
     def serve() -> None:
         settings = CoordinatorSettings(endpoint, workers, servers, TIMEOUT, session=session)
-        with CoordinatorService(settings) as service:
+        with CoordinatorService(settings, keys) as service:
             listens.set()
             service.run(over.is_set)
 
@@ -99,6 +106,23 @@ def test_collectives_give_every_worker_the_same(tmp_path: Path, workers: int) ->
     assert results == [expected] * workers
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["to the coordinator", "from it"])
+def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, tmp_path: Path) -> None:
+    keys, listening = KeyPair.create(), f"ipc://{tmp_path}/coordinator"
+    with serving(listening, 1, keys=keys) as listens:
+        listens.wait()
+        cable = Cable(tmp_path / "cable", listening)
+        member = Membership(Address(cable.endpoint, "worker", 0, 0, 0.05, 10.0), keys=keys)
+        collectives = Collectives(member)
+        with Watcher(cable.endpoint, keys) as watcher:
+            for number in range(3):
+                cable.change(back, "contents")
+                until(cable.has_changed)
+                assert collectives.gather(number).values == {0: number}
+                until(lambda: watcher.ask(1.0))
+        member.close()
+
+
 def test_nonsense_neither_stops_the_coordinator_nor_registers_anybody(tmp_path: Path) -> None:
     """See `test_coordinator_fuzz.py` for what messages may hold; here is what no message is."""
     endpoint, chance = f"ipc://{tmp_path}/coordinator", random.Random(0)
@@ -107,9 +131,9 @@ def test_nonsense_neither_stops_the_coordinator_nor_registers_anybody(tmp_path: 
         socket = context.socket(zmq.DEALER)
         socket.connect(endpoint)
         for _ in range(500):
-            start = chance.choice([b"CNNPS1 hello", b"CNNPS2 hello", b"hello", chance.randbytes(chance.randrange(40))])
+            start = chance.choice([b"", b"CNNPS2", TAG + b"\2\0\0\0", TAG, chance.randbytes(chance.randrange(40))])
             body = chance.choice([b"{}", b'{"session":0}', b"{", b"[]", chance.randbytes(chance.randrange(40))])
-            socket.send_multipart([start, body][: chance.randrange(1, 3)])
+            socket.send_multipart(chance.choice([[start + body], [start, body]]))
         socket.close(500)
         (result,) = together([worker(endpoint, 0)], lambda collectives: collectives.gather(7).values)
     assert result == {0: 7}

@@ -4,18 +4,19 @@ import contextlib
 import functools
 import json
 import random
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from changed_values import changed
 
-from cnnstrategies.paramserver.control import TAG, encode, parse
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import REFUSED
+from cnnstrategies.paramserver.drivers.control import TAG, encode, parse
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.simulation import control
 
@@ -42,18 +43,23 @@ NUMBERS = [0, 1, 2, -1, 1 << 62, 1 << 70, 1.5]
 VALUES = [*NUMBERS, None, True, "", "worker", "server", [], [0], [[]], {}, {"a": []}, [None] * 9]
 
 
-def frames(chance: random.Random) -> list[bytes]:
+def frame(chance: random.Random) -> bytes:
     sender = [
         chance.choice(["worker", "server", "coordinator", "watcher", "x"]),
         *chance.choices([0, 1, 7, -1, 1 << 40], k=3),
     ]
     fields = {name: chance.choice(VALUES) for name in chance.sample(FIELDS, chance.randrange(9))}
-    fields |= {"from": chance.choice([sender, sender, sender, *VALUES]), "request": chance.choice([0, 1, 5, *VALUES])}
     fields |= {"session": chance.choice([0, 0, 0, *VALUES])}
-    body = json.dumps(fields).encode()
+    sender, request = chance.choice([sender, sender, sender, *VALUES]), chance.choice([0, 1, 5, *VALUES])
+    sizes = [1] * chance.randrange(3)
+    about = [chance.choice(KINDS), sender, request, sizes, fields]
+    if chance.random() < 0.1:
+        about[chance.randrange(5)] = chance.choice(VALUES)
+    body = json.dumps(about).encode()
     if chance.random() < 0.05:
         body = chance.randbytes(chance.randrange(60))
-    return [TAG + chance.choice(KINDS).encode(), body, *[b"x"] * chance.randrange(3)][: chance.randrange(1, 5)]
+    length = len(body) if chance.random() < 0.95 else chance.randrange(1 << 32)
+    return TAG + struct.pack("<I", length) + body + b"x" * (len(sizes) if chance.random() < 0.95 else 2)
 
 
 def test_nonsense_is_refused_or_dropped_and_members_go_on():
@@ -67,7 +73,7 @@ def test_nonsense_is_refused_or_dropped_and_members_go_on():
     dropped = 0
     for _ in range(20_000):
         try:
-            loop.message(*parse(frames(chance)))
+            loop.message(*parse(frame(chance)))
         except ControlError:
             dropped += 1
     assert 1000 < dropped < 20_000
@@ -150,4 +156,4 @@ def test_nothing_that_a_peer_says_fails_later(kind: type) -> None:
 def test_what_is_sent_is_what_comes():
     message = Message("collect", {"session": 0, "sequence": 3}, (b"a", b"b"), 4)
     sender = Peer("worker", 1, 2, 3)
-    assert parse([*encode(sender, message), *message.frames]) == (sender, message._replace(frames=[b"a", b"b"]))
+    assert parse(encode(sender, message)) == (sender, message._replace(frames=[b"a", b"b"]))

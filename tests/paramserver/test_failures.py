@@ -3,7 +3,6 @@
 That each message may be the last, and that whoever is left goes on, is what the traces and the simulated runs prove.
 """
 
-import contextlib
 import dataclasses
 import random
 import socket
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from cable import Cable
 from ranks import run_apart
 from roles import PlainRoles, Roles, until
 from torch import Tensor, nn
@@ -127,36 +127,12 @@ def test_servers_that_do_not_reach_each_other_are_named(tmp_path: Path) -> None:
             run.step(worker)
 
 
-class Cable:
-    """Between workers and a server; can be cut, so that bytes that are on their way are lost."""
-
-    def __init__(self, path: Path, server: str) -> None:
-        self._server = server.removeprefix("ipc://")
-        self._ends: list[socket.socket] = []
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            near, _ = self._listener.accept()
-            far = socket.socket(socket.AF_UNIX)
-            far.connect(self._server)
-            self._ends += [near, far]
-            for source, target in ((near, far), (far, near)):
-                threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
-
-    def _carry(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1000):
-                target.sendall(data)
-
-    def cut(self) -> None:
-        ends, self._ends = self._ends, []
-        for end in ends:
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+def lay_cables(run: Roles) -> list[Cable]:
+    """Have everyone reach the servers over cables."""
+    cables = [Cable(run.directory / f"cable-{info.id}", info.endpoint) for info in run.view.servers]
+    behind = zip(run.view.servers, cables, strict=True)
+    run.publish(servers=tuple(dataclasses.replace(info, endpoint=cable.endpoint) for info, cable in behind))
+    return cables
 
 
 @pytest.mark.parametrize("options", [{"mode": "async"}, {"servers": 2, "replication": 2, "clip_norm": 0.3}], ids=str)
@@ -167,10 +143,7 @@ def test_what_a_cut_link_loses_is_sent_again(
     monkeypatch.setattr(worker_role, "PROBE_SECONDS", 0.1)
     expected = alone(options)
     with Roles(tmp_path, specify(SGD, 1, **options)) as run:
-        servers = run.view.servers
-        behind = [dataclasses.replace(info, endpoint=f"ipc://{tmp_path}/cable-{info.id}") for info in servers]
-        cables = [Cable(tmp_path / f"cable-{info.id}", info.endpoint) for info in servers]
-        run.publish(servers=tuple(behind))
+        cables = lay_cables(run)
         chance = random.Random(0)
 
         def cut(step: int) -> None:
@@ -180,6 +153,26 @@ def test_what_a_cut_link_loses_is_sent_again(
 
         (network,) = run.train(trained, [slice(0, 12)], cut)
     assert_same(network, expected)
+
+
+@pytest.mark.parametrize("what", ["contents", "length"])
+@pytest.mark.parametrize("back", [False, True], ids=["to a server", "from a server"])
+def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, what: str, tmp_path: Path) -> None:
+    """Two workers, and servers that have copies of each other's slices; each cable changes one byte of one of them."""
+    options: dict[str, Any] = {"servers": 2, "replication": 2, "clip_norm": 0.3}
+    expected = alone(options)
+    with Roles(tmp_path, specify(SGD, 2, timeout=6.0, **options), encrypted=True) as run:
+        cables = lay_cables(run)
+
+        def change(step: int) -> None:
+            if step == 3:
+                for cable in cables:
+                    cable.change(back, what)
+
+        results = run.train(trained, [slice(0, 5), slice(5, 12)], change)
+    assert all(cable.has_changed() for cable in cables)
+    for network in results:
+        assert_same(network, expected)
 
 
 @pytest.mark.light

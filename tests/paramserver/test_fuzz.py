@@ -47,7 +47,8 @@ class Attacker:
             self.bad_length, self.frames, self.together, *[self.insider] * 8, self.forged_server,
         ]  # fmt: skip
         for _ in range(count):
-            yield self.random.choice(kinds)()
+            kind = self.random.choice(kinds)
+            yield kind() if kind == self.frames else [b"".join(kind())]
 
     def header(self, **fields: Any) -> Header:
         values: dict[str, Any] = {
@@ -103,7 +104,7 @@ class Attacker:
         return [self.bytes() for _ in range(self.random.choice([1, 3, 4, 20]))]
 
     def together(self) -> list[bytes]:
-        """Several messages at once, up to more than may come together."""
+        """Several messages at once."""
         kinds = [self.noise, self.truncated, self.of_a_stranger, self.replay, self.bad_length]
         return [frame for _ in range(self.random.choice([2, 3, 40])) for frame in self.random.choice(kinds)()]
 

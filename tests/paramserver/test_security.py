@@ -23,11 +23,11 @@ from training import SGD, assert_same, batches, specify, train_alone
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver import supervision
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo
+from cnnstrategies.paramserver.drivers.control import connect, parse, send
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.drivers.sockets import KNOCK_MS, Context, Listener, client_socket, server_socket
@@ -92,7 +92,7 @@ def test_only_who_is_admitted_gets_a_message_through() -> None:
     router = server_socket(context, listener, keys, 1000)
     came = []
     for name, pair, seconds in (("stranger", stranger, 0.3), ("member", member, 60.0)):
-        dealer = client_socket(context, ServerInfo(0, listener.endpoint, keys.public), pair, 1000)
+        dealer = client_socket(context, ServerInfo(0, listener.endpoint, keys.public), pair, 1000, 60.0)
         assert dealer.getsockopt(zmq.HANDSHAKE_IVL) == KNOCK_MS, "one that was refused is to try again soon"
         dealer.send(name.encode())
         deadline = time.monotonic() + seconds
@@ -275,7 +275,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
             assert not stranger.poll(300), "nobody is told anything"
         else:
             wait_until(lambda: service.dropped - dropped >= len(lies) - 1)
-            assert [parse(stranger.recv_multipart())[1].kind for _ in range(stranger.poll(0))] in ([], ["registered"])
+            assert [parse(stranger.recv())[1].kind for _ in range(stranger.poll(0))] in ([], ["registered"])
         assert thread.is_alive()
         assert role.roster.at("worker", 0) is victim
         assert role.ended is None

@@ -11,13 +11,15 @@ from cnnstrategies.paramserver.drivers.sockets import (
     SMALL_BYTES,
     Bundle,
     Context,
+    Inbox,
     Listener,
     Received,
     Socket,
-    receive,
     server_socket,
 )
-from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, Kind, unpack
+from cnnstrategies.paramserver.messages import HEADER_BYTES, Bounds, Header, InvalidMessageError, Kind, unpack
+
+SESSION = 1 << 40
 
 
 @contextlib.contextmanager
@@ -33,19 +35,20 @@ def pair() -> Iterator[tuple[Socket, Socket]]:
 
 
 def header(sequence: int, length: int) -> Header:
-    return Header(Kind.PUSH, 0, 1, sequence, length=length)
+    return Header(Kind.PUSH, 0, SESSION, sequence, length=length)
 
 
 def came(far: Socket) -> list[list[Received]]:
     """What has come, together or one after the other."""
+    inbox = Inbox(far, SESSION, routed=True, encrypted=False)
     bundles = []
     while far.poll(100):
-        bundles.append(receive(far, True, False))
+        bundles.append(inbox.receive())
     return bundles
 
 
 def numbers(received: list[Received]) -> list[int]:
-    return [unpack(one.header, len(one.payload), 1, Bounds(1 << 20, 1)).sequence for one in received]
+    return [unpack(one.header, len(one.payload), SESSION, Bounds(1 << 20, 1)).sequence for one in received]
 
 
 def test_small_messages_wait_for_one_that_does_not() -> None:
@@ -70,7 +73,9 @@ def test_a_large_message_and_a_flush_take_along_what_waits() -> None:
         bundle.send(header(3, 0), b"", wait=True)
         bundle.flush()
         bundle.flush()
-        assert [numbers(together) for together in came(far)] == [[1, 2], [3]]
+        first, second, third = came(far)
+        assert [numbers(together) for together in (first, second, third)] == [[1], [2], [3]]
+        assert bytes(second[0].payload) == bytes(SMALL_BYTES + 1)
 
 
 def test_what_waits_is_bounded_in_number_and_size() -> None:
@@ -86,11 +91,42 @@ def test_what_waits_is_bounded_in_number_and_size() -> None:
         assert [len(together) for together in came(far)] == [BUNDLE_BYTES // SMALL_BYTES]
 
 
-@pytest.mark.parametrize("count", [1, 3, 2 * (MOST_TOGETHER + 1) + 2])
-def test_other_numbers_of_frames_are_no_messages(count: int) -> None:
+def refused(received: Received) -> bool:
+    try:
+        numbers([received])
+    except InvalidMessageError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [header(1, 0).pack()] * 2, [b""], [header(1, 0).pack()[1:]], [header(1, 3).pack() + b"ab"],
+        [header(1, SMALL_BYTES + 1).pack() + bytes(SMALL_BYTES)],
+    ],
+    ids=["more than one frame", "nothing", "part of a header", "part of a payload", "part of a large one"],
+)  # fmt: skip
+def test_what_is_no_whole_message_is_refused(frames: list[bytes]) -> None:
     with pair() as (near, far):
-        near.send_multipart([bytes(HEADER_BYTES)] * count)
-        assert came(far) == [[]]
+        near.send_multipart(frames)
+        ((received,),) = came(far)
+    assert refused(received)
+
+
+def test_a_header_whose_payload_was_lost_takes_no_other_one_for_it() -> None:
+    """The payload may be lost with a connection, and the next message be as long as it was."""
+    large = SMALL_BYTES + 1
+    with pair() as (near, far):
+        near.send(header(1, large).pack())
+        near.send(header(2, large - HEADER_BYTES).pack() + bytes(large - HEADER_BYTES))
+        near.send(header(3, large).pack())
+        near.send(bytes(large))
+        near.send(bytes(large))
+        none, second, still, third, alone = came(far)
+    assert none == still == []
+    assert (numbers(second), numbers(third)) == ([2], [3])
+    assert refused(alone[0])
 
 
 def test_a_frame_beyond_the_declared_size_does_not_come() -> None:

@@ -3,16 +3,16 @@
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Self
 
 import zmq
 
-from cnnstrategies.paramserver.control import LARGEST_MESSAGE, encode, parse, receive
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
+from cnnstrategies.paramserver.drivers.control import LARGEST_MESSAGE, Arrived, encode, parse, receive
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.drivers.registration import DESK, REGISTER, REGISTERED, Bindings
 from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS
@@ -64,7 +64,7 @@ class CoordinatorService:
         self._stopped = False
         self.routes: OrderedDict[Peer, bytes] = OrderedDict()
         self._peer = Peer("coordinator", 0, settings.term)
-        self._encoded: tuple[Message | None, list[bytes]] = None, []
+        self._encoded: tuple[Message | None, bytes] = None, b""
         self.loop = Loop(role, self.send, on_end=self._end)
         self.loop.start()
 
@@ -111,26 +111,21 @@ class CoordinatorService:
             if self._socket in ready:
                 for _ in range(AT_ONCE):
                     try:
-                        self.handle(*receive(self._socket, self._bindings is not None))
+                        self.handle(receive(self._socket, True, self._bindings is not None))
                     except zmq.Again:
                         break
             self.loop.fire()
 
-    def handle(self, frames: Sequence[bytes], key: str = "") -> None:
-        """Act on one message; what is not one, or not its sender's, is counted and dropped.
-
-        Args:
-            frames: The message, after the number of its connection.
-            key: The public key of its connection.
-        """
+    def handle(self, arrived: Arrived) -> None:
+        """Act on one message; what is not one, or not its sender's, is counted and dropped."""
         try:
-            sender, message = parse(frames[1:])
+            sender, message = parse(arrived.frame)
             if self._bindings is not None:
-                self._bindings.check(key, sender, message)
+                self._bindings.check(arrived.key, sender, message)
                 if message.kind == REGISTER:
-                    self._socket.send_multipart([frames[0], *encode(DESK, Message(REGISTERED))])
+                    self._socket.send_multipart([arrived.route, encode(DESK, Message(REGISTERED))])
                     return
-            self.routes[sender] = frames[0]  # Another one after a cut.
+            self.routes[sender] = arrived.route  # Another one after a cut.
             self.routes.move_to_end(sender)
             if len(self.routes) > ROUTES:
                 self.routes.popitem(last=False)
@@ -149,7 +144,7 @@ class CoordinatorService:
             return
         if self._encoded[0] is not message:
             self._encoded = message, encode(self._peer, message)  # A view goes to all, and is encoded once.
-        self._socket.send_multipart([route, *self._encoded[1], *message.frames], copy=False)
+        self._socket.send_multipart([route, self._encoded[1]], copy=False)
 
     def _end(self, end: End) -> None:
         self._stopped = True

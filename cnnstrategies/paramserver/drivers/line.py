@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import zmq
 
-from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+from cnnstrategies.paramserver.drivers.control import connect, parse, receive, send
 from cnnstrategies.paramserver.drivers.registration import REGISTER, REGISTERED
-from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, reconnect
 from cnnstrategies.paramserver.security import KeyPair
 
 UNHEARD = 2.0  # heartbeats without an answer, before the own key is registered again
@@ -69,9 +69,7 @@ class Line:
     def cut(self) -> None:
         """Make the connection anew: what is on its way is lost."""
         assert self._socket is not None, "this process is not registered yet"
-        endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._socket.disconnect(endpoint)
-        self._socket.connect(endpoint)
+        reconnect(self._socket)
 
     def drain(self) -> None:
         """Wait until all that was sent has left, and send no more."""
@@ -106,7 +104,7 @@ class Line:
         found = []
         while socket.poll(0):
             with contextlib.suppress(ControlError):
-                sender, message = parse(socket.recv_multipart())
+                sender, message = parse(receive(socket).frame)
                 if kind in (None, message.kind):
                     found.append((sender, message))
         return found

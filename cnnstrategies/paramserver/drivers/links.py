@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import zmq
 
@@ -12,23 +13,35 @@ from cnnstrategies.paramserver.drivers.sockets import (
     IO_THREADS,
     Bundle,
     Context,
+    Inbox,
     Socket,
     client_socket,
-    receive,
+    largest_frame,
+    reconnect,
 )
 from cnnstrategies.paramserver.effects import Parcel
-from cnnstrategies.paramserver.messages import HEADER_BYTES, LARGEST_JSON, Bounds, Header, InvalidMessageError, unpack
+from cnnstrategies.paramserver.messages import LARGEST_JSON, Bounds, Header, InvalidMessageError, unpack
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
+from cnnstrategies.paramserver.specification import Specification
 
 POLL_SECONDS = 0.05
+
+
+class Link(NamedTuple):
+    """A connection to a server."""
+
+    info: ServerInfo
+    socket: Socket
+    bundle: Bundle
+    inbox: Inbox
 
 
 class Links:
     """Sends to servers and receives from them; never blocks but in :meth:`receive`, for a moment.
 
     Args:
-        session: The run's number.
+        specification: What all processes of the run agree on.
         slices: All slices.
         views: Tells of the membership.
         heard: Told of the time, server and header of each message when it comes; whether it is to be acted on.
@@ -38,22 +51,22 @@ class Links:
 
     def __init__(
         self,
-        session: int,
+        specification: Specification,
         slices: Sequence[Slice],
         views: ViewSource,
         heard: Callable[[float, int, Header], bool],
         keys: KeyPair | None,
         insecure: bool,
     ) -> None:
-        self._session = session
+        self._session = specification.session
+        self._patience = specification.timeout
         self._views = views
         self._heard = heard
         self._bounds = Bounds(largest_payload(slices) + LARGEST_JSON, max(1, len(slices)))
         self._keys = keys
         self._insecure = insecure
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
-        self._sockets: dict[int, tuple[ServerInfo, Socket]] = {}
-        self._bundles: dict[int, Bundle] = {}
+        self._links: dict[int, Link] = {}
         self._arrived: deque[tuple[int, Header, memoryview]] = deque()
         self._poller = zmq.Poller()
         self._descriptor = views.fileno()
@@ -71,54 +84,53 @@ class Links:
     def connect(self, view: View) -> None:
         """Connect to the servers of a view."""
         now = {server.id: server for server in view.servers}
-        for server, (info, _) in list(self._sockets.items()):
-            if now.get(server) != info:
+        for server, link in list(self._links.items()):
+            if now.get(server) != link.info:
                 self._close(server)
                 self._arrived = deque(arrived for arrived in self._arrived if arrived[0] != server)
         for server, info in now.items():
-            if server not in self._sockets:
+            if server not in self._links:
                 check_endpoint(info.endpoint, self._keys is not None, self._insecure)
                 self._open(info)
 
     def _open(self, info: ServerInfo) -> None:
-        socket = client_socket(self._context, info, self._keys, self._bounds.payload + HEADER_BYTES)
-        self._sockets[info.id] = info, socket
-        self._bundles[info.id] = Bundle(socket)
+        largest = largest_frame(self._bounds.payload)
+        socket = client_socket(self._context, info, self._keys, largest, self._patience)
+        inbox = Inbox(socket, self._session, routed=False, encrypted=self._keys is not None)
+        self._links[info.id] = Link(info, socket, Bundle(socket), inbox)
         self._poller.register(socket, zmq.POLLIN)
 
-    def _close(self, server: int) -> ServerInfo:
-        info, socket = self._sockets.pop(server)
+    def _close(self, server: int) -> None:
+        socket = self._links.pop(server).socket
         self._poller.unregister(socket)
         socket.close(linger=0)
-        del self._bundles[server]
-        return info
 
     def cut(self, server: int) -> None:
-        """Make the connection to a server anew: what is on its way there is lost."""
-        self._open(self._close(server))
+        """Make the connection to a server anew: what is on its way is lost."""
+        reconnect(self._links[server].socket)
 
     def drain(self) -> None:
         """Wait until all that was sent has left, and send no more."""
-        for bundle in self._bundles.values():
-            bundle.flush()
+        for link in self._links.values():
+            link.bundle.flush()
         self._context.destroy(DRAIN_MS)
 
     def send(self, parcels: Iterable[Parcel]) -> None:
         """Send some messages."""
         for to, header, payload, wait in parcels:
             assert isinstance(to, int)
-            self._bundles[to].send(header, payload, wait)
+            self._links[to].bundle.send(header, payload, wait)
 
     def receive(self, seconds: float) -> Iterator[tuple[int, Header, memoryview]]:
         """The messages that are waiting; waits for the first, but not for longer than some seconds."""
         if not self._arrived:
-            for bundle in self._bundles.values():
-                bundle.flush()
+            for link in self._links.values():
+                link.bundle.flush()
             ready = dict(self._poller.poll(int(1000 * seconds)))
             self._news = self._news or self._descriptor in ready
-            for server, (_, socket) in self._sockets.items():
-                if socket in ready:
-                    self._read(server, socket)
+            for server, link in self._links.items():
+                if link.socket in ready:
+                    self._read(server, link.inbox)
         yield from self.arrived()
 
     def arrived(self) -> Iterator[tuple[int, Header, memoryview]]:
@@ -126,11 +138,11 @@ class Links:
         while self._arrived:
             yield self._arrived.popleft()
 
-    def _read(self, server: int, socket: Socket) -> None:
+    def _read(self, server: int, inbox: Inbox) -> None:
         """Take all that has come from a server."""
         while True:
             try:
-                together = receive(socket, False, self._keys is not None)
+                together = inbox.receive()
             except zmq.Again:
                 return
             for received in together:
@@ -143,6 +155,6 @@ class Links:
 
     def close(self) -> None:
         """Close all sockets."""
-        for _, socket in self._sockets.values():
-            socket.close()
+        for link in self._links.values():
+            link.socket.close()
         self._context.term()

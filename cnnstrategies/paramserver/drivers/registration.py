@@ -7,9 +7,9 @@ believed because it comes with the member's own key, which nobody else has.
 from collections import OrderedDict
 from collections.abc import Callable
 
-from cnnstrategies.paramserver.control import ROLES
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
+from cnnstrategies.paramserver.drivers.control import ROLES
 from cnnstrategies.paramserver.security import fingerprint
 
 REGISTER, REGISTERED = "register", "registered"

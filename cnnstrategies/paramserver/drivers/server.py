@@ -20,11 +20,13 @@ from cnnstrategies.paramserver.drivers.sockets import (
     IO_THREADS,
     Bundle,
     Context,
+    Inbox,
     Listener,
     Received,
     Socket,
     client_socket,
-    receive,
+    largest_frame,
+    reconnect,
     server_socket,
 )
 from cnnstrategies.paramserver.effects import Effects, Parcel, Save
@@ -96,10 +98,11 @@ class ServerService:
         slices = cut(specification)
         largest = largest_payload(slices) * (2 if specification.pulls_changes else 1)  # Changes stand behind updates.
         self.bounds = Bounds(max(largest, 4 * len(slices)) + LARGEST_JSON, len(slices))
-        self._largest = self.bounds.payload + HEADER_BYTES
+        self._largest = largest_frame(self.bounds.payload)
         self._context: Context = zmq.Context(io_threads=IO_THREADS)
         self._gatekeeper = Gatekeeper(self._context, self._admitted) if keys is not None else None
         self._router = server_socket(self._context, listener, keys, self._largest)
+        self._inbox = Inbox(self._router, specification.session, routed=True, encrypted=keys is not None)
         self._dealers: dict[int, tuple[ServerInfo, Socket]] = {}
         self._bundles: dict[int | bytes, Bundle] = {}
         store = Store(specification, [slice_ for slice_ in slices if id in slice_.servers])
@@ -114,7 +117,7 @@ class ServerService:
         """Bytes that the server may come to need beside what it has now."""
         held = sum(slice_.nbytes for slice_ in self.role.store.slices.values())
         copies = MOST_STATES + self._specification.replication + self._specification.pulls_changes
-        return memory_of_server(held, copies, self._specification.most_workers, self.bounds.payload)
+        return memory_of_server(held, copies, self._specification.most_workers, self._largest)
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called.
@@ -220,15 +223,13 @@ class ServerService:
                 del self._dealers[server], self._bundles[server]
         for server, info in now.items():
             if server not in self._dealers:
-                dealer = client_socket(self._context, info, self._keys, self._largest)
+                dealer = client_socket(self._context, info, self._keys, self._largest, self._specification.timeout)
                 self._dealers[server] = info, dealer
                 self._bundles[server] = Bundle(dealer)
 
     def cut(self, server: int) -> None:
         """Make the connection to another server anew: what is on its way there is lost."""
-        self._dealers.pop(server)[1].close(linger=0)
-        del self._bundles[server]
-        self._connect()
+        reconnect(self._dealers[server][1])
 
     def drain(self) -> None:
         """Wait until all that was sent has left, and send no more."""
@@ -247,11 +248,9 @@ class ServerService:
         handled = 0
         while handled < MESSAGES_AT_ONCE:
             try:
-                together = receive(self._router, True, self._keys is not None)
+                together = self._inbox.receive()
             except zmq.Again:
                 return
-            if not together:
-                self.role.drop("a message of another number of frames")
             handled += max(1, len(together))
             for received in together:
                 self._handle(received)

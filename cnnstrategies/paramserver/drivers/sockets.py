@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from cnnstrategies.paramserver.core.view import ServerInfo
-from cnnstrategies.paramserver.messages import SMALL_BYTES, Header
+from cnnstrategies.paramserver.messages import HEADER_BYTES, SMALL_BYTES, Header, begins, length_in
 from cnnstrategies.paramserver.security import ZAP_DOMAIN, KeyPair, check_endpoint
 
 
@@ -61,9 +61,12 @@ Context = zmq.Context[Socket]
 # Messages that wait unread, of each connection to a server; what lies beyond waits at the sender.
 WAITING_MESSAGES = 64
 LINGER_MS = 500
-KNOCK_MS = 1000  # until a member that a server does not know yet tries again
+# Until a member that a server does not know yet tries again; over links with a second from end to end it must do, too.
+KNOCK_MS = 3000
 # Small payloads wait for each other until they are as many or as large as this.
 MOST_TOGETHER, BUNDLE_BYTES = 32, 1 << 19
+MOST_OPEN = 1 << 12  # headers that are kept for payloads: of connections that ended there, too
+SLOWEST = 1_250_000  # bytes per second that a connection has at least: 10 Mbit/s
 IO_THREADS = 2  # of libzmq in each process: one copies for one connection while the other does for another
 DRAIN_MS = 10_000  # for what was sent, to leave
 
@@ -93,8 +96,16 @@ def server_socket(context: Context, listener: Listener, keys: KeyPair | None, la
     return router
 
 
-def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, largest: int) -> Socket:
-    """A DEALER that is connected to a server; sends never block."""
+def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, largest: int, patience: float) -> Socket:
+    """A DEALER that is connected to a server.
+
+    Args:
+        context: The process's context.
+        server: The server.
+        keys: CURVE keys; None for no encryption.
+        largest: Bytes of the largest frame.
+        patience: Seconds of silence that are a failure.
+    """
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.copy_threshold = SMALL_BYTES
     dealer.linger = LINGER_MS
@@ -103,8 +114,8 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
     dealer.setsockopt(zmq.RCVHWM, 0)
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    notice_silence(dealer, patience, largest)
     if keys is not None:
-        dealer.setsockopt(zmq.HANDSHAKE_IVL, KNOCK_MS)
         dealer.curve_serverkey = server.public_key.encode()
         dealer.curve_publickey = keys.public.encode()
         dealer.curve_secretkey = keys.secret.encode()
@@ -112,10 +123,58 @@ def client_socket(context: Context, server: ServerInfo, keys: KeyPair | None, la
     return dealer
 
 
-class Bundle:
-    """Sends messages to one peer; small ones may wait for each other and then leave as one of libzmq's messages.
+def notice_silence(socket: Socket, seconds: float, largest: int = 0) -> None:
+    """Have libzmq make a connection anew over which nothing comes, or that does not come about.
 
-    Most parameters of a CNN are small, and each message on its own wakes a thread at both ends.
+    It does so itself where a stream has ended or broken; but where the other end waits for the rest of something that
+    was never sent so long, because a length has changed on its way, only a question without an answer shows it.
+
+    Args:
+        socket: Not connected yet.
+        seconds: Of silence that is a failure: this takes at most 5/8 of them.
+        largest: Bytes of the largest frame, which shows only when it is whole: it may take longer.
+    """
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(125 * seconds))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(max(500 * seconds, 1000 * largest / SLOWEST)))
+    socket.setsockopt(zmq.HANDSHAKE_IVL, KNOCK_MS)
+
+
+def send(socket: Socket, frame: Any) -> None:
+    """Send a frame without waiting, over a new connection where libzmq has given up the last.
+
+    That it does when a byte came otherwise than it was sent, and never connects again by itself.
+    """
+    try:
+        socket.send(frame, zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        reconnect(socket)
+        socket.send(frame, zmq.NOBLOCK, copy=False)
+
+
+def reconnect(socket: Socket) -> None:
+    """Make a socket's one connection anew: what is on its way is lost."""
+    endpoint = socket.get_string(zmq.LAST_ENDPOINT)
+    linger, socket.linger = socket.linger, 0
+    socket.disconnect(endpoint)
+    socket.linger = linger
+    socket.connect(endpoint)
+
+
+def largest_frame(payload: int) -> int:
+    """Bytes of the largest frame that a :class:`Bundle` sends.
+
+    Args:
+        payload: Bytes of the largest payload.
+    """
+    return max(payload, BUNDLE_BYTES + SMALL_BYTES + (MOST_TOGETHER + 1) * HEADER_BYTES)
+
+
+class Bundle:
+    """Sends messages to one peer; small ones may wait for each other and then leave together.
+
+    Most parameters of a CNN are small, and each message on its own wakes a thread at both ends. What leaves is always
+    one frame: libzmq ends this process where a connection breaks in the middle of a message of several, just when its
+    socket is closed. A large payload follows the frame with its header, as a message of its own, for it is not copied.
 
     Args:
         to: The socket.
@@ -133,30 +192,49 @@ class Bundle:
 
         Args:
             header: Its header.
-            payload: Its memory is read later, when it leaves or by libzmq's thread, and kept alive until then.
+            payload: If it is large, its memory is read later, by libzmq's thread, and kept alive until then.
             wait: Let it wait for the next ones, if it is small.
         """
-        if not wait or len(payload) > SMALL_BYTES:
-            self._leave([*self._waiting, header.pack(), payload])
+        self._waiting.append(header.pack())
+        if len(payload) > SMALL_BYTES:
+            self.flush()
+            self._leave(payload)
             return
-        self._waiting += header.pack(), payload
+        self._waiting.append(payload)
         self._bytes += len(payload)
-        if len(self._waiting) == 2 * MOST_TOGETHER or self._bytes >= BUNDLE_BYTES:
+        if not wait or len(self._waiting) == 2 * MOST_TOGETHER or self._bytes >= BUNDLE_BYTES:
             self.flush()
 
     def flush(self) -> None:
         """Send what waits."""
         if self._waiting:
-            self._leave(self._waiting)
+            frame = b"".join(self._waiting)
+            self._waiting, self._bytes = [], 0
+            self._leave(frame)
 
-    def _leave(self, frames: list[Any]) -> None:
-        self._waiting, self._bytes = [], 0
+    def _leave(self, frame: Any) -> None:
         if self.route is not None:
             self._to.send(self.route, zmq.SNDMORE)
-        last = len(frames) - 1
-        for place, frame in enumerate(frames):  # A message of many small frames costs less so than by one call.
-            more = 0 if place == last else zmq.SNDMORE
-            self._to.send(frame, more, copy=len(frame) <= SMALL_BYTES)
+        send(self._to, frame)
+
+
+def take(socket: Socket, routed: bool) -> tuple[bytes, zmq.Frame]:
+    """The frame that waits, and where it came from; an empty one if it was not alone, as all that is sent here is.
+
+    Args:
+        socket: A DEALER, or a ROUTER (`routed`).
+        routed: Whether a frame with the sender's route comes first.
+
+    Raises:
+        zmq.Again: Nothing is waiting.
+    """
+    route = socket.recv(zmq.NOBLOCK) if routed else b""  # Another frame always follows.
+    frame = socket.recv(zmq.NOBLOCK, copy=False)
+    if not frame.more:
+        return route, frame
+    while socket.recv(zmq.NOBLOCK, copy=False).more:
+        pass
+    return route, zmq.Frame()
 
 
 class Received(NamedTuple):
@@ -164,8 +242,8 @@ class Received(NamedTuple):
 
     Attributes:
         route: Where it came from, at a ROUTER.
-        header: The first frame.
-        payload: The second frame's memory; kept alive by it.
+        header: Its header.
+        payload: What belongs to it; keeps the frame's memory.
         user: The sender's CURVE key in Z85 form, as the gatekeeper admitted it.
     """
 
@@ -175,31 +253,46 @@ class Received(NamedTuple):
     user: str
 
 
-def receive(socket: Socket, routed: bool, encrypted: bool) -> list[Received]:
-    """The messages that came together next; none if they do not have a header and a payload each, or are too many.
+class Inbox:
+    """Takes apart what the :class:`Bundle` of each peer has sent.
 
     Args:
         socket: A DEALER, or a ROUTER (`routed`).
+        session: The run's number.
         routed: Whether a frame with the sender's route comes first.
         encrypted: Whether the sender's key is known.
-
-    Raises:
-        zmq.Again: Nothing is waiting.
     """
-    frames: list[zmq.Frame] = []
-    route = b""
-    count = 0
-    more = True
-    if routed:
-        route = socket.recv(zmq.NOBLOCK)  # Another frame always follows.
-    while more:
-        frame = socket.recv(zmq.NOBLOCK, copy=False)
-        more = frame.more
-        count += 1
-        if count <= 2 * (MOST_TOGETHER + 1):
-            frames.append(frame)
-    if count % 2 or count != len(frames):
-        return []
-    user = str(frames[-1].get("User-Id")) if encrypted and routed and frames else ""
-    pairs = zip(frames[::2], frames[1::2], strict=True)
-    return [Received(route, header.bytes, payload.buffer, user) for header, payload in pairs]
+
+    def __init__(self, socket: Socket, session: int, routed: bool, encrypted: bool) -> None:
+        self._socket = socket
+        self._session = session
+        self._routed = routed
+        self._names = encrypted and routed
+        self._open: dict[bytes, bytes] = {}  # By route, the header whose payload is the next frame.
+
+    def receive(self) -> list[Received]:
+        """The messages that are whole with the frame that came next; of one that no bundle sends only what is wrong.
+
+        Raises:
+            zmq.Again: Nothing is waiting.
+        """
+        route, frame = take(self._socket, self._routed)
+        user = str(frame.get("User-Id")) if self._names else ""
+        header, rest = self._open.pop(route, None), frame.buffer
+        # If the connection was lost between the two, this is no payload.
+        if header is not None and not begins(rest, self._session):
+            return [Received(route, header, rest, user)]
+        found: list[Received] = []
+        while begins(rest, self._session):
+            header, length = bytes(rest[:HEADER_BYTES]), length_in(rest)
+            rest = rest[HEADER_BYTES:]
+            if length > SMALL_BYTES and not len(rest):
+                self._open[route] = header
+                if len(self._open) > MOST_OPEN:
+                    del self._open[next(iter(self._open))]
+                return found
+            found.append(Received(route, header, rest[:length], user))
+            rest = rest[length:]
+        if found and not len(rest):
+            return found
+        return [Received(route, bytes(rest[:HEADER_BYTES]), rest[HEADER_BYTES:], user)]  # The checks refuse it.

@@ -8,11 +8,11 @@ from typing import Self
 
 import zmq
 
-from cnnstrategies.paramserver.control import connect, parse, send
 from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.drivers.control import connect, parse, receive, send
 from cnnstrategies.paramserver.security import KeyPair
 
 
@@ -58,7 +58,7 @@ class Watcher:
             if not self._socket.poll(int(1000 * left) + 1):
                 continue
             with contextlib.suppress(ControlError):
-                _, answer = parse(self._socket.recv_multipart())
+                _, answer = parse(receive(self._socket).frame)
                 if answer.kind == DONE and answer.request == self._asked:
                     return answer
         self._socket.close(0)  # What was not delivered must not reach a coordinator that comes later.

@@ -67,7 +67,8 @@ class Moment(NamedTuple):
 
     Attributes:
         kind: ``lost``, ``late``, ``doubled``, ``last`` (its sender dies when it has arrived), or a kind of fault.
-        seconds: How late it comes, or comes again; how long a process is hit. A ``cut`` of none is of the connection.
+        seconds: How late it comes, or comes again; how long a process is hit. A ``cut`` of none is of the connection;
+            so is a byte that changes on its way, for the socket that it reaches drops the connection with it.
         victim: The process; None for the message's sender.
     """
 

@@ -1,0 +1,114 @@
+"""Messages of the control plane on the wire: few, small, JSON with buffers, checked field by field.
+
+A message is one frame: a tag with the version, the length of a JSON array, the array, and the buffers one after the
+other. The array has the kind, the sender, the request, the buffers' lengths and the fields. Whatever does not fit is
+dropped by the receiver.
+"""
+
+import itertools
+import json
+import struct
+from typing import NamedTuple
+
+import zmq
+
+from cnnstrategies.paramserver.coordinator.settings import SECRET_BITS, Address
+from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message, Peer
+from cnnstrategies.paramserver.drivers import sockets
+from cnnstrategies.paramserver.security import KeyPair
+
+TAG = b"CNNPS3"
+MAX_HEADER = 1 << 20
+LARGEST_MESSAGE = 1 << 30  # bytes; libzmq drops a connection that announces more before it allocates anything
+RECONNECT_MS = 20
+ROLES = ("worker", "server", "supervision", "coordinator", "watcher")
+_START = struct.Struct(f"<{len(TAG)}sI")
+
+
+def connect(
+    address: Address, context: "zmq.Context[zmq.Socket[bytes]]", keys: KeyPair | None, run: KeyPair | None
+) -> "zmq.Socket[bytes]":
+    """A socket to the coordinator.
+
+    Args:
+        address: Where it is.
+        context: Of the socket.
+        keys: With which this process speaks; None for no encryption.
+        run: The run's keys, which are the coordinator's.
+    """
+    connection = context.socket(zmq.DEALER)
+    connection.setsockopt(zmq.LINGER, 200)
+    connection.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    connection.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
+    connection.setsockopt(zmq.SNDHWM, 0)
+    sockets.notice_silence(connection, address.timeout)
+    if keys is not None and run is not None:
+        connection.curve_serverkey = run.public.encode()
+        connection.curve_publickey, connection.curve_secretkey = keys.public.encode(), keys.secret.encode()
+    connection.connect(address.coordinator)
+    return connection
+
+
+def encode(sender: Peer, message: Message) -> bytes:
+    """A message as a frame."""
+    about = [message.kind, sender, message.request, [len(buffer) for buffer in message.frames], message.fields]
+    text = json.dumps(about, separators=(",", ":")).encode()
+    return b"".join([_START.pack(TAG, len(text)), text, *message.frames])
+
+
+def send(socket: "zmq.Socket[bytes]", sender: Peer, message: Message) -> None:
+    """Send a message to the one peer of a socket."""
+    sockets.send(socket, encode(sender, message))
+
+
+class Arrived(NamedTuple):
+    """What has come, not checked yet.
+
+    Attributes:
+        route: Of its connection, at a ROUTER.
+        frame: What should be a message.
+        key: The public key of its connection, where it has one.
+    """
+
+    route: bytes
+    frame: memoryview
+    key: str = ""
+
+
+def receive(socket: "zmq.Socket[bytes]", routed: bool = False, encrypted: bool = False) -> Arrived:
+    """What waits; see :func:`~cnnstrategies.paramserver.drivers.sockets.take` for the arguments and errors."""
+    route, frame = sockets.take(socket, routed)
+    return Arrived(route, frame.buffer, str(frame.get("User-Id")) if encrypted else "")
+
+
+def parse(frame: bytes | memoryview) -> tuple[Peer, Message]:
+    """The sender and the message in a frame.
+
+    Raises:
+        ControlError: It is not a message.
+    """
+    if len(frame) < _START.size:
+        raise ControlError("no message")
+    tag, length = _START.unpack_from(frame)
+    rest = frame[_START.size :]
+    if tag != TAG or length > min(len(rest), MAX_HEADER):
+        raise ControlError("no message of this version")
+    try:
+        kind, sender, request, sizes, fields = json.loads(bytes(rest[:length]))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ControlError(str(error)) from error
+    if not isinstance(kind, str) or not isinstance(fields, dict):
+        raise ControlError("no kind, or no fields")
+    if not isinstance(sender, list) or len(sender) != 4 or sender[0] not in ROLES:
+        raise ControlError(f"{kind}: no sender")
+    if any(type(one) is not int or not 0 <= one < 1 << SECRET_BITS for one in sender[1:]):
+        raise ControlError(f"{kind}: a sender without numbers")
+    if type(request) is not int or not 0 <= request < LARGEST:
+        raise ControlError(f"{kind}: request={request!r} is not a number")
+    if not isinstance(sizes, list) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ControlError(f"{kind}: buffers without lengths")
+    *starts, end = itertools.accumulate(sizes, initial=length)
+    if end != len(rest):
+        raise ControlError(f"{kind}: buffers of other lengths")
+    buffers = [bytes(rest[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+    return Peer(*sender), Message(kind, fields, buffers, request)
