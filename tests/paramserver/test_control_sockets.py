@@ -123,6 +123,16 @@ def test_a_byte_that_changes_on_its_way_costs_a_connection(back: bool, tmp_path:
         member.close()
 
 
+def test_a_connection_that_takes_longer_than_some_heartbeats_comes_about(tmp_path: Path) -> None:
+    keys, listening = KeyPair.create(), f"ipc://{tmp_path}/coordinator"
+    with serving(listening, 1, keys=keys) as listens:
+        listens.wait()
+        cable = Cable(tmp_path / "cable", listening, delay=0.1)
+        member = Membership(Address(cable.endpoint, "worker", 0, 0, 0.05, TIMEOUT, appear=15.0), keys=keys)
+        assert Collectives(member).gather(7).values == {0: 7}
+        member.close()
+
+
 def test_nonsense_neither_stops_the_coordinator_nor_registers_anybody(tmp_path: Path) -> None:
     """See `test_coordinator_fuzz.py` for what messages may hold; here is what no message is."""
     endpoint, chance = f"ipc://{tmp_path}/coordinator", random.Random(0)

@@ -12,7 +12,7 @@ from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.drivers.control import connect, parse, receive, send
 from cnnstrategies.paramserver.drivers.registration import REGISTER, REGISTERED
-from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, reconnect
+from cnnstrategies.paramserver.drivers.sockets import DRAIN_MS, KNOCK_MS, reconnect
 from cnnstrategies.paramserver.security import KeyPair
 
 UNHEARD = 2.0  # heartbeats without an answer, before the own key is registered again
@@ -36,7 +36,7 @@ class Line:
         self._run = run
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waiting: deque[Message] = deque(maxlen=MOST_WAITING)
-        self._heard = self._registered = -math.inf
+        self._heard = self._registered = self._opened = -math.inf
         self._desk = None if run is None else connect(address, self._context, run, run)
         self._socket = connect(address, self._context, None, None) if run is None else None
 
@@ -61,7 +61,7 @@ class Line:
                 poller.register(one, zmq.POLLIN)
         poller.poll(int(1000 * seconds) + 1)
         if self._desk is not None and self._read(self._desk, REGISTERED) and self._heard < self._registered:
-            self._open()
+            self.open(time.monotonic())
         if self._socket is not None and (messages := self._read(self._socket)):
             self._heard = time.monotonic()
             yield from messages
@@ -91,8 +91,14 @@ class Line:
             about = {"session": self._address.session, "public_key": self._own.public}
             send(self._desk, self._peer, Message(REGISTER, about))
 
-    def _open(self) -> None:
-        """Connect with the own key. One that was refused before would not be heard for half a minute."""
+    def open(self, now: float) -> None:
+        """Connect with the own key; for one that was refused would not knock again at once.
+
+        What was begun just now is left alone: over a slow connection it takes longer than a few heartbeats.
+        """
+        if now - self._opened < KNOCK_MS / 1000:
+            return
+        self._opened = now
         if self._socket is not None:
             self._socket.close(0)
         self._socket = connect(self._address, self._context, self._own, self._run)
