@@ -111,12 +111,13 @@ long-run: $(INSTALLED)
 	cd $(COMPILED) && PYTHONPATH=. $(abspath $(BIN))/python -m cnnstrategies.paramserver.simulation.run --brief \
 		--keep-going --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
-# Runs of the command line under a parameter server, each with one process killed or stopped at a random moment; some
-# minutes for 200. FIRST is the seed of the first here, too.
+# Runs of the command line under a parameter server, each with one process killed or stopped at a random moment, and as
+# many runs over connections that change bytes, break, fall silent and are slow; some minutes for 200 of each on a
+# machine that does nothing else. FIRST is the seed of the first here, too.
 RUNS ?= 200
 faults: $(INSTALLED)
 	CNNSTRATEGIES_FAULTS=$(RUNS) CNNSTRATEGIES_FAULTS_FROM=$(FIRST) \
-		$(PYTEST) tests/strategies/test_parameter_server_random_faults.py
+		$(PYTEST) tests/strategies/test_parameter_server_random_faults.py tests/paramserver/test_wires.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -33,7 +33,7 @@ from cnnstrategies.paramserver.effects import Parcel, Save
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import SERVER
 from cnnstrategies.paramserver.processes import Forked, Handle
-from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, serve
+from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, load_keys, serve
 from cnnstrategies.paramserver.simulation.traces import Cue, Cues, name
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
@@ -259,19 +259,53 @@ class Outcome:
         values: Of the workers that came to the end, the parameters.
         errors: Of the others that lived, what they were told.
         output: What the processes printed.
+        times: When each worker began, had made each step, and had left.
     """
 
     values: dict[int, list[Tensor]]
     errors: dict[int, str]
     output: str
+    times: dict[int, list[float]]
 
 
-def replay(plan: Plan, cues: Sequence[Cue], directory: Path) -> Outcome:
+class Places:
+    """Where the processes of a run listen: sockets in its directory.
+
+    Args:
+        directory: The run's.
+
+    Attributes:
+        timeout: The run's.
+        limit: Seconds in which it must end.
+        key_file: With the run's keys; None for no encryption.
+        known_as: Name of this machine for the others.
+    """
+
+    timeout = TIMEOUT
+    limit = 60.0
+    key_file: str | None = None
+    known_as: str | None = None
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def listens(self, who: str) -> str:
+        """The endpoint of a process."""
+        return f"ipc://{self.directory}/{who}"
+
+    def reached(self, endpoint: str) -> str:
+        """How others reach it."""
+        return endpoint
+
+
+def replay(plan: Plan, cues: Sequence[Cue], places: Places) -> Outcome:
     """Run a plan; every one of its moments must come."""
+    directory, timeout, key_file = places.directory, places.timeout, places.key_file
     log = (directory / "log").open("w+b")
-    address = Address(f"ipc://{directory}/coordinator", "supervision", 0, 0, HEARTBEAT, TIMEOUT)
+    listens = places.listens(COORDINATOR)
+    address = Address(places.reached(listens), "supervision", 0, 0, HEARTBEAT, timeout)
     saved = {"snapshot_directory": str(directory)} if plan.snapshot_every else {}
-    options = {"timeout": TIMEOUT, "slice_bytes": 8 * SLICE, "servers": plan.servers, **saved, **plan.options}
+    options = {"timeout": timeout, "slice_bytes": 8 * SLICE, "servers": plan.servers, **saved, **plan.options}
     started = zeros()
     named = [(str(number), parameter) for number, parameter in enumerate(started)]
     specification = Specification.of(named, plan.optimizer(started), plan.workers, **options)
@@ -293,19 +327,19 @@ def replay(plan: Plan, cues: Sequence[Cue], directory: Path) -> Outcome:
 
     def serve_one(number: int, life: int) -> int:
         own = dataclasses.replace(address, role="server", id=number, incarnation=life)
-        return serve(ServerProcess(own, f"ipc://{directory}/server-{number}-{life}"))
+        return serve(ServerProcess(own, places.listens(f"server-{number}-{life}"), key_file, False, places.known_as))
 
     def work_one(number: int, life: int) -> int:
         own = dataclasses.replace(address, role="worker", id=number, incarnation=life)
-        return work(plan, own, specification, directory)
+        return work(plan, own, specification, places)
 
-    supervision = Supervision(address)
+    supervision = Supervision(address, load_keys(key_file))
     settings = CoordinatorSettings(
-        address.coordinator, plan.workers, plan.servers, TIMEOUT, survivable=specification.replication - 1,
+        listens, plan.workers, plan.servers, timeout, survivable=specification.replication - 1,
         supervised=plan.restarts + plan.coordinates > 0, supervisor=supervision.process,
         restartable=plan.coordinates > 0,
     )  # fmt: skip
-    coordinator = CoordinatorProcess(settings)
+    coordinator = CoordinatorProcess(settings, key_file)
 
     def coordinate(term: int) -> int:
         return serve(dataclasses.replace(coordinator, settings=dataclasses.replace(settings, term=term)))
@@ -320,7 +354,7 @@ def replay(plan: Plan, cues: Sequence[Cue], directory: Path) -> Outcome:
         for number in range(plan.workers):
             main = partial(work_one, number)
             supervision.start(Watched("worker", number, partial(fork, f"worker {number}", main), plan.restarts))
-        with _go_on(supervision) as tick:
+        with _go_on(supervision, places.limit) as tick:
             supervision.watch(tick)
     log.seek(0)
     output = log.read().decode()
@@ -329,14 +363,15 @@ def replay(plan: Plan, cues: Sequence[Cue], directory: Path) -> Outcome:
     assert not missed, f"did not come: {missed}\n{output}"
     values = {int(path.name[7:]): torch.load(path) for path in directory.glob("values-*")}
     errors = {int(path.name[6:]): json.loads(path.read_text()) for path in directory.glob("error-*")}
-    return Outcome(values, errors, output)
+    times = {int(path.name[6:]): json.loads(path.read_text()) for path in directory.glob("times-*")}
+    return Outcome(values, errors, output, times)
 
 
 @contextlib.contextmanager
-def _go_on(supervision: Supervision) -> Iterator[Callable[[], None]]:
+def _go_on(supervision: Supervision, limit: float) -> Iterator[Callable[[], None]]:
     """Gives what lets those that were stopped go on after a while."""
     since: dict[int, float] = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + limit
 
     def tick() -> None:
         assert time.monotonic() < deadline, "it goes on for ever"
@@ -349,16 +384,20 @@ def _go_on(supervision: Supervision) -> Iterator[Callable[[], None]]:
     yield tick
 
 
-def work(plan: Plan, address: Address, specification: Specification, directory: Path) -> int:
+def work(plan: Plan, address: Address, specification: Specification, places: Places) -> int:
     """A worker's process, as the strategy has it: it meets the servers, trains, and takes their last values."""
-    member = Membership(address)
+    directory = places.directory
+    member = Membership(address, keys=load_keys(places.key_file))
+    times, values = [time.monotonic()], [parameter.detach() for parameter in zeros()]
     try:
-        values = train(plan, member, specification, [parameter.detach() for parameter in zeros()])
+        for _ in train(plan, member, specification, values):
+            times.append(time.monotonic())
     except Exception as error:
         (directory / f"error-{address.id}").write_text(json.dumps(f"{type(error).__name__}: {error}"))
         member.end(f"worker {address.id} failed: {error}")
         member.close(leave=False)
         return 75
+    (directory / f"times-{address.id}").write_text(json.dumps(times))
     torch.save(values, directory / f"values-{address.id}")
     member.close()
     return 0
@@ -374,15 +413,15 @@ def meet(plan: Plan, run: Collectives, step: int) -> None:
         run.barrier("admitted")
 
 
-def train(plan: Plan, member: Membership, specification: Specification, values: list[Tensor]) -> list[Tensor]:
-    """What a worker does with its membership; gives the values at the end."""
+def train(plan: Plan, member: Membership, specification: Specification, values: list[Tensor]) -> Iterator[None]:
+    """What a worker does with its membership, to some values; stops after each step, and at the end."""
     run, address = Collectives(member), member.address
     if address.id == 0:
         run.put(SPECIFICATION, [specification.to_json().encode()])
     (text,) = run.get(SPECIFICATION)
     started = run.start()
     told = Specification.from_json(bytes(text).decode())
-    worker = Worker(told, values, member.source(), address.id, address.incarnation)
+    worker = Worker(told, values, member.source(), address.id, address.incarnation, member.keys)
     if not started.joined and address.id == 0:
         worker.initialise()
     elif not started.joined:
@@ -402,9 +441,10 @@ def train(plan: Plan, member: Membership, specification: Specification, values: 
             worker.push(index, value - brought if plan.mode == "local" else brought)
         worker.end_step()
         worker.wait_all()
+        yield
     run.barrier("trained")
     worker.refresh()
     run.barrier("seen")
     worker.leave()
     worker.close()
-    return values
+    yield

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay import EPOCH, SLICE, STEPS, Outcome, Plan, expected, replay
+from replay import EPOCH, SLICE, STEPS, Outcome, Places, Plan, expected, replay
 from test_traces import of
 
 from cnnstrategies.paramserver.simulation import traces
@@ -88,7 +88,7 @@ PROMISES: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("trace", of("processes"), ids=str)
 def test_what_was_promised_holds(trace: Trace, tmp_path: Path) -> None:
     plan = traces.plan(Plan, trace.plan)
-    outcome = replay(plan, trace.cues, tmp_path)
+    outcome = replay(plan, trace.cues, Places(tmp_path))
     checks = [
         (check, match) for said in trace.then for text, check in PROMISES.items() if (match := re.fullmatch(text, said))
     ]

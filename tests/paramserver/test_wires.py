@@ -1,0 +1,117 @@
+"""A run whose every connection is a wire that changes bytes, breaks, falls silent or is slow ends as if it were not.
+
+More runs, some seconds each: ``make faults RUNS=200``; ``FIRST`` is the seed of the first.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ports import free_port
+from replay import Places, Plan, replay
+from rough_wires import FAR, HERE, Wires
+from test_replay import the_weights_are_those_of_one_process
+
+from cnnstrategies.paramserver.core.node import Message
+from cnnstrategies.paramserver.drivers.watcher import Watcher
+from cnnstrategies.paramserver.security import KeyPair
+
+RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
+FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
+TIMEOUT = 10.0  # seconds
+
+
+class Wired(Places):
+    """Where the processes of a run listen that reach each other over wires only.
+
+    Args:
+        directory: The run's.
+        wires: Are laid to each of them.
+    """
+
+    timeout = TIMEOUT
+    limit = 12 * TIMEOUT
+    known_as = FAR
+
+    def __init__(self, directory: Path, wires: Wires) -> None:
+        super().__init__(directory)
+        self._wires = wires
+        self._ports: dict[str, int] = {}
+        KeyPair.create().save(directory / "keys")
+        self.key_file = str(directory / "keys")
+
+    def lay(self, who: str) -> None:
+        """Lay a wire to a process that is to be started."""
+        self._ports[who] = free_port()
+        self._wires.lay(self._ports[who])
+
+    def listens(self, who: str) -> str:
+        """The endpoint of a process."""
+        return f"tcp://{HERE}:{self._ports[who]}"
+
+    def reached(self, endpoint: str) -> str:
+        """How others reach it."""
+        return endpoint.replace(HERE, FAR)
+
+
+@contextlib.contextmanager
+def watching(places: Wired) -> Iterator[list[Message]]:
+    """Someone asks how the run goes, again and again; gives the answers."""
+    over, answers = threading.Event(), list[Message]()
+
+    def watch() -> None:
+        with Watcher(places.reached(places.listens("coordinator")), KeyPair.load(str(places.key_file))) as watcher:
+            while not over.wait(0.1):
+                answer = watcher.ask(2.0)
+                answers.extend([answer] if answer is not None else [])
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield answers
+    over.set()
+    thread.join(2 * TIMEOUT)
+    assert not thread.is_alive(), "who watches waits for ever"
+
+
+def run(seed: int, wires: Wires, directory: Path) -> None:
+    chance = random.Random(seed)
+    mode, replication = chance.choice(["sync", "async"]), chance.choice([1, 2])
+    plan = Plan(mode=mode, replication=replication)
+    places = Wired(directory, wires)
+    for who in ("coordinator", *(f"server-{number}-0" for number in range(plan.servers))):
+        places.lay(who)
+    wires.start()
+    try:
+        with watching(places) as answers:
+            outcome = replay(plan, [], places)
+    finally:
+        wires.end()
+        print(plan, wires.met)
+    stalls = [fault for fault, _ in wires.met].count("stall")
+    if outcome.errors and stalls > 1:  # On one wire they are a link that is down for too long.
+        named = r"(heard nothing|no answer) from server|was silent"
+        assert all(re.search(named, error) for error in outcome.errors.values()), outcome
+        return
+    the_weights_are_those_of_one_process(plan, outcome, None)
+    assert answers
+    for times in outcome.times.values():
+        events = sorted([*times, *(when for _, when in wires.met)])
+        longest = max(after - at for at, after in itertools.pairwise(events))
+        assert longest < 2 * TIMEOUT + wires.starved, (events, wires.met, wires.starved)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
+def test_any_harm_that_wires_do(seed: int, tmp_path: Path) -> None:
+    run(seed, Wires(seed), tmp_path)
+
+
+def test_bytes_that_change_and_connections_that_break(tmp_path: Path) -> None:
+    """The same in some seconds."""
+    run(0, Wires(0, ("byte", "drop", "half"), faulty=2), tmp_path)
