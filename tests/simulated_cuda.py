@@ -3,60 +3,51 @@
 What `simulate` does is not undone: it is for processes that were forked for a test.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from simulated_gpu import _COLLECTIVE, DEVICE, GpuMode, GpuTensor, _plain, is_on_device
+from simulated_gpu import _COLLECTIVE, DEVICE, GpuMode, GpuTensor, Stream, _plain, is_on_device
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 
-class Stream:
-    """What it is told is done at once, in the order in which the host tells it."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.device = DEVICE.name
-
-    def wait_stream(self, other: object) -> None:
-        """It has nothing to wait for."""
-
-    def wait_event(self, event: object) -> None:
-        """It has nothing to wait for."""
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        """Mark what it has been told so far."""
-        return event or Event()
-
-    def synchronize(self) -> None:
-        """The host waits for it."""
-        DEVICE.wait("a stream")
-
-
 class Event:
-    """A mark in a stream."""
+    """A mark in a stream.
+
+    Attributes:
+        stream: Which.
+        told: How much that had been told before.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self._is_over = False
+        self.stream = DEVICE.streams[0]
+        self.told = 0
+        self._asked = 2
 
-    def record(self, stream: object = None) -> None:
+    def record(self, stream: Stream | None = None) -> None:
         """Mark what a stream has been told so far."""
-        self._is_over = False
+        self.stream = stream or DEVICE.stream
+        self.told = self.stream.told
+        self._asked = 0
 
     def query(self) -> bool:
-        """Whether it is over; it is, and so nobody waits any more."""
-        self._is_over = True
-        return True
+        """Whether it is over; it is when asked for the second time, and so nobody waits any more."""
+        self._asked += 1
+        if self._asked > 1:
+            self.stream.go_on(self.told)
+        return self._asked > 1
 
     def synchronize(self) -> None:
         """The host waits for it."""
-        if not self._is_over:
+        if self._asked < 2:
             DEVICE.wait("an event")
-        self._is_over = True
+        self._asked = 2
+        self.stream.go_on(self.told)
 
     def elapsed_time(self, other: object) -> float:
         """Milliseconds."""
@@ -94,6 +85,16 @@ def _simulate_cuda(devices: int) -> None:
 
     def synchronize(*_: Any) -> None:
         DEVICE.wait("the device")
+        for stream in DEVICE.streams:
+            stream.go_on()
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, DEVICE.stream = DEVICE.stream, stream
+        try:
+            yield
+        finally:
+            DEVICE.stream = before
 
     def seed(number: int) -> None:
         DEVICE.random = torch.Generator().manual_seed(number).get_state()
@@ -101,7 +102,6 @@ def _simulate_cuda(devices: int) -> None:
     def put_state(state: Tensor, *_: Any) -> None:
         DEVICE.random = state.clone()
 
-    stream = Stream()
     replaced = {
         "_initialized": True,
         "_lazy_init": lambda: None,
@@ -114,9 +114,9 @@ def _simulate_cuda(devices: int) -> None:
         "device": lambda device: nullcontext(),
         "Stream": Stream,
         "Event": Event,
-        "stream": lambda stream: nullcontext(),
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
+        "stream": on,
+        "current_stream": lambda device=None: DEVICE.stream,
+        "default_stream": lambda device=None: DEVICE.streams[0],
         "synchronize": synchronize,
         "get_rng_state": lambda device=None: DEVICE.random.clone(),
         "set_rng_state": put_state,

@@ -1,15 +1,15 @@
 """A simulated GPU: tensors that say they are on `cuda`, and hold their values in the host's memory.
 
 What it computes is, bit for bit, what the CPU computes. It refuses what a GPU refuses, an operation on tensors of both,
-and notes each place where the host would wait until the device has computed all that it was told. Its random numbers
-are its own.
+and notes each place where the host would wait until the device has computed all that it was told. Copies for which the
+host does not wait come as late as they may, and until then their targets hold nothing. Its random numbers are its own.
 
 To torch's C++ such a tensor is one of the host, with `Python` among its dispatch keys: so no driver is ever asked. All
 that tells where a tensor is goes by Python. See `simulated_cuda.py` for `torch.cuda` and collectives.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -40,6 +41,47 @@ class MixedError(RuntimeError):
     """An operation was given tensors of the host and of the device."""
 
 
+class Stream:
+    """What the device does in order: copies between host and device as late as it may, all else at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.told = 0  # copies
+        self._late: deque[Callable[[], None]] = deque()
+        DEVICE.streams.append(self)
+
+    device = property(lambda self: DEVICE.name)
+
+    def tell(self, copy: Callable[[], None]) -> None:
+        """Have it copy some time."""
+        self._late.append(copy)
+        self.told += 1
+
+    def go_on(self, told: int | None = None) -> None:
+        """Do what it was told, or the first of that."""
+        while self._late and self.told - len(self._late) < (self.told if told is None else told):
+            self._late.popleft()()
+
+    def wait_stream(self, other: "Stream") -> None:
+        """What it is told from here on comes after all that another one was."""
+        if other is not DEVICE.streams[0]:
+            other.go_on()
+
+    def wait_event(self, event: Any) -> None:
+        """What it is told from here on comes after an event."""
+        event.stream.go_on(event.told)
+
+    def record_event(self, event: Any = None) -> Any:
+        """Mark what it has been told so far."""
+        event = event or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits for it."""
+        DEVICE.wait("a stream")
+        self.go_on()
+
+
 class Device:
     """The one of this process.
 
@@ -50,7 +92,11 @@ class Device:
         pinned: Pinned memory by its address; held, so that no other gets the address.
         buckets: Memory of the device that C++ has made, which takes it for the host's; likewise.
         makes_buckets: What C++ makes now is such.
+        streams: The first is the one that computes.
+        stream: The present one.
     """
+
+    stream: Stream
 
     def __init__(self) -> None:
         self.name = torch.device("cuda", 0)
@@ -59,6 +105,7 @@ class Device:
         self.pinned: dict[int, Tensor] = {}
         self.buckets: dict[int, Tensor] = {}
         self.makes_buckets = False
+        self.streams: list[Stream] = []
 
     def wait(self, what: str) -> None:
         """The host waits for it."""
@@ -74,6 +121,7 @@ class Device:
         found = inner or outer
         where = "" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"
         self.waits[f"{what} at {where}"] += 1
+        self.streams[0].go_on()
 
     @contextmanager
     def waits_inside(self) -> Iterator[Counter[str]]:
@@ -97,6 +145,7 @@ class Device:
 
 
 DEVICE = Device()
+DEVICE.stream = Stream()
 
 
 class GpuTensor(torch.Tensor):
@@ -242,10 +291,10 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if not isinstance(tensor, GpuTensor):
         return tensor.to(*args, **kwargs)
     copy = kwargs.pop("copy", False)
-    device, dtype, _, form = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
+    device, dtype, non_blocking, form = torch._C._nn._parse_to(*args, **kwargs)  # type: ignore[attr-defined]
     dtype = dtype or tensor.dtype
     if device is not None and device.type != "cuda":
-        moved: Tensor = _ToHost.apply(tensor, device, dtype)
+        moved: Tensor = _ToHost.apply(tensor, device, dtype, non_blocking)
         return moved
     if dtype == tensor.dtype and form is None and not copy:
         return tensor
@@ -257,15 +306,19 @@ class _ToHost(torch.autograd.Function):
     """A copy to the host, or to `meta`; C++ would take the device's tensor for one of the host already."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: GpuTensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, tensor: GpuTensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> Tensor:
         ctx.dtype = tensor.dtype
-        if device.type == "cpu":
-            DEVICE.wait("a copy to the host")  # With non_blocking, too: the new memory is not pinned.
-        return tensor.host.detach().to(device, dtype, copy=True)
+        moved = tensor.host.detach().to(device, dtype, copy=True)
+        if device.type == "cpu" and non_blocking:
+            _pin(moved)  # As torch does.
+            _to_pinned(moved, moved.clone())
+        elif device.type == "cpu":
+            DEVICE.wait("a copy to the host")
+        return moved
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0].to(DEVICE.name, ctx.dtype), None, None
+        return gradients[0].to(DEVICE.name, ctx.dtype), None, None, None
 
 
 def _one_hot(tensor: GpuTensor, num_classes: int = -1) -> Tensor:
@@ -289,8 +342,7 @@ def _compute(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _COLLECTIVE[0](func, args, kwargs)
     if func is aten._pin_memory.default or kwargs.get("pin_memory"):
         made = args[0].clone() if func is aten._pin_memory.default else func(*args, **{**kwargs, "pin_memory": False})
-        DEVICE.pinned[made.untyped_storage().data_ptr()] = made
-        return made
+        return _pin(made)
     if func is aten._to_copy.default and device is not None and device.type == "cuda" and not on_device:
         _from_host(args[0], kwargs.get("non_blocking", False))
         kwargs = {key: value for key, value in kwargs.items() if key != "non_blocking"}
@@ -336,17 +388,69 @@ def _look_at(func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    if DEVICE.stream is not DEVICE.streams[0] and non_blocking and is_on_device(target) != is_on_device(source):
+        _copy_beside(target, source)
+        return target
     if is_on_device(target) and not is_on_device(source):
         _from_host(source, non_blocking)
-    elif is_on_device(source) and not is_on_device(target) and not (non_blocking and _is_pinned(target)):
+    elif is_on_device(source) and not is_on_device(target):
+        if non_blocking and _is_pinned(target):
+            _to_pinned(target, _unwrap(source).clone())
+            return target
         DEVICE.wait("a copy to the host")
     _unwrap(target).copy_(_unwrap(source))
     return target
 
 
+def _copy_beside(target: Tensor, source: Tensor) -> None:
+    """By a side stream: what is in the source when it comes to that."""
+    assert all(is_on_device(one) or _is_pinned(one) for one in (target, source)), "memory that is not pinned"
+    to, from_ = _held_by_others(_unwrap(target)), _held_by_others(_unwrap(source))
+    _spoil(to())
+    DEVICE.stream.tell(lambda: to().copy_(from_()))
+
+
+def _held_by_others(tensor: Tensor) -> Callable[[], Tensor]:
+    """A tensor, as long as others keep its memory; without them the device would use that again."""
+    memory = StorageWeakRef(tensor.untyped_storage())
+    place, dtype = (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.dtype
+
+    def get() -> Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)
+        assert storage is not None, "memory was freed that a copy on a side stream uses"
+        return torch.empty(0, dtype=dtype).set_(storage, *place)
+
+    return get
+
+
+def _to_pinned(target: Tensor, value: Tensor) -> None:
+    """By the stream that computes: it comes late, and is of this moment."""
+    _spoil(target)
+    DEVICE.stream.tell(lambda: target.detach().copy_(value))
+
+
+def _spoil(tensor: Tensor) -> None:
+    """Nobody is to use what is there before the copy is over."""
+    tensor.detach().fill_(torch.nan if tensor.is_floating_point() else 113)
+
+
 def _from_host(source: Tensor, non_blocking: bool) -> None:
-    if source.device.type == "cpu" and source.numel() and not (non_blocking and _is_pinned(source)):
+    """By the stream that computes, which has it in time; but the host is not to change it before."""
+    if source.device.type != "cpu" or not source.numel():
+        return
+    if not (non_blocking and _is_pinned(source)):
         DEVICE.wait("a copy from the host" + ("" if _is_pinned(source) else "'s memory that is not pinned"))
+        return
+    given, value = source.detach(), _bytes(source).clone()
+
+    def check() -> None:
+        assert torch.equal(_bytes(given), value), "pinned memory was written to that is being copied"
+
+    DEVICE.stream.tell(check)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_on_device(tensor: Tensor) -> bool:
@@ -354,6 +458,11 @@ def is_on_device(tensor: Tensor) -> bool:
     return isinstance(tensor, GpuTensor) or (
         tensor.device.type == "cpu" and bool(DEVICE.buckets) and tensor.untyped_storage().data_ptr() in DEVICE.buckets
     )
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    DEVICE.pinned[tensor.untyped_storage().data_ptr()] = tensor
+    return tensor
 
 
 def _is_pinned(tensor: Tensor) -> bool:

@@ -15,7 +15,6 @@ WAITING: list[Callable[[Tensor], object]] = [
     lambda x: x.sum().item(),
     lambda x: bool((x > 1).any()),
     lambda x: x.cpu(),
-    lambda x: x.to("cpu", non_blocking=True),
     lambda x: x.nonzero(),
     lambda x: x[x > 2],
     lambda x: x[torch.tensor([1, 0])],
@@ -37,6 +36,7 @@ GOING_ON: list[Callable[[Tensor], object]] = [
     lambda x: torch.zeros(3, device="cuda"),
     lambda x: x.half(),
     lambda x: HOST.pin_memory().to("cuda", non_blocking=True),
+    lambda x: x.to("cpu", non_blocking=True),
     lambda x: torch.empty(2, 3, pin_memory=True).copy_(x, non_blocking=True),
     lambda x: torch.optim.SGD([nn.Parameter(x)], lr=0.1).step(),
     lambda x: F.one_hot(x.long(), 6),
@@ -60,6 +60,45 @@ def test_it_takes_no_tensors_of_the_host_beside_its_own() -> None:
                 act()
         with pytest.raises(TypeError, match="can't convert cuda:0"):
             tensor.numpy()
+
+
+def test_a_copy_that_the_host_does_not_wait_for_is_late() -> None:
+    with simulate():
+        tensor = HOST.to("cuda")
+        for copied in (tensor.to("cpu", non_blocking=True), torch.empty(2, 3, pin_memory=True)):
+            copied.copy_(tensor, non_blocking=True)
+            event = torch.cuda.current_stream().record_event()
+            tensor.add_(1)  # What it is told later changes no copy.
+            assert copied.isnan().all()
+            event.synchronize()
+            assert torch.equal(copied + 1, tensor.cpu())
+        HOST.pin_memory().to("cuda", non_blocking=True)
+        changed = HOST.pin_memory()
+        changed.to("cuda", non_blocking=True)
+        changed.add_(1)
+        with pytest.raises(AssertionError, match="pinned memory was written to"):
+            torch.cuda.synchronize()
+
+
+def test_a_side_stream_copies_when_it_is_waited_for() -> None:
+    with simulate():
+        side, tensor, pinned = torch.cuda.Stream(), HOST.to("cuda"), torch.empty(2, 3, pin_memory=True)
+        target = torch.zeros(2, 3, device="cuda")
+        with torch.cuda.stream(side):
+            target.copy_(HOST.pin_memory(), non_blocking=True)
+            first = side.record_event()
+            pinned.copy_(tensor, non_blocking=True)
+        assert target.sum().isnan()
+        torch.cuda.current_stream().wait_event(first)
+        assert torch.equal(target.cpu(), HOST)
+        tensor.zero_()
+        assert pinned.isnan().all()
+        torch.cuda.current_stream().wait_stream(side)
+        assert not pinned.any(), "what was there when it came to that"
+        with torch.cuda.stream(side):
+            pinned.copy_(tensor.clone(), non_blocking=True)
+        with pytest.raises(AssertionError, match="memory was freed"):
+            side.synchronize()
 
 
 def test_its_random_numbers_are_its_own() -> None:

@@ -1,13 +1,16 @@
 """The workers' side of the servers: what they push, wait for and take for values."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import test_data_simulation
+import test_staging
 import test_sync
 from mutants.faulty import replaces
+from torch import Tensor
 from training import SGD
 
+from cnnstrategies.paramserver.drivers.staging import Staging
 from cnnstrategies.paramserver.messages import Header
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
@@ -50,3 +53,27 @@ def a_resumed_run_begins_without_the_optimizers_state(
     optimizer_state: Mapping[str, Any] | None,
 ) -> None:
     right(self, None)
+
+
+@replaces(Staging.before_use, killed_by=test_staging.test_training_on_a_device_equals_training_on_the_host)
+def a_device_computes_with_values_that_are_on_their_way(
+    right: Callable[[Staging, int], None], self: Staging, index: int
+) -> None:
+    pass
+
+
+@replaces(Staging.fetched, killed_by=test_staging.test_training_on_a_device_equals_training_on_the_host)
+def gradients_are_sent_that_have_not_come(
+    right: Callable[[Staging, bool], Iterator[tuple[int, Tensor]]], self: Staging, wait: bool = False
+) -> Iterator[tuple[int, Tensor]]:
+    while self._coming:
+        index, *_ = self._coming.popleft()
+        yield index, self._gradients[index]
+
+
+@replaces(Staging.fetch, killed_by=test_staging.test_training_on_a_device_equals_training_on_the_host)
+def the_memory_of_a_gradient_is_used_again_before_it_is_copied(
+    right: Callable[[Staging, int, Tensor], None], self: Staging, index: int, gradient: Tensor
+) -> None:
+    right(self, index, gradient)
+    self._coming[-1] = index, self._gradients[index], self._coming[-1][2]
