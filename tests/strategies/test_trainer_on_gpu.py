@@ -42,20 +42,18 @@ def network(dropout: float) -> nn.Sequential:
 
 
 class OwnModule(LightningModule):
-    """A user's: a loss of its own, and nothing that belongs to the package."""
+    """A user's: mixup and a loss of its own, and nothing that belongs to the package."""
 
-    def __init__(self, net: nn.Module, mixes: bool) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.network, self.mixes = net, mixes
+        self.network = net
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         images, targets = batch
-        share = float(torch.rand(())) if self.mixes else 1.0  # Drawn by the host.
-        images = images.float() * share + images.flip(0) * (1 - share) if self.mixes else images
-        outputs = self.network(images)
+        share = float(torch.rand(()))  # Drawn by the host.
+        outputs = self.network(images.float() * share + images.flip(0) * (1 - share))
         loss = share * F.cross_entropy(outputs, targets, label_smoothing=0.1)
-        if self.mixes:
-            loss = loss + (1 - share) * F.cross_entropy(outputs, targets.flip(0), label_smoothing=0.1)
+        loss = loss + (1 - share) * F.cross_entropy(outputs, targets.flip(0), label_smoothing=0.1)
         self.log("train_loss", loss)
         return loss
 
@@ -83,7 +81,7 @@ class Case(NamedTuple):
 
     strategy: str
     options: dict[str, Any] | None = None
-    own: str = ""
+    own: bool = False
     precision: str = "32-true"
     has_length: bool = True
     waits: int = 0
@@ -110,7 +108,7 @@ class Trained(NamedTuple):
 def fit(case: Case, kind: str, world: int) -> Trained:
     # Of a device's own random numbers nothing is drawn where the host's are drawn, too.
     net = network(0.0 if case.own or case.options else 0.2)
-    model: Any = OwnModule(net, case.own == "mixing") if case.own else ImageClassifier(net, 4, **(case.options or {}))
+    model: Any = OwnModule(net) if case.own else ImageClassifier(net, 4, **(case.options or {}))
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (8 * STEPS * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
     images = images.float() if case.options else images  # Mixup takes no others.
@@ -123,6 +121,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
         devices=world,
         strategy=strategy_of(case.strategy),
         max_epochs=1,
+        limit_train_batches=STEPS,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -165,16 +164,14 @@ ALONE = [
     Case("auto", RECIPE),
     Case("auto", precision="bf16-mixed"),
     Case("auto", precision="16-mixed", waits=1),
-    # It looks whether a callback, such as the one that counts here, has changed a weight.
-    Case("parameter_server", waits=1),
+    # It waits for the last gradient, and looks whether a callback, such as the one that counts, has changed a weight.
+    Case("parameter_server", waits=2),
 ]
 TOGETHER = [
     Case("ddp"),
-    Case("hybrid_pipeline", RECIPE),
+    Case("automatic cuts", RECIPE),
     Case("hybrid_pipeline", precision="bf16-mixed", has_length=False),
-    Case("hybrid_pipeline", precision="16-mixed", waits=1),
-    Case("automatic cuts", own="plain", waits=1),
-    Case("hybrid_pipeline", own="mixing", waits=1),
+    Case("hybrid_pipeline", own=True, precision="16-mixed", waits=2),
 ]
 
 
