@@ -90,7 +90,9 @@ class Worker:
         self._parameters = parameters
         slices = cut(specification)
         self._came = came
-        # In mode local own steps move the parameters, on the device, while values are on their way.
+        # In mode local own steps move the parameters, on the device, while values are on their way, and what comes is
+        # added to that there. It waits for two copies of each parameter, but once in `sync_every` steps alone, in which
+        # it waits for the servers as well.
         self._staging = None if specification.mode == "local" else staging_for(parameters)
         self._values = parameters if self._staging is None else self._staging.values
         self.role = WorkerRole(specification, slices, self._values, id, incarnation, self._arrived)

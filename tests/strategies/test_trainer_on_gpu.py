@@ -145,7 +145,10 @@ def strategy_of(name: str) -> Any:
     if name in ("hybrid_pipeline", "automatic cuts"):
         cuts = ["0"] if name == "hybrid_pipeline" else None
         return HybridPipelineStrategy(replicas=[1, 1], cuts=cuts, microbatches=4)
-    return ParameterServerStrategy(servers=1, start_method="fork") if name == "parameter_server" else name
+    if name in ("parameter_server", "local"):
+        mode: Any = "local" if name == "local" else "sync"
+        return ParameterServerStrategy(servers=1, start_method="fork", mode=mode)
+    return name
 
 
 def on_both(cases: list[Case], world: int) -> tuple[list[Trained], list[Trained]]:
@@ -166,6 +169,7 @@ ALONE = [
     Case("auto", precision="16-mixed", waits=1),
     # It waits for the last gradient, and looks whether a callback, such as the one that counts, has changed a weight.
     Case("parameter_server", waits=2),
+    Case("local", waits=2 * len(list(network(0.0).parameters()))),
 ]
 TOGETHER = [
     Case("ddp"),
