@@ -7,14 +7,14 @@ begun shows Python's traceback, so nothing is imported here that takes milliseco
 
 import importlib
 
-from cnnstrategies.import_hooks import after_import
+from cnnstrategies.runtime.import_hooks import after_import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cnnstrategies import strategies
-    from cnnstrategies.classifier import ImageClassifier
     from cnnstrategies.errors import ConfigurationError
-    from cnnstrategies.segmenter import ImageSegmenter
+    from cnnstrategies.models.classifier import ImageClassifier
+    from cnnstrategies.models.segmenter import ImageSegmenter
     from cnnstrategies.verifying import verify
 
 __all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategies", "verify"]
@@ -23,8 +23,8 @@ __all__ = ["ConfigurationError", "ImageClassifier", "ImageSegmenter", "strategie
 def __getattr__(name: str) -> object:
     homes = {
         "ConfigurationError": "cnnstrategies.errors",
-        "ImageClassifier": "cnnstrategies.classifier",
-        "ImageSegmenter": "cnnstrategies.segmenter",
+        "ImageClassifier": "cnnstrategies.models.classifier",
+        "ImageSegmenter": "cnnstrategies.models.segmenter",
         "verify": "cnnstrategies.verifying",
     }
     if name in homes:

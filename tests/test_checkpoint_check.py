@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.checkpoint_check import check_weights
+from cnnstrategies.checkpoints.check import check_weights
 from cnnstrategies.data import DigitsDataModule
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cnnstrategies import ConfigurationError
-from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 
 
 class Unpicklable:

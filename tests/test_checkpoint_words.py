@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from cnnstrategies import ConfigurationError, ImageClassifier
-from cnnstrategies.checkpoint_words import FOUND, SameCheckpoint, find_checkpoint, find_once
+from cnnstrategies.checkpoints.words import FOUND, SameCheckpoint, find_checkpoint, find_once
 from cnnstrategies.commands.run.errors import check_checkpoint
 from cnnstrategies.data import DigitsDataModule
 

@@ -16,7 +16,7 @@ from torch import nn
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
-from cnnstrategies.logits import main_logits
+from cnnstrategies.models.logits import main_logits
 from cnnstrategies.networks import SmallCNN
 from cnnstrategies.pretrained import TRAINED_WITH
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
-from cnnstrategies.dry_run import SAMPLES, check_network, outputs_without_data
+from cnnstrategies.models.dry_run import SAMPLES, check_network, outputs_without_data
 from cnnstrategies.networks import SmallCNN
 
 # Data whose shape is known from its batches alone, so that only a rank can see the mistake.

@@ -14,8 +14,9 @@ import pytest
 import torch
 from loads_elsewhere import BARRED, network
 
-from cnnstrategies import ConfigurationError, ImageClassifier, export
+from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import SyntheticDataModule
+from cnnstrategies.deploy import export
 
 ONNX = pytest.param(
     "onnx",

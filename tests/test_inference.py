@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from cnnstrategies import ConfigurationError, ImageClassifier, export
+from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import SyntheticDataModule
-from cnnstrategies.inference import PredictsImages, give_predict_step, network_of
+from cnnstrategies.deploy import export
+from cnnstrategies.deploy.inference import PredictsImages, give_predict_step, network_of
 
 
 class Own(LightningModule):

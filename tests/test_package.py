@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import cnnstrategies
-from cnnstrategies.import_hooks import after_import
+from cnnstrategies.runtime.import_hooks import after_import
 
 
 def test_an_action_follows_the_import_of_a_module(monkeypatch):
@@ -21,7 +21,7 @@ def test_an_action_follows_the_import_of_a_module(monkeypatch):
     assert seen == [True]
     after_import("later.inner", lambda: seen.append("at once"))
     assert seen == [True, "at once"]
-    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "cnnstrategies.import_hooks"]
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == "cnnstrategies.runtime.import_hooks"]
 
 
 def test_the_package_waits_for_lightning():

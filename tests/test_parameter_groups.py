@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from cnnstrategies import ConfigurationError, ImageClassifier
+from cnnstrategies.models.parameter_groups import layer_depths
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.parameter_groups import layer_depths
 from cnnstrategies.schedules import InTurn, WarmupCosine
 
 

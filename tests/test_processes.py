@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, run_forked
 
-from cnnstrategies.processes import STARTER, end_with_parent, killed_rank
+from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank
 
 
 def ended():

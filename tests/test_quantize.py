@@ -12,11 +12,12 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
-from cnnstrategies import ConfigurationError, ImageClassifier, export
-from cnnstrategies import quantize as quantize_module
+from cnnstrategies import ConfigurationError, ImageClassifier
 from cnnstrategies.data import DigitsDataModule, SyntheticDataModule
+from cnnstrategies.deploy import export
+from cnnstrategies.deploy import quantize as quantize_module
+from cnnstrategies.deploy.quantize import int8_graph, load_quantized, quantize
 from cnnstrategies.networks import SmallCNN
-from cnnstrategies.quantize import int8_graph, load_quantized, quantize
 
 
 def trained(path):

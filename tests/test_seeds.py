@@ -1,6 +1,6 @@
 """Seeds of neighbouring numbers have nothing in common."""
 
-from cnnstrategies.seeds import mixed_seed
+from cnnstrategies.runtime.seeds import mixed_seed
 
 
 def test_every_tuple_has_a_seed_of_its_own_and_always_the_same():

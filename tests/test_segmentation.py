@@ -14,11 +14,12 @@ from masked_images import MASK_MISTAKES, write_masked_images
 from PIL import Image
 from torch import nn
 
-from cnnstrategies import ConfigurationError, ImageSegmenter, export, quantize
+from cnnstrategies import ConfigurationError, ImageSegmenter
 from cnnstrategies.callbacks import mask_pictures
 from cnnstrategies.callbacks.mask_pictures import palette
 from cnnstrategies.data import SegmentationFolderDataModule
 from cnnstrategies.data.own_images import own_images
+from cnnstrategies.deploy import export, quantize
 from cnnstrategies.networks import UNet
 
 

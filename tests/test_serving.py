@@ -19,8 +19,9 @@ from PIL import Image
 from ports import free_port
 from torch import nn
 
-from cnnstrategies import ImageClassifier, export
+from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
+from cnnstrategies.deploy import export
 
 SCRIPT = ROOT / "docs/examples/serve.py"
 BOUNDARY = "a-line-between"

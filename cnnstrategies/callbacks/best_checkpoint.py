@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.metric_names import USUAL, less_is_better, not_logged
+from cnnstrategies.models.metric_names import USUAL, less_is_better, not_logged
 
 AUTO = "auto"
 

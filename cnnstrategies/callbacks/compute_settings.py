@@ -4,7 +4,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies.compiling import compile_parts
+from cnnstrategies.runtime.compiling import compile_parts
 
 
 class ComputeSettings(Callback):

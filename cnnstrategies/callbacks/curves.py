@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cnnstrategies.metric_names import is_of_epochs
+from cnnstrategies.models.metric_names import is_of_epochs
 
 History = Mapping[int, Mapping[str, float]]
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from cnnstrategies.callbacks import panel_rows as panel
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.samples import count_samples
+from cnnstrategies.models.samples import count_samples
 
 BYTES = 1 << 16  # of each tensor that are looked at
 

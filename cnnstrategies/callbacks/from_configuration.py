@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from cnnstrategies._torch_private import PARTS_OF_A_SCHEDULE as PARTS
-from cnnstrategies.checkpoint_check import remedy
+from cnnstrategies.checkpoints.check import remedy
 from cnnstrategies.errors import ConfigurationError
 
 Plain = Any  # Numbers, texts, None, and lists and dictionaries of them.

@@ -22,7 +22,7 @@ from cnnstrategies.callbacks.predictions import gather_rows
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.worst import Mistakes, draw_mistakes, write_mistakes
 from cnnstrategies.data.sampling import OrderedBatches
-from cnnstrategies.tasks import TASKS, Task
+from cnnstrategies.models.tasks import TASKS, Task
 
 LISTED = 5  # Pairs of classes that the table names.
 MOST_ROWS = 30  # Classes whose IoU the table names.

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from typing_extensions import override
 
 from cnnstrategies.cluster.run_folder import IDS, read_record, write_record
-from cnnstrategies.loggers import KeptCSVLogger
+from cnnstrategies.runtime.loggers import KeptCSVLogger
 
 
 class RunRecord(Callback):

@@ -12,7 +12,7 @@ from cnnstrategies.callbacks.peak_memory import in_words, peak_bytes
 from cnnstrategies.callbacks.tables import print_table, relative
 from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.callbacks.trained_on import trained_on
-from cnnstrategies.metric_names import less_is_better, worth_showing
+from cnnstrategies.models.metric_names import less_is_better, worth_showing
 
 
 class TrainingSummary(Callback):

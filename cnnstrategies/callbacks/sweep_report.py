@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.metric_names import is_of_epochs
+from cnnstrategies.models.metric_names import is_of_epochs
 from cnnstrategies.sweeping.talk import METRIC, SOCKET
 
 

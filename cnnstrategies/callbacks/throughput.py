@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from cnnstrategies.samples import count_samples
+from cnnstrategies.models.samples import count_samples
 
 
 class SamplesPerSecond(Callback):

@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from cnnstrategies.cluster.run_name import Run
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.loggers import KeptCSVLogger
+from cnnstrategies.runtime.loggers import KeptCSVLogger
 
 RECORD = "run.json"
 CHECKPOINTS = "checkpoints"

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
-from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run.defaults import as_list
 from cnnstrategies.commands.run.errors import check_trainer_names

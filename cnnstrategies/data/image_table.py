@@ -10,8 +10,8 @@ from typing_extensions import override
 
 from cnnstrategies.data.folders import PARTS
 from cnnstrategies.data.image_folder import Files, ImageFolderDataModule
+from cnnstrategies.data.module import TaskName
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.tasks import TaskName
 
 SPLIT = "split"
 

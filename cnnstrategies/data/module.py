@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
@@ -16,7 +16,8 @@ from cnnstrategies.data.masks import of_image
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.tasks import TaskName
+
+TaskName = Literal["classes", "multilabel", "regression"]
 
 
 class ImageDataModule(LightningDataModule):

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.seeds import mixed_seed
+from cnnstrategies.runtime.seeds import mixed_seed
 
 WINDOW = 16  # Blocks whose samples are shuffled together.
 

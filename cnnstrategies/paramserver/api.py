@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cnnstrategies.allocation import reuse_freed_memory
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import ViewSource
 from cnnstrategies.paramserver.counters import Counters
@@ -19,6 +18,7 @@ from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.codecs import CodecChooser, Codecs, ladder
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
+from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 Result = TypeVar("Result")
 

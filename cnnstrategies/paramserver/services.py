@@ -28,7 +28,7 @@ from cnnstrategies.paramserver.limits import allow_memory, memory_of_coordinator
 from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.processes import end_with_parent, name_process
+from cnnstrategies.runtime.processes import end_with_parent, name_process
 
 SPECIFICATION = "specification"  # the name under which rank 0 publishes it
 StartMethod = Literal["fork", "program"]

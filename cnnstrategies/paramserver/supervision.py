@@ -20,7 +20,7 @@ from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.processes import Handle, ending
 from cnnstrategies.paramserver.security import KeyPair, process_number
 from cnnstrategies.paramserver.services import Spares
-from cnnstrategies.processes import is_stopped
+from cnnstrategies.runtime.processes import is_stopped
 
 COORDINATOR = "coordinator"
 POLL = 0.02  # seconds

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cnnstrategies.allocation import reuse_freed_memory
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images, end_together, share_batch
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
@@ -26,6 +25,7 @@ from cnnstrategies.pipeline.step import Step
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule, tasks_of, turns
 from cnnstrategies.pipeline.transport import Transport, new_group
 from cnnstrategies.pipeline.whole import collect, merge
+from cnnstrategies.runtime.allocation import reuse_freed_memory
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.metric_names import less_is_better
+from cnnstrategies.models.metric_names import less_is_better
 from cnnstrategies.planning.yaml_lines import Value, count, one_of
 
 Direction = Literal["minimize", "maximize"]

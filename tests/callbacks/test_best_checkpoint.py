@@ -14,7 +14,7 @@ from cnnstrategies import ConfigurationError
 from cnnstrategies.callbacks import BestCheckpoint, TrainingSummary
 from cnnstrategies.callbacks.curves import choose_panels, draw_curves
 from cnnstrategies.data import DigitsDataModule
-from cnnstrategies.metric_names import worth_showing
+from cnnstrategies.models.metric_names import worth_showing
 
 
 class Lit(LightningModule):

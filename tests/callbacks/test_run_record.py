@@ -9,7 +9,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cnnstrategies.loggers import KEPT, KeptCSVLogger
+from cnnstrategies.runtime.loggers import KEPT, KeptCSVLogger
 
 FEW = ("--trainer.limit_train_batches=3", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1")
 TIME, OF_EACH_START = "samples_per_s", "hp_metric"

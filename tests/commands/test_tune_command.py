@@ -9,10 +9,10 @@ import yaml
 from conftest import ROOT
 from jsonargparse import Namespace
 
-from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.commands.tune import command as tune
 from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.data import DigitsDataModule, ShardedImageDataModule
+from cnnstrategies.models.classifier import ImageClassifier
 from cnnstrategies.planning.tune import contest
 from cnnstrategies.planning.tune.candidates import Effect
 

@@ -32,7 +32,7 @@ from cnnstrategies.commands.run.quiet import show_unless_kept
 from cnnstrategies.commands.tune.choices import choices
 from cnnstrategies.planning.tune.race import MARGIN, Verdict, verdict
 from cnnstrategies.planning.tune.settings import Setting
-from cnnstrategies.processes import is_stopped
+from cnnstrategies.runtime.processes import is_stopped
 
 
 @replaces(fail, killed_by=test_submit_command.test_a_mistake_is_explained_as_by_fit)

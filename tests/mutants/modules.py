@@ -21,11 +21,11 @@ from cnnstrategies import ImageSegmenter
 from cnnstrategies._lightning_private import ask_of_sigterm
 from cnnstrategies.callbacks import GracefulStop
 from cnnstrategies.callbacks.worst import MOST, Mistakes
-from cnnstrategies.checkpoint_io import AtomicCheckpointIO
-from cnnstrategies.checkpoint_words import SameCheckpoint
-from cnnstrategies.export import Comparison
-from cnnstrategies.logits import main_logits
-from cnnstrategies.network_module import MeanOverSamples
+from cnnstrategies.checkpoints.io import AtomicCheckpointIO
+from cnnstrategies.checkpoints.words import SameCheckpoint
+from cnnstrategies.deploy.export import Comparison
+from cnnstrategies.models.logits import main_logits
+from cnnstrategies.models.network_module import MeanOverSamples
 
 
 @replaces(

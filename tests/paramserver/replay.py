@@ -38,7 +38,7 @@ from cnnstrategies.paramserver.simulation.traces import Cue, Cues, name
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.paramserver.worker import worker as worker_role
-from cnnstrategies.processes import end_with_parent, is_stopped
+from cnnstrategies.runtime.processes import end_with_parent, is_stopped
 
 SIZES = (24, 16, 8)
 STEPS, EPOCH = 6, 3

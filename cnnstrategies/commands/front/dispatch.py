@@ -9,7 +9,7 @@ from cnnstrategies.commands.front import early, help, recipes
 from cnnstrategies.commands.front.refuse import show
 from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.processes import STARTER, end_with_parent, told_by_starter
+from cnnstrategies.runtime.processes import STARTER, end_with_parent, told_by_starter
 
 VERSION = "--version"
 

@@ -22,7 +22,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import network_at
+from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, ordered_nodes, trace
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.cluster_file import read_cluster

@@ -26,7 +26,7 @@ from cnnstrategies.callbacks import (
     TrainingSummary,
 )
 from cnnstrategies.callbacks.sweep_report import SweepReport
-from cnnstrategies.checkpoint_io import AtomicCheckpointIO
+from cnnstrategies.checkpoints.io import AtomicCheckpointIO
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.cluster.options import ClusterOptions

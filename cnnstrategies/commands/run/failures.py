@@ -13,7 +13,7 @@ from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.commands.front.scarce import scarce
 from cnnstrategies.commands.front.table import COMMANDS
 from cnnstrategies.errors import ConfigurationError, causes
-from cnnstrategies.metric_names import not_logged
+from cnnstrategies.models.metric_names import not_logged
 
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

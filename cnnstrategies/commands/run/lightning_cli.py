@@ -15,8 +15,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from typing_extensions import override
 
 import cnnstrategies
-from cnnstrategies.checkpoint_check import check_weights
-from cnnstrategies.checkpoint_words import WORDS
+from cnnstrategies.checkpoints.check import check_weights
+from cnnstrategies.checkpoints.words import WORDS
 from cnnstrategies.cluster.environment import check_world, local_rank
 from cnnstrategies.cluster.run_folder import place
 from cnnstrategies.cluster.run_name import Run, configuration_hash, find_run
@@ -32,14 +32,14 @@ from cnnstrategies.commands.run.start_from import check_fresh, check_trained, ch
 from cnnstrategies.commands.run.trainer import Trainer
 from cnnstrategies.data import ImageDataModule  # Its package: jsonargparse knows imported classes by short names.
 from cnnstrategies.data.own_images import own_images
-from cnnstrategies.dry_run import check_network
+from cnnstrategies.deploy.inference import give_predict_step
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.inference import give_predict_step
-from cnnstrategies.network_module import NetworkModule
+from cnnstrategies.models.dry_run import check_network
+from cnnstrategies.models.network_module import NetworkModule
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.pretrained import trained_with
-from cnnstrategies.processes import ended_by
+from cnnstrategies.runtime.processes import ended_by
 from cnnstrategies.sweeping.trial_folder import keep_apart
 
 

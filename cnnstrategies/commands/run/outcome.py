@@ -22,11 +22,11 @@ from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.commands.front.refuse import shows_tracebacks
 from cnnstrategies.commands.run.failures import explain_run_error
 from cnnstrategies.commands.run.interrupt import heeds_signals
-from cnnstrategies.default_group import end_at_exit
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
-from cnnstrategies.processes import (
+from cnnstrategies.runtime.default_group import end_at_exit
+from cnnstrategies.runtime.processes import (
     cannot_be_sent,
     failed_elsewhere,
     first_to_fail,

@@ -10,12 +10,12 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from cnnstrategies.callbacks.run_record import RunRecord
-from cnnstrategies.checkpoint_words import FOUND, WORDS, SameCheckpoint, find_once
+from cnnstrategies.checkpoints.words import FOUND, WORDS, SameCheckpoint, find_once
 from cnnstrategies.cluster.environment import local_rank
 from cnnstrategies.cluster.run_folder import begins_anew, last_checkpoint, set_aside
 from cnnstrategies.cluster.run_name import Run
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.processes import told_by_starter
+from cnnstrategies.runtime.processes import told_by_starter
 
 
 def check_fresh(fresh: bool, run: Run | None) -> None:

@@ -8,13 +8,13 @@ from lightning.pytorch import Trainer as LightningTrainer
 from rich.console import Console
 from rich.table import Table
 
-from cnnstrategies.checkpoint_check import check_weights
-from cnnstrategies.checkpoint_words import WORDS, find_checkpoint
+from cnnstrategies.checkpoints.check import check_weights
+from cnnstrategies.checkpoints.model_card import origin_of
+from cnnstrategies.checkpoints.words import WORDS, find_checkpoint
 from cnnstrategies.commands.front.refuse import write_anywhere
 from cnnstrategies.commands.run.quiet import quieten
-from cnnstrategies.export import Format, export
-from cnnstrategies.model_card import origin_of
-from cnnstrategies.quantize import quantize
+from cnnstrategies.deploy.export import Format, export
+from cnnstrategies.deploy.quantize import quantize
 
 
 class Trainer(LightningTrainer):
@@ -39,7 +39,7 @@ class Trainer(LightningTrainer):
             model: Whose network is quantised.
             datamodule: Calibrates with training data, measures with validation data.
             ckpt_path: The checkpoint, or ``best`` or ``last``.
-            output: The file to write; ``cnnstrategies.quantize.load_quantized`` loads it.
+            output: The file to write; ``cnnstrategies.deploy.quantize.load_quantized`` loads it.
             calibration_batches: Number of training batches that set the ranges of the activations.
 
         Raises:
@@ -59,7 +59,7 @@ class Trainer(LightningTrainer):
         console.print(table)
         if not report.lowered:
             console.print("This processor has no int8 kernels in oneDNN: the time is that of dequantised arithmetic.")
-        console.print(f"Saved: {output}; load it with cnnstrategies.quantize.load_quantized({str(output)!r})")
+        console.print(f"Saved: {output}; load it with cnnstrategies.deploy.quantize.load_quantized({str(output)!r})")
 
     def export(
         self,

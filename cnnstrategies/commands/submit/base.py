@@ -20,7 +20,7 @@ from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import network_at
+from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline.contract import check_module
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy

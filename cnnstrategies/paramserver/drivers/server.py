@@ -11,7 +11,6 @@ from typing import Any
 
 import zmq
 
-from cnnstrategies.allocation import keep_freed_memory
 from cnnstrategies.paramserver.core.node import End
 from cnnstrategies.paramserver.core.view import RunEnded, ServerInfo, View, ViewSource
 from cnnstrategies.paramserver.drivers.snapshots import SnapshotWriter
@@ -45,6 +44,7 @@ from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut, largest_payload
 from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.runtime.allocation import keep_freed_memory
 
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked

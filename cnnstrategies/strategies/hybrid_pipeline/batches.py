@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.batch import Batch, Images
-from cnnstrategies.samples import count_samples
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 
 Kind = Literal["input", "source", "rows", "items", "same"]

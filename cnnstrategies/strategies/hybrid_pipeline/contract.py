@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 from cnnstrategies._lightning_private import is_compiled_whole
 from cnnstrategies._torch_private import is_compiled
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import WHOLE, network_at
+from cnnstrategies.models.own_forward import WHOLE, network_at
 from cnnstrategies.pipeline.losses import ADVICE
 from cnnstrategies.pipeline.stage import check_backend
 from cnnstrategies.strategies.hybrid_pipeline.example import is_attached

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torchmetrics import Metric
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import PLACE, network_at
+from cnnstrategies.models.own_forward import PLACE, network_at
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.optimizer_state import Groups, group_names, hold, merge_state, named_state, split_state
 from cnnstrategies.strategies.hybrid_pipeline.find_network import put_network

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
-from cnnstrategies.own_forward import network_at
+from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.transport import cpu_group
 from cnnstrategies.strategies.hybrid_pipeline.comparison import COMPARED, compare_on_rank_zero

@@ -5,7 +5,7 @@ from torch import nn
 
 from cnnstrategies._torch_private import put_module
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import WHOLE, has_own_forward, own_forward
+from cnnstrategies.models.own_forward import WHOLE, has_own_forward, own_forward
 
 
 def find_network(module: LightningModule, named: str | None) -> str:

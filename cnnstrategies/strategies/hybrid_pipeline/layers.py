@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import children_of
+from cnnstrategies.models.own_forward import children_of
 from cnnstrategies.pipeline.fixed import Traced
 
 _HERE = "with strategy hybrid_pipeline every rank runs the hooks, and has the parameters of its own stage alone"

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from cnnstrategies.samples import count_samples
+from cnnstrategies.models.samples import count_samples
 from cnnstrategies.strategies.hybrid_pipeline.batches import first_rows
 
 

@@ -17,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from cnnstrategies._torch_private import OperationMode
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import PLACE, WHOLE
+from cnnstrategies.models.own_forward import PLACE, WHOLE
 
 FEW = 100  # Lists of more things are copied, and what is in them is not.
 # Objects that a step uses and does not count with; to copy them would take time or break them.

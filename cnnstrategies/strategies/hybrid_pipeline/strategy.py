@@ -22,16 +22,16 @@ from typing_extensions import override
 
 from cnnstrategies._lightning_private import asks_of_sigterm, leave_samplers
 from cnnstrategies.cluster.loopback import on_loopback
-from cnnstrategies.default_group import end_at_exit, leave_at_exit
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.own_forward import network_at
+from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.batchnorm import BatchNormMode
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
 from cnnstrategies.pipeline.transport import PeerError
-from cnnstrategies.processes import failed_before
+from cnnstrategies.runtime.default_group import end_at_exit, leave_at_exit
+from cnnstrategies.runtime.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
     check_callbacks,
     check_module,

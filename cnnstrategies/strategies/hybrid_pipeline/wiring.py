@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.samples import count_samples
 from cnnstrategies.pipeline.tracing import network_inputs
-from cnnstrategies.samples import count_samples
 from cnnstrategies.strategies.hybrid_pipeline.batches import first_rows, flatten
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
 from cnnstrategies.paramserver.run_address import RunAddress
-from cnnstrategies.samples import count_samples
 from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
 from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, enter
 from cnnstrategies.strategies.parameter_server.options import Options

@@ -36,7 +36,7 @@ from cnnstrategies.paramserver.private_directory import let_go
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
-from cnnstrategies.processes import end_with_parent
+from cnnstrategies.runtime.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
 from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks
 from cnnstrategies.strategies.parameter_server.options import Options

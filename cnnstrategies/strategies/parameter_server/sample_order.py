@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler
 
 from cnnstrategies._lightning_private import wrapped_sampler
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.seeds import mixed_seed
+from cnnstrategies.runtime.seeds import mixed_seed
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 
 

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch import LightningDataModule
 from torch import nn
 
-from cnnstrategies.metric_names import is_of_epochs
+from cnnstrategies.models.metric_names import is_of_epochs
 
 CARD = "README.md"
 MOST_CLASSES = 20  # that are listed; export.json has all.

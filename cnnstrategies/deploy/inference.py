@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.logits import main_logits
-from cnnstrategies.own_forward import has_own_forward, own_forward
+from cnnstrategies.models.logits import main_logits
+from cnnstrategies.models.own_forward import has_own_forward, own_forward
 
 
 def network_of(module: LightningModule, purpose: str) -> nn.Module:

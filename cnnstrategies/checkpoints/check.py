@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from cnnstrategies.checkpoint_io import unreadable
-from cnnstrategies.dry_run import copy_without_contents
+from cnnstrategies.checkpoints.io import unreadable
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.models.dry_run import copy_without_contents
 
 ALWAYS = ("state_dict", "pytorch-lightning_version")  # In every checkpoint that Lightning saves.
 CHANGES_IT = ("on_load_checkpoint", "configure_model", "configure_sharded_model")  # Hooks of a module.

@@ -1,6 +1,6 @@
 """What a classifier's outputs mean: one class of several, several labels at once, or numbers."""
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from torch import Tensor
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, Metric
 from torchmetrics.classification import MulticlassAccuracy, MultilabelAveragePrecision, MultilabelF1Score
 
+from cnnstrategies.data.module import TaskName
 from cnnstrategies.errors import ConfigurationError
 
-TaskName = Literal["classes", "multilabel", "regression"]
 THRESHOLDS = 200  # At which precision and recall are known, in memory that does not grow with the data.
 
 

@@ -11,11 +11,11 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 
-from cnnstrategies.classifier import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.logits import check_logits, main_logits
-from cnnstrategies.network_module import NetworkModule
-from cnnstrategies.segmenter import ImageSegmenter, check_map
+from cnnstrategies.models.classifier import ImageClassifier
+from cnnstrategies.models.logits import check_logits, main_logits
+from cnnstrategies.models.network_module import NetworkModule
+from cnnstrategies.models.segmenter import ImageSegmenter, check_map
 
 SAMPLES = 2  # Batch normalisation refuses to train on one.
 

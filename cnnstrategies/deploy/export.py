@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torchvision.transforms import v2
 
+from cnnstrategies.checkpoints.model_card import CARD, Origin, model_card
+from cnnstrategies.checkpoints.whole_file import writing
 from cnnstrategies.data import ImageDataModule
 from cnnstrategies.data.masks import FILL
 from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
+from cnnstrategies.deploy.inference import network_of
+from cnnstrategies.deploy.portable_int8 import in_own_operators
+from cnnstrategies.deploy.quantize import Network, int8_graph, save_program
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.inference import network_of
-from cnnstrategies.logits import giving_logits, main_logits, name_of
-from cnnstrategies.model_card import CARD, Origin, model_card
-from cnnstrategies.portable_int8 import in_own_operators
-from cnnstrategies.quantize import Network, int8_graph, save_program
-from cnnstrategies.whole_file import writing
+from cnnstrategies.models.logits import giving_logits, main_logits, name_of
 
 Format = Literal["safetensors", "torch_export", "onnx"]
 FILES = {"safetensors": "model.safetensors", "torch_export": "model.pt2", "onnx": "model.onnx"}
@@ -87,7 +87,7 @@ def export(
         datamodule: Whose validation images are compared, and whose preprocessing and classes are described.
         output: The folder to make.
         kind: ``safetensors`` for the weights alone, ``torch_export`` for ``torch.export.load``, or ``onnx``.
-        int8: Quantise weights and activations before, as :func:`~cnnstrategies.quantize.quantize` does.
+        int8: Quantise weights and activations before, as :func:`~cnnstrategies.deploy.quantize.quantize` does.
         calibration_batches: Training batches that set the ranges of the activations, with ``int8``.
         origin: Where the network comes from, for the model card.
 

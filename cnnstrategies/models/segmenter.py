@@ -11,8 +11,8 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from cnnstrategies._lightning_private import built_by_cli
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.logits import main_logits
-from cnnstrategies.network_module import Batch, MeanOverSamples, NetworkModule
+from cnnstrategies.models.logits import main_logits
+from cnnstrategies.models.network_module import Batch, MeanOverSamples, NetworkModule
 
 
 class ImageSegmenter(NetworkModule):

@@ -10,7 +10,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.processes import told_by_starter
+from cnnstrategies.runtime.processes import told_by_starter
 
 WORDS = ("best", "last")
 FOUND = "CNNSTRATEGIES_CHECKPOINT"  # Environment variable.

@@ -11,12 +11,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from cnnstrategies.compiling import compile_parts
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.logits import main_logits
-from cnnstrategies.parameter_groups import hold_back, parameter_groups, scale_learning_rates
+from cnnstrategies.models.logits import main_logits
+from cnnstrategies.models.parameter_groups import hold_back, parameter_groups, scale_learning_rates
 from cnnstrategies.pretrained import trained_with
-from cnnstrategies.seeds import mixed_seed
+from cnnstrategies.runtime.compiling import compile_parts
+from cnnstrategies.runtime.seeds import mixed_seed
 
 Batch = tuple[Tensor, Tensor]
 ON_BAR = ("train_loss", "val_acc", "test_acc", "val_miou", "test_miou", "val_map", "val_mae")

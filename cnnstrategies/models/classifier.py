@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from cnnstrategies._lightning_private import built_by_cli
-from cnnstrategies.data.module import ImageDataModule
+from cnnstrategies.data.module import ImageDataModule, TaskName
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.logits import check_logits, main_logits
-from cnnstrategies.network_module import Batch, MeanOverSamples, NetworkModule
-from cnnstrategies.tasks import TASKS, TaskName
+from cnnstrategies.models.logits import check_logits, main_logits
+from cnnstrategies.models.network_module import Batch, MeanOverSamples, NetworkModule
+from cnnstrategies.models.tasks import TASKS
 
 
 class ImageClassifier(NetworkModule):

@@ -1,0 +1,1 @@
+"""Checkpoints and other files of a run: written whole, checked, found by words."""

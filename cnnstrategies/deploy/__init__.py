@@ -1,0 +1,1 @@
+"""Trained networks for use elsewhere: exported, quantised, asked."""

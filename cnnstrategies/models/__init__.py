@@ -1,0 +1,1 @@
+"""What our modules for classification and segmentation are made of."""

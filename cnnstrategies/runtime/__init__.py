@@ -1,0 +1,1 @@
+"""Processes, seeds, memory, loggers: what every run needs of the machine."""
