@@ -12,7 +12,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.stage import check_backend
 
-SIZES = (12, 10)  # In four microbatches, which have 3 samples, or 3 and 2.
+SIZES = (10, 12)  # In four microbatches, which have 3 samples, or 3 and 2.
 
 
 class Network(nn.Module):
