@@ -1,5 +1,6 @@
 """Predictions of all ranks in one CSV file, in the order of the dataset."""
 
+import codecs
 import csv
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.callbacks.mask_pictures import write_masks
+from cnnstrategies.checkpoints.whole_file import whole_file
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.errors import ConfigurationError
@@ -41,7 +43,8 @@ class PredictionWriter(Callback):
 
     Raises:
         ConfigurationError: ``predict_step`` returned something else than a dict with ``index`` (N,) and
-            ``probabilities`` (N, classes), or ``masks`` (N, H, W), the folder has no images, or ``top`` is below 1.
+            ``probabilities`` (N, classes), or ``masks`` (N, H, W), the folder has no images, ``top`` is below 1, or the
+            disk does not take the file: what was there before stays.
     """
 
     def __init__(self, output: Path | None = None, images: Path | None = None, top: int | None = None) -> None:
@@ -123,9 +126,8 @@ class PredictionWriter(Callback):
             columns += [f"class {place}", f"probability {place}"]
         if whole:
             columns += classes if self._are_values else [f"p({name})" for name in classes]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
+        with whole_file(path, "make room there, or give another --predictions.output") as file:
+            writer = csv.writer(codecs.getwriter("utf-8")(file))
             writer.writerow(columns)
             for index, row in zip(indices, probabilities.tolist(), strict=True):
                 order = sorted(range(len(row)), key=row.__getitem__, reverse=True)[:most]

@@ -2,7 +2,9 @@
 
 import csv
 import os
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,6 +58,22 @@ def test_ranks_with_different_numbers_of_rows_give_all_rows():
 def test_what_cannot_be_written_is_refused():
     with pytest.raises(ConfigurationError, match=r"predict_step returned Tensor: .* 'index'"):
         PredictionWriter().on_predict_batch_end(None, None, torch.zeros(2), None, 0)
+
+
+def test_on_a_full_disk_predictions_are_those_of_before_or_none():
+    """A limit on the size of files has the system refuse what is written as a full disk does."""
+    trainer, writer = SimpleNamespace(world_size=1, is_global_zero=True), PredictionWriter(output=Path("rows.csv"))
+
+    def write(rows):
+        outputs = {"index": torch.arange(rows), "probabilities": torch.full((rows, 2), 0.5)}
+        writer.on_predict_batch_end(trainer, None, outputs, None, 0)
+        writer.on_predict_epoch_end(trainer, None)
+
+    write(2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(ConfigurationError, match=r"^cannot write rows.csv: File too large; make room there, or give"):
+        write(200)
+    assert [len(path.read_text().splitlines()) for path in Path().iterdir()] == [1 + 2]
 
 
 def test_images_of_ones_own_are_prepared_as_those_of_the_validation():

@@ -1,17 +1,20 @@
 """The command line: how a mistake ends, and what tune says and changes."""
 
+import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import exp
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
 import test_cli
 import test_command_failures
 import test_early
 import test_front
+import test_predictions
 import test_processes
 import test_quiet
 import test_race
@@ -20,6 +23,7 @@ import test_tune_command
 import torch
 from mutants.faulty import replaces
 
+from cnnstrategies.checkpoints.whole_file import whole_file, writing
 from cnnstrategies.commands.front.early import accepted_by, check_value
 from cnnstrategies.commands.front.given import Given
 from cnnstrategies.commands.front.refuse import fail
@@ -139,3 +143,12 @@ def a_rank_that_is_stopped_is_not_looked_for(right: Callable[[int], bool], pid: 
 )
 def a_limit_of_the_system_is_a_traceback(right: Callable[[BaseException], str | None], error: BaseException) -> None:
     return None
+
+
+@replaces(whole_file, killed_by=test_predictions.test_on_a_full_disk_predictions_are_those_of_before_or_none)
+@contextlib.contextmanager
+def a_file_is_written_in_its_place(
+    right: Callable[[Path, str], contextlib.AbstractContextManager[BinaryIO]], path: Path, remedy: str
+) -> Iterator[BinaryIO]:
+    with writing(path, remedy), open(path, "wb") as file:
+        yield file
