@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.timeline import Span, draw_timeline, write_trace
+from cnnstrategies.pipeline.transport import broadcast_value
 
 
 class PipelineTimeline(Callback):
@@ -58,8 +58,8 @@ class PipelineTimeline(Callback):
             self._write(trainer, self._pipeline(trainer))
 
     def _write(self, trainer: Trainer, pipeline: Pipeline) -> None:
-        everyone: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(everyone, self._spans)
+        control = pipeline.transport.control
+        everyone = [broadcast_value(self._spans, rank, group=control) for rank in range(trainer.world_size)]
         pipeline.executor.watchers.remove(self._spans.append)
         self._spans.clear()
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # On every rank: it is broadcast.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cnnstrategies.paramserver.codec import decode, encode
+from cnnstrategies.codec import decode, encode
 from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.memory import MIDWAY
 from cnnstrategies.paramserver.core.node import Buffer
@@ -66,7 +66,7 @@ class Collectives:
         """Bring the values of all workers together.
 
         Args:
-            value: What :func:`~cnnstrategies.paramserver.codec.encode` takes.
+            value: What :func:`~cnnstrategies.codec.encode` takes.
             operation: A name; workers that meet under different names are told so.
         """
         return self._collect(value, operation)

@@ -1,7 +1,6 @@
 """The global batch: all ranks learn its sizes, and the last stage or every rank gets everything but the images."""
 
 import functools
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from cnnstrategies.codec import CodecError, from_bytes, to_bytes
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.timetable import Placement
@@ -173,7 +173,10 @@ def _row_shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _all_headers(header: Header | None, placement: Placement, transport: Transport) -> list[Header | None]:
     """Those of the first stage's replicas."""
-    data = b"" if header is None else pickle.dumps(header)
+    try:
+        data = b"" if header is None else to_bytes(header)
+    except CodecError as error:
+        raise ConfigurationError(f"a batch goes to all ranks, and {error}, or leave it out in collate_fn") from error
     table = _gather_bytes(len(data).to_bytes(WORD, "little") + data[: HEADER_BYTES - WORD], HEADER_BYTES, transport)
     lengths = [int.from_bytes(one[:WORD], "little") for one in table]
     _check_ends(lengths)
@@ -224,7 +227,7 @@ def _gather_bytes(data: bytes, size: int, transport: Transport) -> list[bytes]:
 
 @functools.lru_cache(maxsize=64)  # Most are like others, and those of the next step like these.
 def _read(data: bytes) -> Header | None:
-    header: Header | None = pickle.loads(data) if data else None
+    header: Header | None = from_bytes(data) if data else None
     return header
 
 

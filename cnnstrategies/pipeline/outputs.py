@@ -1,6 +1,5 @@
 """The network's outputs for the global batch, on every rank."""
 
-import pickle
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from cnnstrategies.pipeline.microbatches import Split
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.pipeline.transport import Transport
+from cnnstrategies.pipeline.transport import Transport, broadcast_value
 
 
 @dataclass
@@ -69,14 +68,18 @@ class OutputGatherer:
         last = self.placement.stages - 1
         if kind not in self._structures:
             first = next(microbatch for microbatch, size in enumerate(split.sizes) if size)
-            self._structures[kind] = self._broadcast_structure(outputs.get(first), self.placement.rank_of(last, first))
+            # Each tensor's row, by shape and type, and the plain leaves.
+            rows = tree_map_only(Tensor, _row, outputs.get(first))
+            source = self.placement.rank_of(last, first)
+            known = broadcast_value(rows, source, group=self.transport.control)
+            self._structures[kind] = tree_flatten(known)
         leaves, tree = self._structures[kind]
         parts = {microbatch: tree_flatten(result)[0] for microbatch, result in outputs.items()}
-        gathering = Gathering([value for _, value in leaves], tree)
-        for index, (shape, value) in enumerate(leaves):
-            if shape is None:
+        gathering = Gathering(list(leaves), tree)
+        for index, row in enumerate(leaves):
+            if not isinstance(row, Tensor):
                 continue
-            whole = torch.empty((split.samples, *shape), dtype=value, device=self.device)
+            whole = torch.empty((split.samples, *row.shape), dtype=row.dtype, device=self.device)
             gathering.leaves[index] = whole
             for replica, rank in enumerate(self.placement.ranks(last)):
                 own = [m for m in range(replica, split.microbatches, self.placement.replicas[last]) if split.sizes[m]]
@@ -87,20 +90,11 @@ class OutputGatherer:
                     # In channels_last, which cat keeps, others would take the numbers for those of another layout.
                     piece = torch.cat([parts[m][index] for m in own]).contiguous()
                 else:
-                    piece = torch.empty((len(rows), *shape), dtype=value, device=self.device)
+                    piece = torch.empty((len(rows), *row.shape), dtype=row.dtype, device=self.device)
                 work = dist.broadcast(piece, rank, async_op=True) if self.placement.world_size > 1 else None
                 gathering.pieces.append((whole, rows, piece, work))
         return gathering
 
-    def _broadcast_structure(self, result: Any, source: int) -> Any:
-        """Shape of a row and type of each tensor, the plain leaves, and how they are nested."""
-        data = b""
-        if self.transport.rank == source:
-            leaves, tree = tree_flatten(result)
-            plain = [(leaf.shape[1:], leaf.dtype) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
-            data = pickle.dumps((plain, tree))
-        length = torch.tensor([len(data)])
-        dist.broadcast(length, source, group=self.transport.control)
-        payload = torch.frombuffer(bytearray(data or bytes(int(length))), dtype=torch.uint8)
-        dist.broadcast(payload, source, group=self.transport.control)
-        return pickle.loads(payload.numpy().tobytes())
+
+def _row(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape[1:], dtype=tensor.dtype, device="meta")

@@ -1,5 +1,6 @@
 """Activation checkpointing: keep a microbatch's inputs only, and run its forward again before its backward."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -9,6 +10,7 @@ Checkpointing = Literal["never", "except_last", "always"]
 CHECKPOINTING = ("never", "except_last", "always")
 
 
+@dataclass(init=False, eq=False)
 class RandomState:
     """The random numbers at the start of a forward, so that Dropout draws the same when it runs again.
 
@@ -16,12 +18,14 @@ class RandomState:
         device: Where the stage runs.
     """
 
+    device: torch.device
+    cpu: Tensor
+    accelerator: Tensor | None
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.cpu = torch.get_rng_state()
-        self.accelerator: Tensor | None = None
-        if device.type == "cuda":
-            self.accelerator = torch.cuda.get_rng_state(device)
+        self.accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
         """Go back to it."""

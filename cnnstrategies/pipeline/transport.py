@@ -1,7 +1,6 @@
 """Messages between ranks: tensors in the background, objects, and errors that name the silent peer."""
 
 import os
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -15,8 +14,9 @@ import torch.distributed as dist
 # optimizer, and then that group's threads would go on until the interpreter's end, which can abort the process.
 import torch.distributed.nn.functional
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from cnnstrategies.codec import decode, encode, from_bytes, to_bytes
+from cnnstrategies.pipeline.microbatches import CPU
 from cnnstrategies.pipeline.rank_watch import FOREVER, NAMING, RankWatch
 from cnnstrategies.pipeline.timetable import Placement
 
@@ -38,6 +38,34 @@ def cpu_group(timeout: timedelta) -> Iterator[dist.ProcessGroup | None]:
     group = new_group(range(dist.get_world_size()), timeout, backend="gloo")
     yield group
     dist.destroy_process_group(group)
+
+
+def broadcast_value(value: Any, source: int, device: torch.device = CPU, group: dist.ProcessGroup | None = None) -> Any:
+    """A rank's value, on all ranks of a group; a collective. Nothing is pickled.
+
+    Args:
+        value: What :func:`~cnnstrategies.codec.encode` takes; ignored on the others.
+        source: The rank.
+        device: Of the tensors that the group sends.
+        group: By default that of all ranks.
+
+    Raises:
+        ConfigurationError: The value cannot be sent; on its rank alone.
+    """
+    mine = dist.get_rank() == source
+    message = _bytes_as_tensor(to_bytes(value)) if mine else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([len(message)], device=device)
+    dist.broadcast(length, source, group=group)
+    message = message.to(device) if mine else torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(message, source, group=group)
+    return from_bytes(message.cpu().numpy().tobytes())
+
+
+def _bytes_as_tensor(data: Any) -> Tensor:
+    """Of what can be written to it shares the memory."""
+    if isinstance(data, bytes):
+        data = bytearray(data)
+    return torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
 
 
 class PeerError(RuntimeError):
@@ -146,13 +174,13 @@ class Transport:
         self._owed.clear()
 
     def send_object(self, value: Any, target: int, what: str) -> list[Pending]:
-        """Start to send nested containers of tensors and plain data; tensors go as they are."""
-        leaves, tree = tree_flatten(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        plain = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (None, leaf) for leaf in leaves]
-        data = bytearray(pickle.dumps((plain, tree)))
-        payload = torch.frombuffer(data, dtype=torch.uint8)
-        parts = (torch.tensor([len(data)]), payload, *(tensor.detach().cpu().contiguous() for tensor in tensors))
+        """Start to send nested containers of tensors and plain data; tensors go as they are.
+
+        Raises:
+            ConfigurationError: Something in it is not plain data.
+        """
+        frames = [_bytes_as_tensor(frame) for frame in encode(value)]
+        parts = (torch.tensor([len(frames)]), torch.tensor([len(frame) for frame in frames]), *frames)
         what = f"{self.me}, sending {what} to {self.placement.describe(target)}"
         return [
             self._transfer(dist.isend, part, target, self.control, OBJECT, what).begin()
@@ -162,14 +190,10 @@ class Transport:
 
     def receive_object(self, source: int, what: str) -> Any:
         """Receive what :meth:`send_object` sent; tensors arrive on the CPU."""
-        length = self._control_receive(torch.empty(1, dtype=torch.int64), source, what)
-        data = self._control_receive(torch.empty(int(length), dtype=torch.uint8), source, what)
-        plain, tree = pickle.loads(data.numpy().tobytes())
-        leaves = [
-            value if shape is None else self._control_receive(torch.empty(shape, dtype=value), source, what)
-            for shape, value in plain
-        ]
-        return tree_unflatten(leaves, tree)
+        count = self._control_receive(torch.empty(1, dtype=torch.int64), source, what)
+        sizes = self._control_receive(torch.empty(int(count), dtype=torch.int64), source, what)
+        frames = [self._control_receive(torch.empty(size, dtype=torch.uint8), source, what) for size in sizes.tolist()]
+        return decode([frames[0].numpy().tobytes(), *frames[1:]])
 
     @contextmanager
     def collective(self, what: str) -> Iterator[None]:

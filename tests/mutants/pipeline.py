@@ -1,9 +1,12 @@
 """The pipeline's engine: it trains what one process trains, holds no more than it must, and no rank waits for ever."""
 
+import importlib
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+import test_codec
 import test_compiled
 import test_engine
 import test_engine_on_gpu
@@ -11,12 +14,14 @@ import test_executor
 import test_hybrid_pipeline_modules
 import test_layouts
 import test_losses
+import test_plain_data
 import test_rank_watch
 import torch
 from mutants.faulty import replaces
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from cnnstrategies.codec import decode, from_bytes, loaded_record, with_fields
 from cnnstrategies.pipeline.batchnorm import BatchNormMode, RunningStatistics
 from cnnstrategies.pipeline.channels import Channels, Order
 from cnnstrategies.pipeline.executor import Executor
@@ -260,3 +265,31 @@ def weights_that_no_gradient_reaches_decay(
     for leaf in (leaf for tensors in leaves.values() for leaf in tensors):
         leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
     right(self, microbatch, leaves)
+
+
+@replaces(decode, killed_by=test_plain_data.test_what_a_peer_has_pickled_is_not_executed)
+def an_object_of_a_peer_is_unpickled(right: Callable[[Sequence[Any]], Any], frames: Sequence[Any]) -> Any:
+    return pickle.loads(frames[0])
+
+
+@replaces(from_bytes, killed_by=test_plain_data.test_what_a_peer_has_pickled_is_not_executed)
+def a_batch_or_a_decision_of_a_peer_is_unpickled(right: Callable[[bytes], Any], message: bytes) -> Any:
+    return pickle.loads(message)
+
+
+@replaces(
+    loaded_record,
+    killed_by=test_codec.test_a_message_gets_no_class_but_those_of_records,
+    name="this:Never",
+    parts=[],
+)
+def a_message_has_a_module_imported(right: Callable[[str], type | None], name: str) -> type | None:
+    importlib.import_module(name.partition(":")[0])
+    return right(name)
+
+
+@replaces(with_fields, killed_by=test_codec.test_records_arrive_by_their_class_and_none_of_their_code_runs)
+def the_own_code_of_a_record_runs_where_it_arrives(
+    right: Callable[[type, Sequence[str], list[Any]], Any], cls: type, names: Sequence[str], parts: list[Any]
+) -> Any:
+    return cls(*parts)

@@ -61,7 +61,7 @@ def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
         return uneven()
 
     monkeypatch.setattr(layout_module, "measure_profile", measured)
-    monkeypatch.setattr(layout_module.dist, "broadcast_object_list", lambda values, source: None)
+    monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     network, found = PlainCNN(), {}
     parameters = list(network.parameters())
     for name, bandwidth, limit, optimizer in (
@@ -95,7 +95,7 @@ def test_fit_cuts_as_the_plan_does(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_network_that_fails_on_what_the_batch_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a step gives it a part of each image."""
-    monkeypatch.setattr(layout_module.dist, "broadcast_object_list", lambda values, source: None)
+    monkeypatch.setattr(layout_module, "broadcast_value", lambda value, *_: value)
     cluster = Cluster.flat(2, Link(1e10, 5e-5))
     monkeypatch.setattr(layout_module, "measure_cluster", lambda nodes, device: cluster)
     trainer: Any = SimpleNamespace(

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from cnnstrategies.pipeline.batch import Images
 from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.stage import IMAGES, Blueprint, divide_by_names
 from cnnstrategies.pipeline.tracing import mode
+from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 
 # How far two ways to add up the same numbers may be apart, in parts of the greatest of them. A GPU adds up in another
@@ -42,16 +42,16 @@ def compare_on_rank_zero(
     Raises:
         ConfigurationError: The stages compute something else.
     """
-    refusal: list[str | None] = [None]
+    refusal = None
     if trainer.global_rank == 0 and images is not None:
         try:
             compare(divide_by_names(network, cuts), images, device)
         except ConfigurationError as error:
-            refusal = [str(error)]
+            refusal = str(error)
     if trainer.world_size > 1:
-        dist.broadcast_object_list(refusal, 0)
-    if refusal[0] is not None:
-        raise ConfigurationError(refusal[0])
+        refusal = broadcast_value(refusal, 0, device)
+    if refusal is not None:
+        raise ConfigurationError(refusal)
 
 
 def compare(blueprint: Blueprint, images: Images, device: torch.device) -> None:

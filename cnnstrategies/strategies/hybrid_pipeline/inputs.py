@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.trainer.states import RunningStage
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch, Images
+from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.strategies.hybrid_pipeline.batches import Form, flatten, form_of, shapes_of_inputs, take_apart
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.network_call import arguments_of, given_to_network
@@ -88,20 +88,20 @@ class Inputs:
         form = form_of(batch)
         if not form.computes:
             return batch, None
-        drawn: list[Draws | None] = [None]
+        drawn: Draws | None = None
         if batch.images is not None:
             start = RandomNumbers(self._device)
             images = self._images(step, args, kwargs)
-            drawn = [Draws(start, RandomNumbers(self._device))]
-            _check(step, batch, images, not form.draws and drawn[0] is not None and start != drawn[0].at_call)
+            drawn = Draws(start, RandomNumbers(self._device))
+            _check(step, batch, images, not form.draws and start != drawn.at_call)
             batch = replace(batch, images=images[0] if len(images) == 1 else tuple(images))
         if not form.draws:
             return batch, None
         pipeline = self._divided.pipeline
         if pipeline.placement.world_size > 1:
             # It has one replica then: see `find_wiring`.
-            dist.broadcast_object_list(drawn, pipeline.placement.ranks(0)[0], group=pipeline.transport.control)
-        return batch, drawn[0]
+            drawn = broadcast_value(drawn, pipeline.placement.ranks(0)[0], group=pipeline.transport.control)
+        return batch, drawn
 
     def _images(self, step: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         loaded, self._loaded = self._loaded, None

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -19,6 +18,7 @@ from cnnstrategies.pipeline.recompute import CHECKPOINTING, Checkpointing
 from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
+from cnnstrategies.pipeline.transport import broadcast_value
 from cnnstrategies.planning.choose import choose_layout
 from cnnstrategies.planning.measure_links import measure_cluster
 from cnnstrategies.planning.measure_profile import USUAL_STATES, measure_profile, states_of
@@ -174,7 +174,7 @@ class LayoutRequest:
                 "self.example_input_array in the module, or image_shape (C, H, W) in the data module"
             )
         cluster = measure_cluster(trainer.num_nodes, device)
-        chosen: list[Any] = [None]
+        chosen: Any = None
         if trainer.global_rank == 0:
             optimizers = trainer.strategy.optimizers
             try:
@@ -190,13 +190,13 @@ class LayoutRequest:
                     memory_limit=self.memory_limit,
                 )
                 layout, run_ahead = choose_layout(job, microbatches, placement=self.placement)
-                chosen = [(list(layout.cuts), run_ahead)]
+                chosen = list(layout.cuts), run_ahead
             except ConfigurationError as error:
-                chosen = [str(error)]
-        dist.broadcast_object_list(chosen, 0)
-        if isinstance(chosen[0], str):
-            raise ConfigurationError(chosen[0])
-        return ChosenLayout(chosen[0][0], replicas, microbatches, chosen[0][1])
+                chosen = str(error)
+        chosen = broadcast_value(chosen, 0, device)
+        if isinstance(chosen, str):
+            raise ConfigurationError(chosen)
+        return ChosenLayout(chosen[0], replicas, microbatches, chosen[1])
 
 
 def _measured(network: nn.Module, images: Images, size: int, device: torch.device, trainer: Trainer) -> Profile:

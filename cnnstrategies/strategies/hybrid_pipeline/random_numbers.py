@@ -10,6 +10,7 @@ import torch
 from cnnstrategies.pipeline.recompute import RandomState
 
 
+@dataclass(init=False, eq=False)
 class RandomNumbers:
     """Where the generators of torch, Python and numpy stand.
 
@@ -17,15 +18,19 @@ class RandomNumbers:
         device: Where the steps run.
     """
 
+    pytorch: RandomState
+    python: Any
+    numpy: Any
+
     def __init__(self, device: torch.device) -> None:
-        self.torch = RandomState(device)
+        self.pytorch = RandomState(device)
         self.python = random.getstate()
-        self.numpy: Any = np.random.get_state()
+        self.numpy = np.random.get_state()
 
     def restore(self, device: torch.device) -> None:
         """Go back to it, on a rank that has perhaps another device."""
-        self.torch.device = device
-        self.torch.restore()
+        self.pytorch.device = device
+        self.pytorch.restore()
         random.setstate(self.python)
         np.random.set_state(self.numpy)
 
@@ -33,9 +38,9 @@ class RandomNumbers:
         """Whether the same numbers come next."""
         if not isinstance(other, RandomNumbers):
             return NotImplemented
-        one, two = self.torch.accelerator, other.torch.accelerator
+        one, two = self.pytorch.accelerator, other.pytorch.accelerator
         return (
-            torch.equal(self.torch.cpu, other.torch.cpu)
+            torch.equal(self.pytorch.cpu, other.pytorch.cpu)
             and (one is None or two is None or torch.equal(one, two))
             and self.python == other.python
             and bool((self.numpy[1] == other.numpy[1]).all())

@@ -29,7 +29,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.recompute import Checkpointing
 from cnnstrategies.pipeline.timetable import Order, Placement, Schedule
 from cnnstrategies.pipeline.tracing import decide_by_shapes
-from cnnstrategies.pipeline.transport import PeerError
+from cnnstrategies.pipeline.transport import PeerError, broadcast_value
 from cnnstrategies.runtime.default_group import end_at_exit, leave_at_exit
 from cnnstrategies.runtime.processes import failed_before
 from cnnstrategies.strategies.hybrid_pipeline.contract import (
@@ -361,6 +361,11 @@ class HybridPipelineStrategy(DDPStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks, or any, have decided so."""
         return bool(self._most(int(not decision)) == 0 if all else self._most(int(decision)))
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of one rank, on all; nothing is pickled."""
+        return broadcast_value(obj, src, self.root_device) if dist.is_initialized() else obj
 
     def _most(self, number: int) -> int:
         # On the host, where it can be: to read it there waits for nothing that a device computes.

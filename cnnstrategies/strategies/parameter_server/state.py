@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 
 from cnnstrategies._lightning_private import set_batches_that_stepped
-from cnnstrategies.paramserver.codec import CodecError, encode
+from cnnstrategies.codec import CodecError, encode
 from cnnstrategies.paramserver.specification import hyperparameters
 
 SEED = "PL_GLOBAL_SEED"  # Lightning's: the order of the samples follows from it

@@ -1,0 +1,67 @@
+"""What a pipeline's ranks tell each other is plain data: nothing that comes from a peer is unpickled."""
+
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+from cnnstrategies.codec import CodecError
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.pipeline import batch, transport
+from cnnstrategies.pipeline.batch import share_batch
+from cnnstrategies.pipeline.timetable import Placement
+from cnnstrategies.pipeline.transport import Transport, broadcast_value
+
+CPU = torch.device("cpu")
+
+
+class Hostile:
+    """Pickled, it makes a folder where it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def refuses(read: Callable[[], object]) -> None:
+    with pytest.raises((CodecError, RuntimeError)):
+        read()
+    assert not Path("executed").exists()
+
+
+def a_peer_sends_pickles() -> None:
+    placement = Placement((1, 1))
+    data = pickle.dumps(Hostile())
+    link = Transport(placement, timedelta(seconds=20))
+    images = torch.zeros(4, 1, 2, 2)
+    if link.rank == 0:
+        transport.encode = lambda value: [data]  # type: ignore[attr-defined]
+        transport.to_bytes = batch.to_bytes = lambda value: data  # type: ignore[attr-defined]
+        for one in link.send_object(None, 1, "a message"):
+            one.wait()
+        refuses(lambda: broadcast_value(None, 0))
+        refuses(lambda: share_batch(images, [], None, 1, placement, link, CPU, everywhere=True))
+    else:
+        refuses(lambda: link.receive_object(0, "a message"))
+        refuses(lambda: broadcast_value(None, 0))
+        refuses(lambda: share_batch(None, [], None, 1, placement, link, CPU, everywhere=True))
+    dist.barrier()
+
+
+def test_what_a_peer_has_pickled_is_not_executed() -> None:
+    run_ranks(2, a_peer_sends_pickles)
+
+
+@pytest.mark.light
+def test_a_batch_with_what_cannot_be_sent_is_refused_by_its_class() -> None:
+    link: Any = SimpleNamespace(settle=lambda: None, rank=0)
+    form = ("same", SimpleNamespace(crs=4326))
+    with pytest.raises(ConfigurationError, match=r"a types.SimpleNamespace cannot be sent .* out in collate_fn"):
+        share_batch(torch.zeros(4, 1, 2, 2), [], form, 1, Placement((1,)), link, CPU, everywhere=True)
