@@ -13,6 +13,7 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 
 FIRST_PORT, PORTS = 20000, 10000
+LONGEST_NAME = 256  # bytes of a host, more than Linux takes
 
 
 class MpirunEnvironment(ClusterEnvironment):
@@ -79,7 +80,9 @@ class MpirunEnvironment(ClusterEnvironment):
                 f"address ({error}): add `{self.PASS_ON}<the first machine in the hostfile>` to mpirun, or install "
                 "mpi4py"
             ) from error
-        return str(MPI.COMM_WORLD.bcast(socket.gethostname(), root=0))
+        name = bytearray(socket.gethostname().encode().ljust(LONGEST_NAME, b"\0"))
+        MPI.COMM_WORLD.Bcast(name, root=0)  # As it lies in memory: `bcast` would pickle.
+        return name.rstrip(b"\0").decode()
 
     @property
     @override
