@@ -33,27 +33,6 @@ def put_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
     module._buffers[name] = buffer
 
 
-def convolution_backward(
-    gradient: Tensor,
-    inputs: Tensor,
-    weight: Tensor,
-    wanted: Sequence[bool],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of a convolution's inputs, weights and bias, those that are wanted.
-
-    The public ``torch.nn.grad.conv2d_weight`` copies as much as the weights are, and takes half as long again.
-    """
-    weight = weight.to(gradient.dtype)
-    found = torch.ops.aten.convolution_backward(
-        gradient, inputs, weight, [len(weight)], stride, padding, dilation, False, [0, 0], groups, list(wanted)
-    )
-    return found[0], found[1], found[2]
-
-
 def measure_every_step(model: DistributedDataParallel) -> None:
     """Have DDP's reducer time each step; on a GPU it then waits in each forward for the backward before."""
     model._set_ddp_runtime_logging_sample_rate(1)  # type: ignore[no-untyped-call]

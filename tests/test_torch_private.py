@@ -13,7 +13,6 @@ from cnnstrategies._torch_private import (
     abort_all_groups,
     add_all,
     communication_seconds,
-    convolution_backward,
     copy_all,
     is_compiled,
     measure_every_step,
@@ -96,19 +95,6 @@ def test_writes_in_place_are_counted_through_views():
     before = writes(tensor)
     tensor[0].add_(1)
     assert writes(tensor) == before + 1
-
-
-def test_a_convolution_has_its_gradients_one_by_one():
-    layer, values = nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2).double(), torch.randn(2, 4, 5, 5).double()
-    values.requires_grad_()
-    output = layer(values)
-    start = torch.randn_like(output)
-    expected = torch.autograd.grad(output, (values, layer.weight, layer.bias), start)
-    for index, gradient in enumerate(expected):
-        wanted = [index == one for one in range(3)]
-        found = convolution_backward(start, values, layer.weight, wanted, [2, 2], [1, 1], [1, 1], 2)
-        torch.testing.assert_close(found[index], gradient)
-        assert [one is None for one in found] == [not one for one in wanted]
 
 
 def test_a_schedule_of_several_has_them_and_their_states():

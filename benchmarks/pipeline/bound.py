@@ -1,7 +1,4 @@
-"""Our step against its own bound: sum t_i + (M - 1) max t_i, from the profile of the stages. Target: at least 0.9.
-
-The bound is of backwards that are whole; a step whose last backward is in two parts may beat it.
-"""
+"""Our step against its own bound: sum t_i + (M - 1) max t_i, from the profile of the stages. Target: at least 0.9."""
 
 import argparse
 from pathlib import Path

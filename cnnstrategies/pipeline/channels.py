@@ -1,8 +1,7 @@
 """One stage's traffic with the others: inputs and outputs of its forwards, gradients of its backwards."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from operator import itemgetter
 from typing import Any
 
@@ -228,33 +227,6 @@ class Channels:
             while len(under_way) > GRADIENTS_UNDER_WAY:
                 for one in under_way.popleft():
                     one.wait()
-
-    @contextmanager
-    def sending_early(self, microbatch: int, leaves: dict[int, list[Tensor]]) -> Iterator[None]:
-        """Send each source its gradients as soon as the backward inside has computed all of them.
-
-        Args:
-            microbatch: The microbatch.
-            leaves: As for :meth:`send_backward`; what has been sent is taken out.
-        """
-        missing = {source: len(tensors) for source, tensors in leaves.items()}
-
-        def there(source: int) -> None:
-            missing[source] -= 1
-            if not missing[source]:
-                self.send_backward(microbatch, {source: leaves.pop(source)})
-                self.begin()
-
-        handles = [
-            tensor.register_post_accumulate_grad_hook(lambda _, source=source: there(source))  # type: ignore[no-untyped-call]
-            for source, tensors in leaves.items()
-            for tensor in tensors
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def finish(self) -> None:
         """Wait until everything has left."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from cnnstrategies.pipeline.batchnorm import RunningStatistics
 from cnnstrategies.pipeline.buffers import OtherBuffers
 from cnnstrategies.pipeline.channels import Channels
 from cnnstrategies.pipeline.gradients import GradientReducer
-from cnnstrategies.pipeline.inputs_first import InputsFirst
 from cnnstrategies.pipeline.losses import PartialLoss
 from cnnstrategies.pipeline.recompute import Checkpointing, RandomState, is_recomputed
 from cnnstrategies.pipeline.stage import StageModule
@@ -182,7 +181,7 @@ class Executor:
         size = step.size(microbatch)
         with self.timed("receive", microbatch):
             values, leaves = step.channels.receive_forward(microbatch, size)
-        held = Held(leaves, inputs_first=is_last and not again and any(leaves.values()) and self._inputs_first())
+        held = Held(leaves)
         arguments = step.channels.inputs(values, step.images(microbatch))
         if again:
             held.arguments, held.random = arguments, RandomState(self.device)
@@ -198,8 +197,7 @@ class Executor:
             self.statistics.microbatch(microbatch),
             self.timed("forward", microbatch),
         ):
-            with InputsFirst(self.module) if held.inputs_first else nullcontext():
-                result = self.module(*arguments)
+            result = self.module(*arguments)
             if not self.last:
                 roots = step.channels.send_forward(microbatch, size, self._named(step, result), training=True)
                 if not again:
@@ -221,8 +219,7 @@ class Executor:
                 self._run_again(step, microbatch, held)
             if self.last:
                 computed(step)
-            with step.channels.sending_early(microbatch, held.leaves) if held.inputs_first else nullcontext():
-                self._backpropagate(held, gradients)
+            self._backpropagate(held, gradients)
         step.channels.send_backward(microbatch, held.leaves)
         del step.held[microbatch]
 
@@ -239,14 +236,6 @@ class Executor:
         Not where they end one after the other: the last may need what the first sends only after that backward.
         """
         return not any(step.batch.split.sizes[microbatch + self.replicas :])
-
-    def _inputs_first(self) -> bool:
-        """Whether the last backward, after which the stage before has one more, sends before its weights' turn.
-
-        Replicas' gradients would be summed later. On a GPU autograd's own thread would send: nothing has shown that. A
-        compiled backward is one node of the graph.
-        """
-        return self.reducer.group is None and self.device.type == "cpu" and not self.compiled
 
     def _backpropagate(self, held: Held, gradients: dict[int, list[Tensor | None]]) -> None:
         roots: list[GradientEdge] = []

@@ -26,14 +26,12 @@ class Held:
             in the last stage the loss's, under None. The outputs themselves are not held.
         arguments: The stage's arguments, where the forward runs again.
         random: The random numbers, where the forward runs again.
-        inputs_first: Its backward computes the gradients of the inputs before those of the weights.
     """
 
     leaves: dict[int, list[Tensor]]
     roots: dict[int | None, list[GradientEdge | None]] = field(default_factory=dict)
     arguments: tuple[Any, ...] | None = None
     random: RandomState | None = None
-    inputs_first: bool = False
 
 
 @dataclass
