@@ -181,6 +181,11 @@ class Roles:
         numbers = range(self.specification.workers)
         for number in numbers:
             self.start(number, work, *args)
+        threads = {who: self._threads[who] for who in (f"worker-{number}" for number in numbers)}
+        while any(thread.is_alive() for thread in threads.values()):  # One that fails is waited for by others.
+            for who, thread in threads.items():
+                assert thread.is_alive() or who in self._results, f"{who} has failed"
+            time.sleep(0.005)
         return [self.result(number) for number in numbers]
 
     def _start(self, who: str, run: Callable[[], Any]) -> None:
