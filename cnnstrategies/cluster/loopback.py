@@ -66,5 +66,7 @@ def on_loopback(strategy: Strategy) -> Iterator[None]:
 @contextlib.contextmanager
 def _served() -> Iterator[None]:
     os.environ[SERVED] = str(True)
-    yield
-    del os.environ[SERVED]
+    try:
+        yield
+    finally:
+        del os.environ[SERVED]

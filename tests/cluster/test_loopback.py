@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from ranks import run_started
 
 from cnnstrategies import ImageClassifier
+from cnnstrategies.cluster.loopback import SERVED, on_loopback
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.strategies import HybridPipelineStrategy
 
@@ -60,6 +61,7 @@ def test_a_run_of_the_command_line(
     run_cli: Callable[..., tuple[int, str]], quick: list[str], strategy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # Lightning would start pytest again.
     short = ["--trainer.max_steps=1", "--trainer.limit_val_batches=0", "--trainer.callbacks+=test_loopback.Listening"]
     code, output = run_cli("fit", *quick, f"--trainer.strategy={strategy}", *short, "--checkpoint.monitor=null")
     assert code == 0, output
@@ -82,3 +84,16 @@ def script() -> None:
 def test_a_script_without_the_command_line() -> None:
     assert run_started(2, script) == [0, 0]
     check()
+
+
+def test_ranks_that_could_not_be_started_leave_the_next_ones_to_serve_a_store_themselves() -> None:
+    strategy = Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False).strategy
+
+    @on_loopback(strategy)
+    def start() -> None:
+        assert SERVED in os.environ
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        start()
+    assert SERVED not in os.environ
