@@ -27,26 +27,28 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 COMPILED = ROOT / "build" / "compiled"
-ENGINE = "cnnstrategies.paramserver"
+SIMULATED = ("cnnstrategies.paramserver", "simulation")
+BESIDE = ROOT / "tests" / "paramserver"  # Where the simulator lies; compiled, both lie together.
+FOLDERS = [ROOT, BESIDE]
 FIRST = 600_000  # Its seeds are none that the code was developed with.
 KEPT = HERE / "long_run.json"
 # What looks at the runs, and has no part in them but that `data.watch` says whether a step was begun.
-CHECKS = [f"{ENGINE}.simulation.{name}" for name in ("invariants", "data.checks", "data.watch")]
+CHECKS = [f"simulation.{name}" for name in ("invariants", "data.checks", "data.watch")]
 
 
-def sources(root: Path, names: list[str]) -> str:
-    """The digest of modules' source files, as they lie below a folder."""
+def sources(folders: list[Path], names: list[str]) -> str:
+    """The digest of modules' source files, as they lie below some folders."""
     found = hashlib.sha256()
     for name in names:
-        path = root.joinpath(*name.split("."))
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        found.update(name.encode() + (file.read_bytes() if file.exists() else b"no file"))
+        paths = [folder.joinpath(*name.split(".")) for folder in folders]
+        files = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths]
+        found.update(name.encode() + next((file.read_bytes() for file in files if file.exists()), b"no file"))
     return found.hexdigest()[:16]
 
 
 def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
     """Run seeds until there are enough or the time is over, and note what came of them."""
-    from cnnstrategies.paramserver.simulation.run import PLANES, results
+    from simulation.run import PLANES, results
 
     begun, noted, done, worked = time.monotonic(), 0.0, 0, 0.0
     counts = {plane: Counter(kept["counts"].get(plane, {})) for plane in PLANES}
@@ -76,7 +78,7 @@ def run(seeds: int, minutes: float, kept: dict[str, Any]) -> None:
 
 def again(kept: dict[str, Any]) -> None:
     """Try the seeds again in which something was found."""
-    from cnnstrategies.paramserver.simulation.run import PLANES, simulate_all
+    from simulation.run import PLANES, simulate_all
 
     for seed in list(kept["failed"]):
         failures = simulate_all(list(PLANES), range(seed, seed + 1)).failures
@@ -136,16 +138,18 @@ def main() -> None:
     parser.add_argument("--weaker", action="store_true", help="the checks alone have changed, and allow more")
     arguments = parser.parse_args()
     names = json.loads(subprocess.check_output([sys.executable, "-c", NAMES], cwd=ROOT))
-    code, checks = (sources(ROOT, [one for one in names if (one in CHECKS) == looks]) for looks in (False, True))
+    code, checks = (sources(FOLDERS, [one for one in names if (one in CHECKS) == looks]) for looks in (False, True))
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if kept.get("code") != code or (kept["checks"] != checks and not arguments.weaker):
         kept = {"code": code, "sittings": [], "failed": [], "alarms": [], "counts": {}}
     kept["checks"] = checks
     left = arguments.seeds - sum(one["seeds"] for one in kept["sittings"])
     if left > 0:
-        if not COMPILED.exists() or sources(COMPILED, names) != sources(ROOT, names):
+        if not COMPILED.exists() or sources([COMPILED], names) != sources(FOLDERS, names):
             subprocess.run([sys.executable, ROOT / "tests/paramserver/compiled.py", COMPILED], check=True)
         sys.path.insert(0, str(COMPILED))
+    else:
+        sys.path.append(str(BESIDE))
     again(kept)
     if left > 0:
         run(arguments.seeds, arguments.minutes, kept)
@@ -154,10 +158,11 @@ def main() -> None:
 
 NAMES = f"""
 import json, sys
-from cnnstrategies.paramserver.simulation.run import PLANES
+sys.path.append({str(BESIDE)!r})
+from simulation.run import PLANES
 for simulate in PLANES.values():
     simulate(0)
-print(json.dumps(sorted(name for name in sys.modules if name.startswith({ENGINE!r}))))
+print(json.dumps(sorted(name for name in sys.modules if name.startswith({SIMULATED!r}))))
 """
 
 

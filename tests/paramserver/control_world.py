@@ -5,15 +5,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from simulation.faults import Fault, Moment, Network
+from simulation.toys import newer_view
+from simulation.world import Program, Sleep, Tell, World
+
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Role, Send
-from cnnstrategies.paramserver.simulation.faults import Fault, Moment, Network
-from cnnstrategies.paramserver.simulation.toys import newer_view
-from cnnstrategies.paramserver.simulation.world import Program, Sleep, Tell, World
 
 LATENCY = 0.001
 WHILE = 0.01  # seconds in which a question is answered, if it is at once

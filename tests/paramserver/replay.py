@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from simulation.traces import Cue, Cues, name
 from torch import Tensor, nn
 
 from cnnstrategies.paramserver.api import Worker
@@ -34,7 +35,6 @@ from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import SERVER
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, load_keys, serve
-from cnnstrategies.paramserver.simulation.traces import Cue, Cues, name
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.paramserver.worker import worker as worker_role

@@ -2,9 +2,9 @@
 
 import pytest
 from control_world import Run, trained
+from simulation.faults import Moment
 
 from cnnstrategies.paramserver.core.node import End, Peer
-from cnnstrategies.paramserver.simulation.faults import Moment
 
 pytestmark = pytest.mark.light
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from changed_values import changed
+from simulation import control
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.participant import Participant
@@ -18,7 +19,6 @@ from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import REFUSED
 from cnnstrategies.paramserver.drivers.control import TAG, encode, parse
 from cnnstrategies.paramserver.drivers.loop import Loop
-from cnnstrategies.paramserver.simulation import control
 
 pytestmark = pytest.mark.light
 KINDS = [

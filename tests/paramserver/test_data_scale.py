@@ -1,9 +1,9 @@
 """What a process does and keeps does not grow with the number of steps, and with that of others only as it must."""
 
 import pytest
+from simulation.data.scale import count
 
 from cnnstrategies.paramserver.server import clocks
-from cnnstrategies.paramserver.simulation.data.scale import count
 
 pytestmark = pytest.mark.light
 

@@ -3,8 +3,7 @@
 from collections import Counter
 
 import pytest
-
-from cnnstrategies.paramserver.simulation.data.run import simulate
+from simulation.data.run import simulate
 
 pytestmark = pytest.mark.light
 SEEDS = 100

@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 from control_world import LOST, trained
+from simulation import control
+from simulation.faults import Moment, Network
 
 from cnnstrategies.paramserver.core.node import Peer, Send
-from cnnstrategies.paramserver.simulation import control
-from cnnstrategies.paramserver.simulation.faults import Moment, Network
 
 pytestmark = pytest.mark.light
 KINDS = ("hello", "beat", "pong", "view", "collect", "put", "get", "epoch", "take", "leave", "done", "probe", "unknown")

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from replay import EPOCH, SLICE, STEPS, Outcome, Places, Plan, expected, replay
+from simulation import traces
+from simulation.traces import Trace
 from test_traces import of
-
-from cnnstrategies.paramserver.simulation import traces
-from cnnstrategies.paramserver.simulation.traces import Trace
 
 Slices = list[torch.Tensor]
 

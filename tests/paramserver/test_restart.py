@@ -2,12 +2,12 @@
 
 import pytest
 from control_world import LOST, WHILE, Run, trained
+from simulation.faults import Moment
 
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, Message, Peer
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.simulation.faults import Moment
 
 pytestmark = pytest.mark.light
 BEAT = 1.0  # seconds

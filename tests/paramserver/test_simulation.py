@@ -3,15 +3,15 @@
 from collections import Counter
 
 import pytest
+from simulation import traces
+from simulation.control import TIMEOUT, Plan, run, simulate
+from simulation.faults import Faults
+from simulation.run import PLANES, explain
+from simulation.shrink import shrink
+from simulation.world import Ask, World
 
 from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return
 from cnnstrategies.paramserver.core.requests import DONE, PROBE, TIMER, Answering, Asking
-from cnnstrategies.paramserver.simulation import traces
-from cnnstrategies.paramserver.simulation.control import TIMEOUT, Plan, run, simulate
-from cnnstrategies.paramserver.simulation.faults import Faults
-from cnnstrategies.paramserver.simulation.run import PLANES, explain
-from cnnstrategies.paramserver.simulation.shrink import shrink
-from cnnstrategies.paramserver.simulation.world import Ask, World
 
 pytestmark = pytest.mark.light
 SEEDS = 100

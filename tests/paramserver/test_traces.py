@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cnnstrategies.paramserver.simulation import control, traces
-from cnnstrategies.paramserver.simulation.data import run as data
-from cnnstrategies.paramserver.simulation.faults import Moment
-from cnnstrategies.paramserver.simulation.outcome import Outcome
-from cnnstrategies.paramserver.simulation.traces import Script, Trace, TraceError
+from simulation import control, traces
+from simulation.data import run as data
+from simulation.faults import Moment
+from simulation.outcome import Outcome
+from simulation.traces import Script, Trace, TraceError
 
 pytestmark = pytest.mark.light
 FOLDER = Path(__file__).parent / "traces"

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from cnnstrategies.paramserver.core.node import Peer, Send
-from cnnstrategies.paramserver.simulation.faults import DEADLY, KINDS, Fault, Faults, Moment, Network
+from simulation.faults import DEADLY, KINDS, Fault, Faults, Moment, Network
 
 WHO = r"\w+(?: \d+)?(?: \(life \d+\))?"
 PLACE = r"coordinator|(?:worker|server|supervision) \d+"

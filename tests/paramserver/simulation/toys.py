@@ -13,8 +13,8 @@ from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorS
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import KEPT
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.simulation.faults import draw
-from cnnstrategies.paramserver.simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
+from simulation.faults import draw
+from simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
 
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # collectives before training

@@ -3,13 +3,13 @@
 from typing import NamedTuple
 
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.simulation.faults import Fault, Faults, Network, draw
-from cnnstrategies.paramserver.simulation.invariants import Invariants
-from cnnstrategies.paramserver.simulation.joiners import Joiners
-from cnnstrategies.paramserver.simulation.outcome import Outcome
-from cnnstrategies.paramserver.simulation.toys import Toys
-from cnnstrategies.paramserver.simulation.violation import ViolationError
-from cnnstrategies.paramserver.simulation.world import World
+from simulation.faults import Fault, Faults, Network, draw
+from simulation.invariants import Invariants
+from simulation.joiners import Joiners
+from simulation.outcome import Outcome
+from simulation.toys import Toys
+from simulation.violation import ViolationError
+from simulation.world import World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin

@@ -1,4 +1,4 @@
-"""Many workers and servers, or many steps, without faults: `python -m cnnstrategies.paramserver.simulation.data.scale`.
+"""Many workers and servers, or many steps, without faults: `python -m simulation.data.scale`.
 
 The real roles, each with a box of messages that it reads in one go, as its driver does. What is counted is the same on
 every machine: messages for each process and step, and how much each process keeps.

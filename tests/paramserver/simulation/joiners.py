@@ -9,9 +9,9 @@ from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import WORKER
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
-from cnnstrategies.paramserver.simulation.faults import draw
-from cnnstrategies.paramserver.simulation.toys import CHUNK, SAMPLES, Toys, contents, newer_view
-from cnnstrategies.paramserver.simulation.world import Ask, Program, Sleep, World
+from simulation.faults import draw
+from simulation.toys import CHUNK, SAMPLES, Toys, contents, newer_view
+from simulation.world import Ask, Program, Sleep, World
 
 AHEAD = 2  # chunks that one takes before it has worked on the first
 LATEST = 2.5  # seconds: when the first one comes

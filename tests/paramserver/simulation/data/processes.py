@@ -13,11 +13,11 @@ from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableErr
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.synchronous import Synchronous
-from cnnstrategies.paramserver.simulation.data.watch import Watch, gradient, rate
-from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
+from simulation.data.watch import Watch, gradient, rate
+from simulation.violation import ViolationError
 
 READING = 0.002  # seconds in which a server may read several messages
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers

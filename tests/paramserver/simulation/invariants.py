@@ -10,10 +10,10 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.simulation.faults import DEADLY
-from cnnstrategies.paramserver.simulation.toys import MARKS, SAMPLES, Toys, contents
-from cnnstrategies.paramserver.simulation.violation import ViolationError
-from cnnstrategies.paramserver.simulation.world import Process, World
+from simulation.faults import DEADLY
+from simulation.toys import MARKS, SAMPLES, Toys, contents
+from simulation.violation import ViolationError
+from simulation.world import Process, World
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends
 HARD = 0.55  # times the time-out: a fault, or a silence, that a run may have to go on without its victim

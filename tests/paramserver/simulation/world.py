@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.core.node import (
     Send,
     Timer,
 )
-from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, Network, draw
+from simulation.faults import DEADLY, Fault, Network, draw
 
 
 class Sleep(NamedTuple):

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from cnnstrategies.paramserver.simulation.data.checks import Checks
-from cnnstrategies.paramserver.simulation.data.members import Members
-from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
-from cnnstrategies.paramserver.simulation.faults import Faults, Network, draw
-from cnnstrategies.paramserver.simulation.outcome import Outcome
-from cnnstrategies.paramserver.simulation.violation import ViolationError
-from cnnstrategies.paramserver.simulation.world import World
 from cnnstrategies.paramserver.specification import Group, ParameterInfo, Specification
+from simulation.data.checks import Checks
+from simulation.data.members import Members
+from simulation.data.watch import MOST_WORKERS
+from simulation.faults import Faults, Network, draw
+from simulation.outcome import Outcome
+from simulation.violation import ViolationError
+from simulation.world import World
 
 TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin

@@ -1,4 +1,4 @@
-"""Simulates runs: `python -m cnnstrategies.paramserver.simulation.run [--first N] [--seeds N]`, or `make simulate`."""
+"""Simulates runs: `python -m simulation.run [--first N] [--seeds N]`, or `make simulate`."""
 
 import argparse
 import gc
@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-from cnnstrategies.paramserver.simulation import control
-from cnnstrategies.paramserver.simulation.data import run as data
-from cnnstrategies.paramserver.simulation.faults import Fault, Faults
-from cnnstrategies.paramserver.simulation.outcome import Outcome
-from cnnstrategies.paramserver.simulation.shrink import shrink
-from cnnstrategies.paramserver.simulation.traces import Cue, Noted, Script, Trace, given, written
+from simulation import control
+from simulation.data import run as data
+from simulation.faults import Fault, Faults
+from simulation.outcome import Outcome
+from simulation.shrink import shrink
+from simulation.traces import Cue, Noted, Script, Trace, given, written
 
 LINES = 60  # of a trace
 TOGETHER = 10  # seeds that a process runs before it says what came of them

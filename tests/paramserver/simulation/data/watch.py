@@ -16,9 +16,9 @@ from cnnstrategies.paramserver.messages import Encoding
 from cnnstrategies.paramserver.optimizers import ALL_THERE
 from cnnstrategies.paramserver.server.changes import Changes, encodings
 from cnnstrategies.paramserver.server.store import Store
-from cnnstrategies.paramserver.simulation.violation import ViolationError
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
+from simulation.violation import ViolationError
 
 MOST_WORKERS = 4
 LIVES = 8

@@ -1,14 +1,14 @@
 """What must hold of the members in every simulated run of workers and servers, numbered as in the design."""
 
 from cnnstrategies.paramserver.core.node import Peer
-from cnnstrategies.paramserver.simulation.data.members import Members
-from cnnstrategies.paramserver.simulation.data.processes import LOOK_WORKER, SimulatedServer, SimulatedWorker
-from cnnstrategies.paramserver.simulation.data.watch import MOST_WORKERS
-from cnnstrategies.paramserver.simulation.faults import DEADLY
-from cnnstrategies.paramserver.simulation.invariants import HARD, WITHIN
-from cnnstrategies.paramserver.simulation.violation import ViolationError
-from cnnstrategies.paramserver.simulation.world import Process, World
 from cnnstrategies.paramserver.specification import Specification
+from simulation.data.members import Members
+from simulation.data.processes import LOOK_WORKER, SimulatedServer, SimulatedWorker
+from simulation.data.watch import MOST_WORKERS
+from simulation.faults import DEADLY
+from simulation.invariants import HARD, WITHIN
+from simulation.violation import ViolationError
+from simulation.world import Process, World
 
 OFTEN = 5  # messages that are lost within a time-out: as if the connection was cut
 ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something

@@ -14,12 +14,12 @@ from cnnstrategies.paramserver.core.node import Call, Peer, Send
 from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.messages import Kind
 from cnnstrategies.paramserver.server.server import Server
-from cnnstrategies.paramserver.simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
-from cnnstrategies.paramserver.simulation.data.watch import Watch, WatchedStore
-from cnnstrategies.paramserver.simulation.faults import DEADLY, Fault, draw, mixed
-from cnnstrategies.paramserver.simulation.world import Process, Program, Sleep, World
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
+from simulation.data.processes import SimulatedServer, SimulatedWorker, Wires
+from simulation.data.watch import Watch, WatchedStore
+from simulation.faults import DEADLY, Fault, draw, mixed
+from simulation.world import Process, Program, Sleep, World
 
 STEPS = 14
 LAG = 0.4  # seconds after which all have heard of a view
