@@ -7,7 +7,8 @@ import subprocess
 import threading
 from typing import Any
 
-from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
+import torch
+from lightning.fabric.strategies.launchers.multiprocessing import _check_missing_main_guard
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningModule, Trainer
@@ -16,6 +17,8 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalState
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as ScriptLauncher
+
+from cnnstrategies.errors import ConfigurationError
 
 __all__ = [
     "GlobalState",
@@ -85,14 +88,25 @@ def built_by_cli() -> bool:
     return _given_hyperparameters.get() is not None
 
 
-def check_start(method: str) -> None:
-    """Refuse what Lightning's own launcher refuses: forking after CUDA was used, spawning without a main guard.
+def check_start(method: str, device: torch.device) -> None:
+    """Refuse what Lightning's own launcher is to refuse: forking after CUDA was used, spawning without a main guard.
 
-    The launcher that watches its processes replaces Lightning's `launch`, where these checks are made.
+    The launcher that watches its processes replaces Lightning's `launch`, where these checks are made; and Lightning's
+    of CUDA answers in the forked processes alone.
+
+    Args:
+        method: How ranks are started.
+        device: That of this process.
+
+    Raises:
+        ConfigurationError: The ranks could not use their GPUs.
     """
-    if method in ("fork", "forkserver"):
-        _check_bad_cuda_fork()
-    else:
+    if method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigurationError(
+            "start_method=fork: this process has used a GPU, and what is forked from it cannot: use start_method "
+            "spawn or popen, or use no GPU before"
+        )
+    if method == "spawn":
         _check_missing_main_guard()
 
 

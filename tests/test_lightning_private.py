@@ -81,7 +81,7 @@ def test_the_launchers_that_the_parameter_server_replaces_have_their_parts():
         assert callable(getattr(MultiProcessingLauncher, name))
     for name in ("launch", "kill"):
         assert callable(getattr(ScriptLauncher, name))
-    check_start("fork")
+    check_start("fork", torch.device("cpu"))
     assert script_command()[0] == sys.executable
     GlobalState.capture().restore()
 

@@ -7,9 +7,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, run_forked
+from lightning.pytorch import Trainer
 
+from cnnstrategies import ImageClassifier
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank
+from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 
 def ended():
@@ -48,3 +53,15 @@ def test_a_rank_whose_starter_has_ended_during_its_imports_ends():
     rank = [sys.executable, str(ROOT / "cli.py"), "fit", f"--config={ROOT / 'configs/quickstart.yaml'}"]
     environment = {**os.environ, "LOCAL_RANK": "1", "MASTER_PORT": "1", STARTER: str(ended())}
     assert subprocess.run(rank, env=environment, timeout=60).returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])
+def test_ranks_are_not_forked_from_a_process_that_has_used_a_gpu(strategy, monkeypatch):
+    """They could not use theirs, and Lightning's own check notices that in them, not before."""
+    made = strategy(start_method="fork")
+    trainer = Trainer(accelerator="cpu", strategy=made, logger=False, enable_checkpointing=False)
+    made.parallel_devices = [torch.device("cuda", 0)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    module = ImageClassifier(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2)), 2)
+    with pytest.raises(ConfigurationError, match=r"start_method=fork: this process has used a GPU"):
+        trainer.fit(module, [(torch.zeros(1, 3, 2, 2), torch.zeros(1, dtype=torch.int64))])

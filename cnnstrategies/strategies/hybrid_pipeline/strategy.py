@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import asks_of_sigterm, leave_samplers
+from cnnstrategies._lightning_private import asks_of_sigterm, check_start, leave_samplers
 from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
@@ -161,6 +161,7 @@ class HybridPipelineStrategy(DDPStrategy):
         module = self.lightning_module
         if module is None or module is self._checked:
             return
+        check_start(self._start_method, self.root_device)
         path = check_module(module, self.network_path)
         compile_backend_of(module)
         network = network_at(module, path)

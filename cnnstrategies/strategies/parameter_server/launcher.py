@@ -108,7 +108,7 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
             ProcessRaisedException: It raised on a rank.
             ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
-        check_start(self._start_method)
+        check_start(self._start_method, self._strategy.root_device)
         training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if trainer is not None:
             check_callbacks(trainer.callbacks, self._options, returns=False)  # type: ignore[attr-defined]
