@@ -6,11 +6,13 @@ Each check yields what it has tried and what came of it, and raises where that i
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 ACCELERATOR = "gpu" if ON_GPU else "cpu"
 # On a CPU it is a rehearsal, of the smallest that there is.
 EPOCHS, LEAST, SIZE, BATCH, STEPS = (8, 0.9, 224, 256, 60) if ON_GPU else (1, 0.1, 32, 16, 4)
+RANKS_LIMIT = 100  # Seconds of a run of several ranks.
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 Rows = Iterator[tuple[str, str]]
 
@@ -47,27 +50,32 @@ def fits() -> Rows:
     """The quickstart, which learns its digits whatever trains it."""
     cases = [("auto", "32-true"), ("parameter_server", "32-true"), ("auto", "bf16-mixed"), ("fsdp", "32-true")]
     cases += [("auto", "16-mixed"), ("parameter_server", "bf16-mixed")]
-    for strategy, precision in cases:
-        if not ON_GPU and (strategy == "fsdp" or precision == "16-mixed"):
-            continue  # Neither has a CPU.
-        with tempfile.TemporaryDirectory() as folder:
-            words = [f"--trainer.strategy={strategy}", f"--trainer.precision={precision}", "--trainer.devices=1"]
-            words += [f"--trainer.accelerator={ACCELERATOR}", f"--trainer.max_epochs={EPOCHS}"]
-            words += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}"]
-            _run([sys.executable, "-m", "cnnstrategies", "fit", "--config=quickstart", *words])
-            (file,) = Path(folder).rglob("metrics.csv")
-            with file.open(newline="") as lines:
-                accuracy = [float(row["val_acc"]) for row in csv.DictReader(lines) if row.get("val_acc")][-1]
-        assert accuracy >= LEAST, f"{strategy} in {precision} has learned to {accuracy}"
-        yield f"quickstart, {strategy}, {precision}", f"val_acc {accuracy:.3f} after {EPOCHS} epochs"
+    if not ON_GPU:
+        cases = [case for case in cases if case[0] != "fsdp" and case[1] != "16-mixed"]  # Neither has a CPU.
+    with ThreadPoolExecutor(len(cases) if ON_GPU else 1) as pool:
+        yield from pool.map(_quickstart, cases)
+
+
+def _quickstart(case: tuple[str, str]) -> tuple[str, str]:
+    strategy, precision = case
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"--trainer.strategy={strategy}", f"--trainer.precision={precision}", "--trainer.devices=1"]
+        words += [f"--trainer.accelerator={ACCELERATOR}", f"--trainer.max_epochs={EPOCHS}"]
+        words += ["--trainer.logger=CSVLogger", f"--trainer.logger.save_dir={folder}"]
+        _run([sys.executable, "-m", "cnnstrategies", "fit", "--config=quickstart", *words])
+        (file,) = Path(folder).rglob("metrics.csv")
+        with file.open(newline="") as lines:
+            accuracy = [float(row["val_acc"]) for row in csv.DictReader(lines) if row.get("val_acc")][-1]
+    assert accuracy >= LEAST, f"{strategy} in {precision} has learned to {accuracy}"
+    return f"quickstart, {strategy}, {precision}", f"val_acc {accuracy:.3f} after {EPOCHS} epochs"
 
 
 class NoWaits(Callback):
     """Raises where the host waits for the device, from the fourth step on."""
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """torch warns or raises in this mode; see ``torch.cuda.set_sync_debug_mode``."""
-        if ON_GPU and trainer.global_step > 2:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
+        """torch raises in this mode; see ``torch.cuda.set_sync_debug_mode``. An epoch's first loss is looked at."""
+        if ON_GPU and index and trainer.global_step > 2:
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -77,12 +85,12 @@ class NoWaits(Callback):
 
 
 def waits() -> Rows:
-    """No step waits for the device."""
+    """No step waits for the device. The parameter server comes first: forked ranks need a process without CUDA."""
     strategies: dict[str, Callable[[], Any]] = {
+        "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
         "auto": lambda: "auto",
         "ddp": lambda: "ddp",
         "hybrid_pipeline [1]": lambda: HybridPipelineStrategy(replicas=[1]),
-        "parameter_server": lambda: ParameterServerStrategy(start_method="fork"),
     }
     for name, make in strategies.items():
         fit(make(), torchvision.models.resnet18(num_classes=10), callbacks=[NoWaits()])
@@ -94,7 +102,7 @@ def lazy_loading() -> Rows:
     program = (
         "import time, torch; x = torch.randn(1024, device='cuda'); torch.cuda.synchronize()\n"
         "with torch.cuda.stream(torch.cuda.Stream()): torch.cuda._sleep(2_000_000_000)\n"
-        "start = time.monotonic(); torch.special.i0e(x); launched = time.monotonic() - start\n"
+        "start = time.monotonic(); torch.nn.functional.hardswish(x); launched = time.monotonic() - start\n"
         "torch.cuda.synchronize(); print(f'{launched:.3f} s, the other kernel {time.monotonic() - start:.3f} s')"
     )
     for loading in ("LAZY", "EAGER") if ON_GPU else ():
@@ -110,13 +118,24 @@ def comparison() -> Rows:
     yield "ResNet-18 of 32 x 32, stages against the whole", "equal, ten times" if ON_GPU else "equal, once"
 
 
+def posted_ahead() -> Rows:
+    """What comes of receives that are posted before they are needed; a pipeline over NCCL posts none."""
+    for loading in ("LAZY", "EAGER") if ON_GPU else ():
+        with tempfile.TemporaryDirectory() as folder:
+            options: dict[str, Any] = {"replicas": [1, 1], "cuts": ["layer2"], "ahead": 4}
+            ended = _ended(2, "hybrid_pipeline", folder, {"CUDA_MODULE_LOADING": loading}, 40, **options)
+        hangs = any(code == 124 for code, _ in ended)
+        yield f"receives posted 4 tasks ahead, {loading}", "hangs" if hangs else "does not hang"
+
+
 def speed() -> Rows:
     """ResNet-50 in channels_last and bf16, compiled: ours, a loop of plain torch, and what the loader gives."""
     make = torchvision.models.resnet50 if ON_GPU else torchvision.models.resnet18
     options: dict[str, Any] = {"channels_last": True, "compile_backend": "inductor" if ON_GPU else None}
-    ours = fit("auto", make(), "bf16-mixed", classes=1000, **options)
-    yield "fit, images/s", f"{ours:,.0f}"
-    yield "the same loop in plain torch, images/s", f"{plain(make()):,.0f}"
+    for _ in range(2 if ON_GPU else 1):
+        ours = fit("auto", make(), "bf16-mixed", classes=1000, **options)
+        yield "fit, images/s", f"{ours:,.0f}"
+        yield "the same loop in plain torch, images/s", f"{plain(make()):,.0f}"
     workers = min(8, os.cpu_count() or 1) if ON_GPU else 0
     module = SyntheticDataModule(STEPS * BATCH // 4, 10, SIZE, batch_size=BATCH, num_workers=workers)
     module.setup("fit")
@@ -139,7 +158,101 @@ def several() -> Rows:
         yield "ResNet-18, ddp on 2, images/s", f"{rate:,.0f}"
 
 
-CHECKS = (staging, fits, waits, lazy_loading, comparison, speed, several)
+def one_card() -> Rows:
+    """Ranks of one card, over NCCL: each of these has learned in float64 what one process has."""
+    with tempfile.TemporaryDirectory() as folder:
+        alone = _ranks(1, "auto", folder)
+        cases: list[tuple[int, str, dict[str, Any]]] = [
+            (2, "ddp", {}),
+            (2, "parameter_server", {}),
+            (2, "hybrid_pipeline", {"replicas": [1, 1]}),
+            (2, "hybrid_pipeline", {"replicas": [1, 1], "cuts": ["layer2"], "schedule": "gpipe"}),
+            (3, "hybrid_pipeline", {"replicas": [2, 1], "cuts": ["layer2"]}),
+            (3, "hybrid_pipeline", {"replicas": [1, 2], "cuts": ["layer2"]}),
+            (3, "hybrid_pipeline", {"replicas": [1, 1, 1], "cuts": ["layer1", "layer3"]}),
+            (2, "hybrid_pipeline", {"replicas": [1, 1], "precision": "bf16-mixed", "no_waits": True}),
+        ]
+        if ON_GPU:
+            cases += [(2, "hybrid_pipeline", {"replicas": [1, 1], "precision": "bf16-mixed", "compile": "inductor"})]
+        with ThreadPoolExecutor(4 if ON_GPU else 1) as pool:
+            yield from pool.map(lambda case: _compared(alone, *case), cases)
+
+
+def _compared(alone: dict[str, torch.Tensor], ranks: int, strategy: str, options: dict[str, Any]) -> tuple[str, str]:
+    what = f"{ranks} ranks on one card, {' '.join([strategy, *map(str, options.values())])}"
+    with tempfile.TemporaryDirectory() as folder:
+        learned = _ranks(ranks, strategy, folder, **options)
+    if "precision" in options:
+        return what, "has run"
+    apart = max(float((learned[name] - value).abs().max()) for name, value in alone.items())
+    assert apart < 1e-9, f"{what}: {apart} away from one process"
+    return f"{what}, float64", f"{apart:.1e} from one process"
+
+
+def lost() -> Rows:
+    """A rank that is killed under NCCL is named by the others, soon."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["LOST"] = f"{folder}/lost"
+        (code, text), _ = _ended(2, "hybrid_pipeline", folder, lost=True, replicas=[1, 1], cuts=["layer2"])
+        took = time.time() - float(Path(os.environ["LOST"]).read_text())
+    said = [line for line in text.splitlines() if "PeerError" in line and "(rank 1)" in line]
+    assert said, text[-3000:]
+    assert code, "rank 0 has ended as if nothing had been"
+    assert took < 120, f"{took:.0f} s"
+    yield "2 ranks on one card, hybrid_pipeline [1, 1], rank 1 is killed", f"{said[-1]} (ended after {took:.1f} s)"
+
+
+def _ranks(ranks: int, strategy: str, folder: str, **options: Any) -> dict[str, torch.Tensor]:
+    for code, text in _ended(ranks, strategy, folder, **options):
+        assert not code, f"{strategy} {options}: a rank has ended with {code}:\n{text[-3000:]}"
+    learned: dict[str, torch.Tensor] = torch.load(f"{folder}/learned.pt")
+    return learned
+
+
+def _ended(
+    ranks: int,
+    strategy: str,
+    folder: str,
+    variables: Mapping[str, str] = {},
+    limit: float = RANKS_LIMIT,
+    **options: Any,
+) -> list[tuple[int, str]]:
+    """The exit code and output of each rank of one_card.py; the code is 124 where it still runs after the limit."""
+    words = [sys.executable, str(Path(__file__).with_name("one_card.py")), strategy, json.dumps(options)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"RANKS": str(ranks), "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
+        common |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = []
+    for rank in range(ranks):
+        own = {"NODE_RANK": str(rank), "NCCL_HOSTID": f"host{rank}"} if ranks > 1 else {}
+        processes.append(
+            subprocess.Popen(
+                [*words, f"{folder}/learned.pt"],
+                env={**os.environ, **variables, **common, **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    with ThreadPoolExecutor(ranks) as pool:
+
+        def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+            try:
+                text = process.communicate(timeout=limit)[0]
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return 124, f"still runs after {limit} s\n" + process.communicate()[0]
+            return process.returncode, text
+
+        return list(pool.map(end, processes))
+
+
+TOGETHER = (staging, fits, waits, comparison, one_card, lost)  # They may run beside each other; nothing is timed.
+ALONE = (lazy_loading, posted_ahead, speed, several)
 
 
 def data(classes: int) -> DataLoader[Any]:
@@ -224,6 +337,6 @@ def _run(words: list[str], **variables: str) -> str:
 
 
 if __name__ == "__main__":
-    check = next(one for one in CHECKS if one.__name__ == sys.argv[1])
+    check = next(one for one in (*TOGETHER, *ALONE) if one.__name__ == sys.argv[1])
     for row in check():
         print(json.dumps(row), flush=True)
