@@ -82,7 +82,7 @@ def whole(fault: Fault, hit: float, batches: Sequence[Sequence[Done]], answers: 
         if before is not None and kind.replaced:
             if kind.what in ("server", "link") and one.servers[fault.host] <= before.servers.get(fault.host, -1):
                 continue
-            if kind.what == "coordinator" and one.term <= before.term:
+            if kind.what == "coordinator" and one.restarts <= before.restarts:
                 continue
         return max(again, one.at) - hit
     return None

@@ -22,12 +22,12 @@ class Seen:
 
     Attributes:
         at: When, in seconds.
-        term: How many coordinators were before it.
+        restarts: How often the coordinator was started again.
         servers: The lives of those servers that it hears, by their numbers.
     """
 
     at: float
-    term: int
+    restarts: int
     servers: dict[int, int]
 
 
@@ -35,7 +35,7 @@ def seen(path: Path) -> list[Seen]:
     """All answers so far."""
     text = path.read_text() if path.exists() else ""
     found = [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-    return [Seen(one["at"], one["term"], {int(id): life for id, life in one["servers"].items()}) for one in found]
+    return [Seen(one["at"], one["restarts"], {int(id): life for id, life in one["servers"].items()}) for one in found]
 
 
 def main(coordinator: str, key_file: str, path: str) -> None:
@@ -46,7 +46,7 @@ def main(coordinator: str, key_file: str, path: str) -> None:
             if answer is not None:
                 members = [one for one in answer.fields["members"] if one["role"] == "server" and one["silent"] < HEARD]
                 servers = {one["id"]: one["life"] for one in members}
-                print(json.dumps(asdict(Seen(time.monotonic(), answer.fields["term"], servers))), file=file)
+                print(json.dumps(asdict(Seen(time.monotonic(), answer.fields["restarts"], servers))), file=file)
             time.sleep(PAUSE)
 
 

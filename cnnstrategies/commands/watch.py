@@ -16,7 +16,6 @@ from rich.text import Text
 
 from cnnstrategies.commands.front.options import watch_parser
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.coordinator.roster import LIVES
 from cnnstrategies.paramserver.drivers.watcher import Watcher
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.security import KeyPair
@@ -56,7 +55,7 @@ def _members(before: Answer, now: Answer) -> Table:
     numbers = [Column(header, justify="right", no_wrap=True) for header in HEADERS]
     columns = Column("member", no_wrap=True), Column("host", no_wrap=True), *numbers
     result = Table(*columns, box=None, padding=(0, 1, 0, 0))
-    older = {_key(one): one for one in before["members"]} if before["term"] == now["term"] else {}
+    older = {_key(one): one for one in before["members"]}
     for one in now["members"]:
         rates = _rates(older.get(_key(one)), one)
         silent = one["silent"]
@@ -77,7 +76,7 @@ def _members(before: Answer, now: Answer) -> Table:
 
 def _name(member: Answer) -> str:
     name = f"{member['role']} {member['id']}"
-    if life := member["life"] % LIVES:  # Who joins after a restart of the coordinator begins at a higher number.
+    if life := member["life"]:
         name += f", life {life + 1}"
     return name if member["takes_part"] else f"{name}, joins"
 

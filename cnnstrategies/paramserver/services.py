@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn
 
@@ -24,6 +25,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
+from cnnstrategies.paramserver.drivers.journal_file import JournalFile
 from cnnstrategies.paramserver.limits import allow_memory, memory_of_coordinator
 from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
@@ -42,18 +44,23 @@ class CoordinatorProcess:
         settings: Of the coordinator.
         key_file: The run's CURVE keys; None for no encryption.
         directory: The run's directory, which is removed when the process that started this one is killed.
+        journal: The file of its journal; None if it is not started again when it is killed.
+        follows: Whether it goes on with the journal of one that was killed.
         starter: Process id of the one that starts this one.
     """
 
     settings: CoordinatorSettings
     key_file: str | None = None
     directory: str | None = None
+    journal: str | None = None
+    follows: bool = False
     starter: int = field(default_factory=os.getpid)
 
     def run(self) -> None:
         """Serve until told to stop, or until the one that has started it is gone."""
         allow_memory(memory_of_coordinator())
-        with CoordinatorService(self.settings, load_keys(self.key_file)) as coordinator:
+        journal = None if self.journal is None else JournalFile(Path(self.journal))
+        with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
             coordinator.run(lambda: os.getppid() != self.starter)
         if os.getppid() != self.starter and self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)

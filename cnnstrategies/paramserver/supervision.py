@@ -37,7 +37,7 @@ class Watched:
     Attributes:
         role: ``worker``, ``server`` or ``coordinator``.
         id: Its number among those of its role.
-        start: Starts its process; takes the incarnation, for a coordinator its term.
+        start: Starts its process; takes the incarnation.
         restarts: How often it may be started again when it is killed.
     """
 
@@ -64,8 +64,7 @@ class Supervision:
     Killed processes (by a signal: a fault) are started again as often as they may be. So are those that end because
     they were cut off from the coordinator, which has missed them; while it is not reached, they are waited with for as
     long as a process may take to appear. One that ends with another error ends the run: it would fail again. The
-    coordinator learns of a death at once, and of what follows. One that is started again learns of all that have ended
-    before.
+    coordinator learns of a death at once, and of what follows.
 
     Services end by themselves when every worker has left their session. Workers that open further sessions start the
     services of these themselves; no worker is started again from then on.
@@ -216,7 +215,7 @@ class Supervision:
             return
         assert one.handle is not None
         if one.role == COORDINATOR:
-            pass  # Its members tell the next one what it knew.
+            pass  # The next one has its journal.
         elif self._over:
             if one is self.workers[0]:
                 self._run_ends()  # It had started the services of the present session.

@@ -1,26 +1,29 @@
 """The parameter server's control plane in virtual time: who is a member, what all agree on, who loads which batches."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import test_dispatch
 import test_join
+import test_restart
 import test_simulation
+import test_takeover
 import test_watchdog
 from mutants.faulty import replaces
+from simulation.toys import Sheet
 
 from cnnstrategies.paramserver.coordinator.admission import Admission
 from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.meetings import Rounds
-from cnnstrategies.paramserver.coordinator.memory import Taken
-from cnnstrategies.paramserver.coordinator.recovery import Recovery
+from cnnstrategies.paramserver.coordinator.journal import HEAD, Journaled, _records
 from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, behind
 from cnnstrategies.paramserver.core.node import Effects, Message, Peer, Send
 from cnnstrategies.paramserver.core.requests import HELD, UNKNOWN, Answering, Asking, Request
+from cnnstrategies.paramserver.drivers.journal_file import JournalFile
 
 HUNDRED_RUNS = test_simulation.test_nothing_is_violated
 _new = itertools.count(1 << 20)
@@ -93,7 +96,7 @@ def workers_begin_before_all_servers_know_them(
 
 @replaces(Dispatcher.lose, killed_by=test_dispatch.test_what_a_dead_worker_had_not_processed_is_given_out_again)
 def batches_of_a_dead_worker_are_nobodys(
-    right: Callable[[Dispatcher, int, bool], None], self: Dispatcher, worker: int, joined: bool = False
+    right: Callable[[Dispatcher, int], None], self: Dispatcher, worker: int
 ) -> None:
     pass
 
@@ -122,30 +125,58 @@ def who_leaves_does_not_say_how_far_it_has_come(
 # A coordinator that follows one that was killed
 
 
-@replaces(Recovery.complete, killed_by=HUNDRED_RUNS)
-def the_first_report_is_enough_to_go_on(right: Callable[[Recovery, float], bool], self: Recovery, now: float) -> bool:
-    return bool(self.hellos)
+@replaces(Journaled.on_timer, killed_by=HUNDRED_RUNS)
+def what_a_timer_has_changed_is_not_written_down(
+    right: Callable[[Journaled, float, str], Effects], self: Journaled, now: float, name: str
+) -> Effects:
+    return self.coordinator.on_timer(now, name)
 
 
-@replaces(Rounds.follow, killed_by=HUNDRED_RUNS)
-def what_was_decided_before_a_restart_is_decided_anew(
-    right: Callable[[Rounds, int, Mapping[int, int], Iterable[int]], None],
-    self: Rounds,
-    sequence: int,
-    told: Mapping[int, int],
-    lacks: Iterable[int],
+@replaces(Sheet.replace, killed_by=HUNDRED_RUNS)
+def what_follows_half_a_record_is_lost(right: Callable[[Sheet, bytes], None], self: Sheet, contents: bytes) -> None:
+    if not self.read().startswith(contents):
+        right(self, contents)
+
+
+@replaces(_records, killed_by=test_restart.test_a_record_with_a_changed_byte_was_said_to_nobody, where=-5)
+def a_record_with_a_changed_byte_counts(
+    right: Callable[[bytes], Iterator[tuple[Any, int]]], contents: bytes
+) -> Iterator[tuple[Any, int]]:
+    start, signed = 0, b""
+    while start < len(contents):
+        body = contents[start + HEAD.size :][: HEAD.unpack_from(contents, start)[0]]
+        signed += HEAD.pack(len(body), zlib.crc32(body)) + body
+        start += HEAD.size + len(body)
+    return right(signed)
+
+
+@replaces(Coordinator.start, killed_by=test_restart.test_the_time_without_a_coordinator_is_nobodys_silence)
+def the_time_without_a_coordinator_is_the_others_silence(
+    right: Callable[[Coordinator, float], Effects], self: Coordinator, now: float
+) -> Effects:
+    asleep = self._asleep
+    effects = right(self, now)
+    self._asleep = asleep
+    return effects
+
+
+@replaces(Coordinator.start, killed_by=test_takeover.test_nobody_takes_over_because_a_coordinator_was_not_there)
+def who_was_whole_before_a_restart_counts_as_whole(
+    right: Callable[[Coordinator, float], Effects], self: Coordinator, now: float
+) -> Effects:
+    before = {member.peer: member.figures for member in self.members}
+    effects = right(self, now)
+    for member in self.members:
+        member.figures = before[member.peer]
+    return effects
+
+
+@replaces(JournalFile.replace, killed_by=test_restart.test_a_file_is_written_anew_as_a_whole_or_not_at_all)
+def a_journal_is_written_anew_in_its_place(
+    right: Callable[[JournalFile, bytes], None], self: JournalFile, contents: bytes
 ) -> None:
-    right(self, max(0, sequence - 1), told, ())
-
-
-@replaces(Dispatcher.follow, killed_by=HUNDRED_RUNS)
-def batches_that_were_given_out_before_a_restart_are_given_out_again(
-    right: Callable[[Dispatcher, Mapping[int, Mapping[int, Taken]], Iterable[Sequence[Any]]], None],
-    self: Dispatcher,
-    epochs: Mapping[int, Mapping[int, Taken]],
-    done: Iterable[Sequence[Any]] = (),
-) -> None:
-    right(self, {}, done)
+    self._path.write_bytes(b"")
+    right(self, contents)
 
 
 @replaces(behind, killed_by=test_watchdog.test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run)

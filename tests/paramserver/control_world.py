@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulation.faults import Fault, Moment, Network
-from simulation.toys import newer_view
+from simulation.toys import Sheet, newer_view
 from simulation.world import Program, Sleep, Tell, World
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.journal import Journaled
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
@@ -63,9 +64,10 @@ class Run:
     """
 
     def __init__(self, workers: int = 2, servers: int = 0, timeout: float = 10.0, **settings: Any) -> None:
-        self.settings = {"timeout": timeout, "supervised": True, "restartable": True, **settings}
+        self.settings = {"timeout": timeout, "supervised": True, **settings}
         self.counts = workers, servers
         self.links = Links()
+        self.sheet = Sheet()
         self.world = World(0, self.links)
         self.told: list[tuple[Peer, Message]] = []  # by coordinators
         self.figures: Callable[[Peer], dict[str, float]] = lambda peer: {}
@@ -75,10 +77,12 @@ class Run:
         self.coordinate()
         self.supervision = self._spawn(Peer("supervision", 0), Reporter(0), _idle())
 
-    def coordinate(self, term: int = 0) -> None:
-        """Start a coordinator, in the place of one that is killed."""
-        self.coordinator = Coordinator(CoordinatorSettings("here", *self.counts, term=term, **self.settings))
-        self._spawn(Peer("coordinator", 0, term), self.coordinator, _idle())
+    def coordinate(self, life: int = 0) -> None:
+        """Start a coordinator, or kill it and have one follow it."""
+        coordinator = Coordinator(CoordinatorSettings("here", *self.counts, **self.settings))
+        role = Journaled(coordinator, self.sheet, follows=life > 0)
+        self.coordinator = role.coordinator
+        self._spawn(Peer("coordinator", 0, life), role, _idle())
 
     def member(self, role: str, identity: int, life: int = 0) -> Peer:
         """A worker or a server comes; a server sees every view at once."""
@@ -177,7 +181,7 @@ def trained(workers: int, servers: int = 0, **settings: Any) -> tuple[Run, list[
 
 def in_epoch(**settings: Any) -> tuple[Run, Peer, Peer]:
     """Two workers with a server have begun an epoch of ten chunks, met at its boundary, and taken one each."""
-    run, (zero, one) = trained(2, 1, **{"restartable": False, **settings})
+    run, (zero, one) = trained(2, 1, **settings)
     for peer in (zero, one):
         run.call(peer, "epoch", epoch=0, samples=10, chunk=1)
     for peer in (zero, one):

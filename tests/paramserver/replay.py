@@ -337,12 +337,11 @@ def replay(plan: Plan, cues: Sequence[Cue], places: Places) -> Outcome:
     settings = CoordinatorSettings(
         listens, plan.workers, plan.servers, timeout, survivable=specification.replication - 1,
         supervised=plan.restarts + plan.coordinates > 0, supervisor=supervision.process,
-        restartable=plan.coordinates > 0,
     )  # fmt: skip
-    coordinator = CoordinatorProcess(settings, key_file)
+    coordinator = CoordinatorProcess(settings, key_file, journal=f"{directory}/journal" if plan.coordinates else None)
 
-    def coordinate(term: int) -> int:
-        return serve(dataclasses.replace(coordinator, settings=dataclasses.replace(settings, term=term)))
+    def coordinate(life: int) -> int:
+        return serve(dataclasses.replace(coordinator, follows=life > 0))
 
     recoverable = specification.replication > 1 or specification.snapshot_every
     with supervision:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.light
 KINDS = [
     word
     for line in (
-        "hello beat leave collect put get epoch take notice end died left status give",
+        "hello beat leave collect put get epoch take notice end died left status",
         "stop probe over done view nonsense watch",
     )
     for word in line.split()
@@ -35,7 +35,7 @@ FIELDS = [
     for line in (
         "role id incarnation process host endpoint public_key how replaced here seen notices",
         "sequence operation seal boundary name value epoch samples chunk processed ordinal message",
-        "clean members ids floor told item report sizes view admitted figures events",
+        "clean members ids floor told sizes view admitted figures events",
     )
     for word in line.split()
 ]
@@ -103,7 +103,7 @@ def noting(kind: Any, lives: list[Life]) -> Iterator[None]:
 
     def noted(name: str, right: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any) -> Any:
-            calls[self].append((name, args))
+            calls.setdefault(self, []).append((name, args))  # Of one that was read from a journal, for nothing.
             return right(self, *args)
 
         return call
@@ -146,7 +146,7 @@ def test_nothing_that_a_peer_says_fails_later(kind: type) -> None:
                 getattr(role, name)(*args)
                 continue
             now, sender, message = args
-            rare = message.kind in ("give", "leave", "view", "lacks") or "report" in message.fields
+            rare = message.kind in ("leave", "view")
             changes = CHANGES if rare else chance.random() < 0.02
             for one in (*(wrong(message, chance) for _ in range(changes)), message):
                 with contextlib.suppress(ControlError):

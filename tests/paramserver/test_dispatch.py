@@ -6,10 +6,8 @@ import pytest
 
 from cnnstrategies.paramserver.coordinator import dispatch
 from cnnstrategies.paramserver.coordinator.chunks import digits, places
-from cnnstrategies.paramserver.coordinator.memory import Memory, Report
 from cnnstrategies.paramserver.coordinator.speeds import Speeds
-from cnnstrategies.paramserver.core.node import ControlError, Message
-from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.core.node import ControlError
 
 pytestmark = pytest.mark.light
 
@@ -232,20 +230,6 @@ def test_an_epoch_goes_on_without_what_was_worked_on_before_the_checkpoint():
     assert int(after.progress(3), 16) == 0b111111
     assert after.samples(3) == 11
     assert after.progress(4) == ""
-
-
-def test_what_was_worked_on_before_the_checkpoint_is_told_the_next_coordinator():
-    memory = Memory()
-    begin = {"epoch": 3, "samples": 10, "chunk": 2, "done": "11"}
-    memory.answered(Message("epoch", begin), Message(DONE))
-    memory.answered(Message("take", {"epoch": 3, "processed": 0}), Message(DONE, {"epoch": 3, "start": 2, "stop": 4}))
-    fields, frames = memory.report(0, 0, {})
-    report = Report.of(Message("hello", {"report": fields}, tuple(frames)))
-    assert report is not None
-    dispatcher = Dispatcher()
-    dispatcher.follow({3: {0: report.epochs[3]}})
-    assert [dispatcher.take(0, 3, 0, (0,)).start for _ in range(2)] == [4, 6]
-    assert not dispatcher.take(0, 3, 0, (0,))
 
 
 def test_what_is_no_number_is_refused_as_what_is_done():

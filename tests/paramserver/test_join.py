@@ -1,12 +1,9 @@
 """Workers that join a run and leave it, as the coordinator sees them."""
 
-from array import array
-
 import pytest
 from control_world import Run, in_epoch
 
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.memory import Taken
 from cnnstrategies.paramserver.coordinator.window import PLACE
 from cnnstrategies.paramserver.core.node import Peer
 from cnnstrategies.paramserver.server.clocks import StaleClock
@@ -15,7 +12,7 @@ pytestmark = pytest.mark.light
 
 
 def test_places_are_given_while_there_are_some():
-    run = Run(2, 1, elastic=2, restartable=False)
+    run = Run(2, 1, elastic=2)
     found = run.ask(PLACE)
     assert (found["place"], found["life"], found["workers"]) == (2, 0, 2)
     peer = run.member("worker", 2)
@@ -154,25 +151,3 @@ def test_who_joins_stands_for_no_worker_that_is_expected():
     assert clock.expects
     clock.join(1)
     assert not clock.expects
-
-
-def test_what_those_have_done_who_left_is_told_the_next_coordinator():
-    before, after = Dispatcher(), Dispatcher()
-    before.begin(3, 12, 2)
-    for ordinal in range(3):
-        before.take(5, 3, 0, (0,), ordinal, 0.0)
-    before.take(0, 3, 0, (0,), 0, 0.0)
-    before.processed(5, 3, 4)
-    before.lose(5, joined=True)
-    own = Taken(12, 2, 0, 1, array("q", (3, 6, 8)))
-    after.follow({3: {0: own}}, before.done)
-    rest = [after.take(0, 3, 2, (0,), ordinal, 0.0) for ordinal in range(1, 6)]
-    assert [chunk.start for chunk in rest if chunk] == [4, 8, 10]
-    assert after.done == before.done
-
-
-def test_what_one_holds_is_given_out_again_after_a_restart_too():
-    dispatcher = Dispatcher()
-    dispatcher.follow({3: {0: Taken(12, 2, 0, 1, array("q", (3, 6, 8)))}})
-    dispatcher.lose(0)
-    assert dispatcher.take(1, 3, 0, (1,), 0, 0.0).start == 6

@@ -65,7 +65,7 @@ def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named() -> None:
 
 def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_it() -> None:
     """Its supervision may be gone with it: then the promise that it would be replaced is nobody's."""
-    run, (zero, one) = trained(2, restartable=False)
+    run, (zero, one) = trained(2)
     run.strike("pause", zero, 1000.0)
     run.passes(25.0)  # The time-out, and as long for a supervision.
     ended = run.ended(one)

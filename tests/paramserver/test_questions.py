@@ -7,7 +7,7 @@ import pytest
 import torch
 from training import specify
 
-from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.effects import Parcel
 from cnnstrategies.paramserver.errors import ServersUnreachableError
 from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json, unpack_json
@@ -95,23 +95,6 @@ def test_a_server_that_others_do_not_hear_is_cut_off_from_them_only_if_it_is_hea
     connections.heard(now, 1, Header(Kind.PING, SERVER + 1, specification.session, 1))
     with pytest.raises(ServersUnreachableError, match="server 0 has heard nothing from server 1"):
         connections.check_deaf(now, 0, [1])
-
-
-def test_silence_counts_anew_when_another_coordinator_has_come() -> None:
-    """It must miss who is silent itself, and takes its time for it."""
-    specification = specify({"name": "SGD", "lr": 0.5}, 1, servers=2)
-    members = (ServerInfo(0, "0"), ServerInfo(1, "1")), (WorkerInfo(0),)
-    connections = Connections(specification, 0, 0)
-    connections.follow(0.0, View(1, *members))
-    connections.begin_waiting(0.0)
-    late = specification.patience - 0.1
-    connections.follow(late, View(2, *members))
-    with pytest.raises(ServersUnreachableError, match="server 0"):
-        connections.check(specification.patience + 0.1, 0)
-    connections.follow(late, View(TERM + 1, *members))
-    connections.check(late + specification.patience, 0)
-    with pytest.raises(ServersUnreachableError, match="server 0"):
-        connections.check(late + specification.patience + 0.1, 0)
 
 
 class Pair:

@@ -1,184 +1,183 @@
-"""A coordinator that follows one that was killed: whom it waits for, and who may go before the others know enough."""
+"""A coordinator that follows one that was killed: with its journal it goes on as if it had been stopped."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-from control_world import LOST, WHILE, Run, trained
-from simulation.faults import Moment
+from control_world import trained
+from simulation import toys
+from simulation.control import Plan, run
+from simulation.faults import Network
+from simulation.sameness import differing
 
-from cnnstrategies.paramserver.coordinator.participant import Participant
-from cnnstrategies.paramserver.coordinator.settings import Address
-from cnnstrategies.paramserver.core.node import Call, Message, Peer
-from cnnstrategies.paramserver.core.view import View
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.drivers.journal_file import JournalFile
 
 pytestmark = pytest.mark.light
 BEAT = 1.0  # seconds
+SETTINGS = CoordinatorSettings("here", 2, 0)
 
 
-def test_who_leaves_is_kept_until_the_others_know_what_it_alone_could_tell() -> None:
+def follows(store: Store, most: int = 10_000) -> Coordinator:
+    """What a journal makes of a new coordinator."""
+    return Journaled(Coordinator(SETTINGS), store, follows=True, most=most).coordinator
+
+
+def told(store: Store, most: int = 10_000, count: int = 6) -> Journaled:
+    """A coordinator that two workers have come to, and one of them for the first collectives."""
+    role = Journaled(Coordinator(SETTINGS), store, most=most)
+    role.start(0.0)
+    for worker in range(2):
+        about = {"session": 0, "floor": 1, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
+        role.on_message(1.0, Peer("worker", worker), Message("hello", about, request=1))
+    for value in range(2, count):
+        fields = {"session": 0, "floor": 1, "name": f"number {value}"}
+        role.on_message(2.0 + value, Peer("worker", 0), Message("put", fields, (b"x",), value))
+        role.on_timer(2.5 + value, "tick")
+    return role
+
+
+def test_who_has_missed_a_result_is_told_what_the_others_were_told() -> None:
     run, (first, second) = trained(2)
     with run.loses(lambda send: send.to == second and send.message.fields.get("sequence") == 1):
-        run.collect(first)
+        heard = run.collect(first)
         lost = run.collect(second)
-        leaving = run.call(first, "leave")
-        run.passes(2 * BEAT)
-        assert leaving.value is None
+        leaves = run.call(first, "leave")
+        assert leaves.value is not None, "nobody has to stay for what it knows"
         run.coordinate(1)
     run.passes(3 * BEAT)
-    assert lost.fields["ids"] == [0, 1], "the result that only the first knew"
-    assert leaving.value is not None
+    assert lost.fields["ids"] == heard.fields["ids"] == [0, 1]
+    assert run.members == [second]
 
 
-def test_who_leaves_is_kept_until_somebody_else_has_the_view_without_it() -> None:
-    run, (first, _) = trained(2)
-    run.passes(BEAT)
-    with run.loses(lambda send: send.message.kind == "view"):
-        leaving = run.call(first, "leave")
-        run.passes(2 * BEAT)
-        assert leaving.value is None, "the next coordinator would wait for it, and miss it"
-    run.passes(3 * BEAT)
-    assert leaving.value is not None
-
-
-def test_a_coordinator_that_is_no_more_is_not_heard() -> None:
-    run, (first, second) = trained(2)
-    late = Moment("late", 3 * BEAT)
-    run.links.fate = lambda send: {first: late, second: LOST}[send.to] if send.message.kind == "done" else None
-    waits = run.collect(first)
-    run.collect(second)
-    run.links.fate = lambda send: None
-    run.strike("pause", second, 5 * BEAT)
+def test_the_time_without_a_coordinator_is_nobodys_silence() -> None:
+    run, peers = trained(2)
+    run.strike("mute", peers[1], 20 * BEAT)
+    run.passes(7 * BEAT)
+    run.world.kill(run.world.processes["coordinator", 0])
+    run.passes(2.3 * BEAT)
     run.coordinate(1)
-    run.passes(4 * BEAT)
-    assert waits.value is None, "the next coordinator may decide otherwise: nobody has told it"
-    run.passes(4 * BEAT)
-    assert waits.fields["ids"] == [0, 1]
-
-
-def test_a_restart_waits_for_members_but_not_for_those_that_a_supervision_knows_to_have_ended() -> None:
-    run, (first, second, third) = trained(3)
-    with run.loses(lambda send: send.message.kind == "view"):
-        run.died(third, replaced=False)
-    run.strike("mute", second, 2 * BEAT)
-    run.coordinate(1)
-    run.passes(1.5 * BEAT)
-    assert run.coordinator.recovers, "two members of the newest view have not reported"
+    run.passes(1.6 * BEAT)
+    assert run.members == peers, "it was silent for at most 9.6 s"
     run.passes(2 * BEAT)
-    assert run.coordinator.recovers
-    run.call(run.supervision, "status")
-    assert not run.coordinator.recovers, "the supervision tells each coordinator anew"
-    assert run.members == [first, second]
+    assert run.members == peers[:1]
 
 
-def test_who_waits_for_others_and_asks_is_not_silent() -> None:
-    """It has no view yet, and sends no heartbeats."""
-    run = Run(2)
-    run.coordinate(1)
-    first = run.member("worker", 0)
-    run.passes(25 * BEAT)
-    assert run.coordinator.recovers, "nobody knows a view, and the second has not come"
-    with run.loses(lambda send: send.to == first):
-        second = run.member("worker", 1)
-        run.passes(BEAT)
-        assert run.members == [first, second]
+@pytest.mark.parametrize("most", [1, 5, 10_000])
+def test_all_that_it_was_told_is_there_again_however_often_it_is_written_anew(most: int) -> None:
+    sheet = toys.Sheet()
+    role = told(sheet, most)
+    assert differing(role.coordinator, follows(sheet)) is None
+    assert differing(role.coordinator, Coordinator(SETTINGS)) is not None
 
 
-def test_who_reports_when_a_coordinator_has_given_up_waiting_meets_one_that_has_ended_the_run() -> None:
-    """It would be a new member of a run that the coordinator knows nothing of."""
-    run, (worker,) = trained(1, timeout=60.0, appear=28.0)  # A heartbeat every 6 s; the coordinator looks every 3 s.
-    run.passes(1.0)
-    run.coordinate(1)
-    run.strike("cut", worker, 28.2)
-    run.passes(28.2)
-    assert run.coordinator.recovers
-    run.passes(1.4)
-    ended = [message.fields["message"] for _, message in run.told if message.kind in ("ended", "refused")]
-    assert ended
-    assert all("worker 0 did not appear" in text for text in ended)
-    assert not run.members
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.999])
+def test_a_record_that_is_not_whole_was_said_to_nobody(part: float) -> None:
+    sheet = toys.Sheet()
+    role = told(sheet)
+    sheet.tear(part)
+    again = Journaled(Coordinator(SETTINGS), sheet, follows=True)
+    again.start(99.0)
+    role.coordinator.start(99.0)
+    assert differing(role.coordinator, follows(sheet)) is None, "what comes next is read"
 
 
-def test_who_was_taken_for_dead_is_not_asked_for_what_others_know_too() -> None:
-    run, (first, second, third) = trained(3)
-    with run.loses(lambda send: send.to == first and send.message.fields.get("sequence") == 1):
-        lost, *_ = [run.collect(peer) for peer in (first, second, third)]
-        run.strike("pause", second, 25 * BEAT)
-        run.passes(25 * BEAT - WHILE)
-        assert second not in run.members
-        run.coordinate(1)
-    run.passes(5 * BEAT)
-    assert lost.fields["sequence"] == 1, "the third knows it, too"
+@pytest.mark.parametrize("where", range(-29, 0, 3))
+def test_a_record_with_a_changed_byte_was_said_to_nobody(where: int) -> None:
+    sheet, other = toys.Sheet(), toys.Sheet()
+    told(sheet)
+    told(other, count=5).on_message(7.0, Peer("worker", 0), PUT)
+    contents = bytearray(sheet.read())
+    contents[where] ^= 1
+    sheet.replace(bytes(contents))
+    assert differing(follows(sheet), follows(other)) is None
 
 
-def test_one_that_comes_again_is_let_in_when_the_others_have_made_the_end_of_the_set_up_once_more() -> None:
-    """The coordinator was killed when all had contributed, and before it had told them."""
-    run = Run(3)
-    first, dead, slow = (run.member("worker", one) for one in range(3))
-    with run.loses(lambda send: "sequence" in send.message.fields and send.to.role == "worker"):
-        started = [run.collect(peer, "start", seal=True) for peer in (first, dead, slow)]
-        run.coordinate(1)
-    with run.loses(lambda send: send.to == slow and send.message.kind in ("done", "unknown")):
-        run.died(dead, replaced=True)
-        again = run.member("worker", 1, life=1)
-        run.passes(2 * BEAT)
-        joined = run.collect(again, "start", seal=True)
-    run.passes(3 * BEAT)
-    assert started[0].fields["ids"] == started[2].fields["ids"] == [0, 2]
-    for peer in (first, slow):
-        run.collect(peer, "boundary", boundary=True)
-    run.passes(3 * BEAT)
-    assert joined.fields["admitted"] == [1]
+PUT = Message("put", {"session": 0, "floor": 1, "name": "number 5"}, (b"x",), 5)
 
 
-def test_what_a_member_gives_before_it_is_registered_is_kept_until_that_says_whether_it_must_be() -> None:
-    for restarts, kept in ((True, {"specification": False}), (False, {})):
-        worker = Participant(Address("here", "worker", 0, timeout=10.0), 7, {})
-        worker.start(0.0)
-        worker.on_call(0.0, Call(1, "put", {"name": "specification"}))
-        worker.on_message(0.0, Peer("coordinator", 0), Message("done", {}, request=2))
-        assert worker.memory.report(0, 0, {})[0]["values"] == {"specification": False}
-        registered = {"view": View(1, (), ()).as_dict(), "keep": restarts}
-        worker.on_message(0.0, Peer("coordinator", 0), Message("done", registered, request=1))
-        assert worker.memory.report(0, 0, {})[0]["values"] == kept
+def test_another_process_with_other_hashes_makes_the_same_of_it(tmp_path: Path) -> None:
+    sheets: list[toys.Sheet] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toys, "Sheet", lambda: sheets.append(SHEET()) or sheets[-1])
+        plan = Plan(workers=3, servers=3, survivable=1, restarts=1, epochs=3, elastic=2)
+        assert run(plan, Network(7, 1.0, tcp=False, rate=0.05), 7).violation is None
+    (tmp_path / "journal").write_bytes(sheets[0].read())
+    command = [sys.executable, "-c", REPLAY, str(tmp_path / "journal")]
+    made = [
+        subprocess.run(
+            command, env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (pickle.loads(one.stdout) for one in made)
+    assert first.history.events
+    assert differing(first, second) is None
 
 
-@pytest.mark.parametrize("restartable", [True, False])
-def test_without_restarts_nothing_is_kept_for_them(restartable: bool) -> None:
-    run, (worker,) = trained(1, restartable=restartable)
-    role = run.world.processes[worker[:2]].role
-    assert isinstance(role, Participant)
-    assert role.memory.report(0, 0, {})[0]["rounds"] == [0] * restartable
-    assert run.call(worker, "leave").value is not None
+SHEET = toys.Sheet
+REPLAY = """
+import pickle, sys
+from pathlib import Path
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.journal import Journaled
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.drivers.journal_file import JournalFile
+
+settings = CoordinatorSettings("sim", 3, 3, 1.0, 3.0, 1, (0,), True, elastic=2)
+role = Journaled(Coordinator(settings), JournalFile(Path(sys.argv[1])), follows=True)
+sys.stdout.buffer.write(pickle.dumps(role.coordinator))
+"""
 
 
-def test_a_server_that_training_has_waited_for_is_as_old_as_the_others_and_one_that_comes_again_is_not() -> None:
-    """Whoever is equally old has its share of the slices: none of them had state when training began."""
-    run = Run(1, 2, survivable=1)
-    worker, _ = run.member("worker", 0), run.member("server", 0)
-    run.collect(worker, "start", seal=True)
-    server = run.member("server", 1)
-    run.passes(BEAT)
-    ages = []
-    for life in (0, 1):
-        (view,) = [message.fields["view"] for _, message in run.told if message.kind == "view"][-1:]
-        newest = View.from_dict(view)
-        ages.append([newest.age(one) for one in newest.servers])
-        if not life:
-            run.died(server, replaced=True)
-            run.member("server", 1, life=1)
-            run.passes(BEAT)
-    (first, late), (old, again) = ages
-    assert first == late
-    assert old < again
+# The file
 
 
-def test_what_one_held_that_was_lost_before_a_restart_is_given_to_another() -> None:
-    run, (first, second) = trained(2)
-    for peer in (first, second):
-        run.call(peer, "epoch", epoch=0, samples=4, chunk=1)
-    run.call(second, "take", epoch=0, processed=0)
-    run.strike("pause", second, 22 * BEAT)  # Longer than the time-out: it is missed.
-    run.passes(21 * BEAT)
-    run.strike("mute", first, 3 * BEAT)  # The other one reports first.
-    run.coordinate(1)
-    run.passes(6 * BEAT)
-    chunks = [run.call(first, "take", epoch=0, processed=done) for done in range(4)]
-    assert [chunk.fields["start"] for chunk in chunks] == [0, 1, 2, 3]
+def test_a_file_is_its_users_alone_and_is_read_by_whoever_follows(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b"of a run before")
+    role = told(JournalFile(path), most=7)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert differing(role.coordinator, follows(JournalFile(path))) is None
+
+
+def test_a_file_is_written_anew_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal"
+    file = JournalFile(path)
+    role = told(file)
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        file.replace(b"new")
+    monkeypatch.undo()
+    assert differing(role.coordinator, follows(JournalFile(path))) is None
+
+
+def test_a_full_disk_ends_no_run_and_nobody_follows_with_half_a_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal"
+    role = told(JournalFile(path), most=16)
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.write", full)
+        for tick in range(3):
+            role.on_timer(20.0 + tick, "tick")
+    assert capsys.readouterr().err.count("No space left on device): free some space") == 1
+    with pytest.raises(FileNotFoundError):
+        follows(JournalFile(path))
+    for tick in range(16):
+        role.on_timer(30.0 + tick, "tick")
+    assert differing(role.coordinator, follows(JournalFile(path))) is None, "all of it was written anew"

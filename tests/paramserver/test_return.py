@@ -1,14 +1,11 @@
 """Workers of the run that were started again, and begin in the middle of an epoch."""
 
-from array import array
-
 import pytest
 from control_world import Answer, Run, in_epoch
 
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.memory import MIDWAY, Memory
-from cnnstrategies.paramserver.core.node import Message, Peer
-from cnnstrategies.paramserver.core.requests import DONE
+from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
+from cnnstrategies.paramserver.core.node import Peer
 
 pytestmark = pytest.mark.light
 
@@ -150,25 +147,3 @@ def test_what_one_leaves_behind_that_dies_when_the_next_epoch_has_begun_comes_in
     dispatcher.begin(1, 2, 1)
     dispatcher.lose(1)
     assert dispatcher.take(0, 1, 0, (0,), 0, 0.0) == left
-
-
-def test_one_that_has_come_midway_can_hand_over_what_the_others_were_told():
-    memory = Memory()
-    fields = {"sequence": 7, "ids": [0, 1], "sizes": [1, 1], "view": 3, "joined": True, "admitted": [1], MIDWAY: 7}
-    memory.answered(Message("collect", {"seal": True, MIDWAY: True}), Message(DONE, fields, (b"x", b"y")))
-    item = memory.item("round 7")
-    assert item is not None
-    assert item[0] == {"sequence": 7, "ids": [0, 1], "sizes": [1, 1], "view": 3, "admitted": []}
-    assert item[1] == (b"x", b"y")
-
-
-def test_chunks_that_were_given_back_are_told_no_coordinator():
-    memory = Memory()
-    for epoch in (0, 1):
-        memory.answered(Message("epoch", {"epoch": epoch, "samples": 8, "chunk": 1}), Message(DONE))
-        take = Message("take", {"epoch": epoch, "processed": 0})
-        memory.answered(take, Message(DONE, {"epoch": epoch, "start": 2, "stop": 3}))
-    memory.answered(Message("give_back", {"epoch": 1}), Message(DONE))
-    report, (_, chunks) = memory.report(0, 0, {})
-    assert [one[0] for one in report["epochs"]] == [1]
-    assert array("q", [1, 2, 3]).tobytes() == chunks

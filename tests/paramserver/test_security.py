@@ -280,7 +280,7 @@ def test_nobody_speaks_in_another_ones_name(key: str, monkeypatch: pytest.Monkey
         assert role.roster.at("worker", 0) is victim
         assert role.ended is None
         assert not role.values.names
-        assert not role.restart.notices
+        assert not role.handouts.notices
         stranger.close(0)
         context.term()
         if key == "a member's own":

@@ -106,6 +106,19 @@ def test_a_coordinator_that_was_stopped_itself_misses_nobody():
     assert not run.coordinator.history.faults
 
 
+def test_nobody_takes_over_because_a_coordinator_was_not_there():
+    """With keys of their own, members register these anew before it hears them: that may take them a while."""
+    run = started()
+    run.coordinate(1)
+    with run.loses(lambda send: send.message.kind == "beat"):
+        run.passes(TAKEOVER + 1.0)
+    run.passes(2 * BEAT)
+    assert servers(run) == [(0, 0), (1, 0), (2, 0)]
+    stops(run, 2)
+    run.passes(TAKEOVER + 1.0)
+    assert servers(run) == [(0, 0), (1, 0)]
+
+
 def view(number, *since):
     servers = tuple(ServerInfo(one, f"s{one}", "", came) for one, came in enumerate(since) if came)
     return View(number, servers, (), tuple(one for one, came in enumerate(since) if not came), begun=1)

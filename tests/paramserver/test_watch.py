@@ -4,6 +4,7 @@ import math
 import threading
 
 import pytest
+from control_world import trained
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.history import LONGEST, MOST_EVENTS, MOST_FAULTS, History
@@ -20,7 +21,7 @@ from cnnstrategies.paramserver.security import KeyPair, fingerprint
 pytestmark = pytest.mark.light
 SOMEBODY = Peer(WATCHER, 0, 0, 99)
 HELLO = {"process": 4711, "host": "node1", "endpoint": "", "public_key": ""}
-BEAT = {"here": 99, "seen": 99, "notices": 0, "told": 0}
+BEAT = {"here": 99, "seen": 99, "notices": 0}
 
 
 def coordinator_of(timeout=100.0, **options):
@@ -58,7 +59,7 @@ def test_members_are_shown_with_what_they_say_of_themselves():
     coordinator = coordinator_of()
     server, zero, one = trains(coordinator)
     figures = {"step": 3, "samples": 24.0, "sent": 1000, "received": 900, "waited": 0.5, "staleness": 2}
-    say(coordinator, 102.0, zero, "beat", **BEAT, figures=figures)
+    say(coordinator, 102.0, zero, "beat", **{**BEAT, "seen": 100}, figures=figures)
     answer = watch(coordinator, 103.0)
     assert answer["training"] is True
     assert answer["ended"] is None
@@ -85,9 +86,9 @@ def test_a_member_that_lies_about_its_figures_is_dropped_and_keeps_what_it_has_s
     _, zero, _ = trains(coordinator)
     say(coordinator, 101.0, zero, "beat", **BEAT, figures={"step": 1})
     with pytest.raises(ControlError):
-        say(coordinator, 102.0, zero, "beat", **{**BEAT, "told": 7}, figures=figures)
+        say(coordinator, 102.0, zero, "beat", **{**BEAT, "seen": 100}, figures=figures)
     member = next(one for one in coordinator.members if one.peer == zero)
-    assert (member.figures, member.measured, member.told) == ({"step": 1}, 101.0, 0)
+    assert (member.figures, member.measured, member.acknowledged) == ({"step": 1}, 101.0, 99)
 
 
 def test_figures_travel_with_the_heartbeat_of_a_member():
@@ -119,7 +120,7 @@ def test_it_is_shown_who_waits_for_whom():
 
 
 def test_deaths_and_returns_are_shown_with_the_seconds_since():
-    coordinator = coordinator_of(survivable=1, supervised=True, restartable=True)
+    coordinator = coordinator_of(survivable=1, supervised=True)
     server, _, one = trains(coordinator)
     me = Peer("supervision", 0)
     for lost in (server, one):
@@ -190,22 +191,17 @@ def test_who_watches_can_ask_nothing_else():
     assert watch(coordinator, 100.0) == before
 
 
-def test_a_member_knows_of_the_losses_that_a_killed_coordinator_knew_of():
-    participant = Participant(Address("here", "worker", 0), 0, HELLO)
-    participant.start(0.0)
-    for term, losses in ((0, 1), (0, 2), (1, 1), (1, 3)):
-        participant.on_message(1.0, Peer("coordinator", 0, term), Message("pong", {"number": 0, "losses": losses}))
-    participant.on_message(1.0, Peer("coordinator", 0, 1), Message("pong", {"number": 0}))
-    assert participant.losses == 5
-
-
-def test_a_coordinator_that_was_started_again_answers_at_once_and_says_so():
-    coordinator = coordinator_of(term=1)
-    assert coordinator.recovers
-    answer = watch(coordinator, 100.5)
-    assert (answer["term"], answer["members"]) == (1, [])
-    assert answer["faults"] == [[0.5, "the coordinator was started again"]]
-    assert answer["losses"] == 1
+def test_a_coordinator_that_was_started_again_says_so_and_members_hear_of_it():
+    run, (worker,) = trained(1)
+    run.coordinate(1)
+    run.passes(2.0)
+    answer = run.ask()
+    assert (answer["restarts"], answer["losses"], [one["role"] for one in answer["members"]]) == (1, 1, ["worker"])
+    ((_, text),) = answer["faults"]
+    assert text == "the coordinator was started again"
+    role = run.world.processes[worker[:2]].role
+    assert isinstance(role, Participant)
+    assert role.losses == 1
 
 
 def test_only_the_runs_own_key_may_watch():

@@ -144,9 +144,8 @@ class Admission:
     def expect(self, now: float) -> None:
         """End the run if the time is up and somebody has never been there."""
         if now - self._began > self._settings.appear and (missing := self._roster.missing()):
-            after = " after the coordinator was started again" if self._settings.term else ""
             self._finish(
-                f"{', '.join(missing)} did not appear within {self._settings.appear:g} s{after}: start the run on all "
+                f"{', '.join(missing)} did not appear within {self._settings.appear:g} s: start the run on all "
                 "its machines, and dedicated servers; --network.wait sets how long to wait"
             )
 
@@ -176,22 +175,6 @@ class Admission:
             member = known
         if not over:  # Else nobody needs a view of who is left, and who has given up a restart knows of none before.
             self._lose(now, member, how, replaced)
-
-    def lost(self, now: float, member: Member, how: str) -> None:
-        """A member has not reported to this coordinator, which follows one that was killed.
-
-        Args:
-            now: The time.
-            member: Which one.
-            how: It was lost.
-        """
-        if member.peer in self._told:
-            return
-        self._roster.bury(*member.peer[:3])
-        self._roster.account_for(*member.peer[:2])
-        if not self._roster.is_elastic(*member.peer[:2]):
-            self._roster.gone[member.peer] = False  # A coordinator after this one must miss it, too.
-        self._gone(now, member, how)
 
     def _hears_nobody(self, now: float) -> bool:
         """Whether it is more likely that this process is cut off than that all others have died at once."""

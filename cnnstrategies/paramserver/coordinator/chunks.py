@@ -1,14 +1,10 @@
 """Chunks of an epoch, and who has which."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from cnnstrategies.paramserver.core.node import ControlError
-
-if TYPE_CHECKING:
-    from cnnstrategies.paramserver.coordinator.memory import Taken
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,6 @@ class Share:
     """
 
     held: deque[Chunk] = field(default_factory=deque)
-    worked: list[Chunk] = field(default_factory=list)
     finished: int = 0
     taken: int = 0
     asked: int = -1
@@ -46,8 +41,7 @@ class Share:
     def advance(self, processed: int) -> None:
         """So many positions are processed."""
         while self.held and self.finished + len(self.held[0]) <= processed:
-            self.worked.append(self.held.popleft())
-            self.finished += len(self.worked[-1])
+            self.finished += len(self.held.popleft())
 
 
 @dataclass
@@ -65,13 +59,6 @@ class Epoch:
     samples: int
     chunk: int
     shares: dict[int, Share] = field(default_factory=dict)
-
-
-def given(taken: "Taken") -> Iterator[Chunk]:
-    """The chunks that a worker was given."""
-    numbers = taken.chunks
-    for place in range(0, len(numbers) - 2, 3):
-        yield Chunk(numbers[place], numbers[place + 1], numbers[place + 2])
 
 
 def digits(marked: Iterable[int]) -> str:

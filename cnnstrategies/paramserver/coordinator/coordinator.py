@@ -12,35 +12,29 @@ A coordinator serves one session: when every worker has left, its servers end, a
 may have several sessions, one after the other, each with a coordinator of its own at the same place; a worker that is
 ahead of the others knocks until the one of its session is there.
 
-One that follows another that was killed has no file. The members tell it the newest view, the results that they know
-and which chunks they were given, and meanwhile go on with what needs no coordinator: their steps.
+One that was killed goes on in another process from its journal; see :mod:`.journal`.
 """
 
 from collections.abc import Callable, Sequence
 
 from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
-from cnnstrategies.paramserver.coordinator.departures import Departures, known_results
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
 from cnnstrategies.paramserver.coordinator.figures import figures_of
 from cnnstrategies.paramserver.coordinator.handouts import Handouts
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
-from cnnstrategies.paramserver.coordinator.recovery import begun, was_member
-from cnnstrategies.paramserver.coordinator.restart import Parts, Restart
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.values import Values
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog, behind
-from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER, Window
+from cnnstrategies.paramserver.coordinator.window import WATCHER, Window
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 
 TICK = "tick"
 # What each role sends once it has registered.
 REQUESTS = {
-    WORKER: frozenset(
-        {"leave", "collect", "put", "get", "epoch", "take", "give_back", "progress", "notice", "end", "give"}
-    ),
-    SERVER: frozenset({"leave", "get", "give", "notice", "end"}),
+    WORKER: frozenset({"leave", "collect", "put", "get", "epoch", "take", "give_back", "progress", "notice", "end"}),
+    SERVER: frozenset({"leave", "get", "notice", "end"}),
 }
 PAUSE = 0.25  # of the time-out: events of this process come more often while it runs
 
@@ -58,7 +52,7 @@ class Coordinator:
         dispatcher: Which chunks of data are given out.
         values: What members have published.
         history: What has happened to members, for who watches.
-        restart: What the members of one that was killed tell this one.
+        handouts: What is answered at once.
         ended: What members are told of the run's end; None before it.
     """
 
@@ -66,37 +60,32 @@ class Coordinator:
         self.dropped = 0
         self._settings = settings
         self._tick = max(0.02, settings.least / 20)
-        self._looked = self._asleep = 0.0
+        self._looked: float | None = None
+        self._asleep = 0.0
         self._effects: Effects = []
         self._answering = Answering(kept)
         self._watchdog = Watchdog(settings.timeout)
         self.roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
         self.dispatcher = Dispatcher()
-        if settings.elastic:
-            self.roster.done = lambda: self.dispatcher.done
         self._rounds = Rounds(self.roster, self._answer, self.dispatcher.meet, settings.essential)
         self.values = Values(self._answer)
         self._admission = Admission(settings, self.roster, self._watchdog, self._forget, self._finish)
         self.history = self._admission.history
         self._window = Window(settings, self.roster, self.history)
-        parts = Parts(self.roster, self._rounds, self.values, self.dispatcher, self._admission)
-        self.restart = Restart(settings, parts, self._send, self._hello, self._forget, self._finish)
-        self._departures = Departures(settings.restartable, self.roster, self.restart.needs, self._send)
-        self._handouts = Handouts(settings.elastic > 0, self.roster, self.dispatcher, self.restart, self._answer)
+        self.handouts = Handouts(settings.elastic > 0, self.roster, self.dispatcher, self._answer)
         self.ended: Message | None = None
         self._stopping: float | None = None
         self._supervisions = {0: settings.supervisor} if settings.supervisor else {}
         self._handlers: dict[str, Callable[[float, Member, Message], None]] = {
             "leave": self._leave,
             "collect": self._collect,
-            "put": lambda now, member, message: self.values.put(member.peer, message),
-            "get": lambda now, member, message: self.values.get(member.peer, message),
-            "epoch": self._handouts.epoch,
-            "take": self._handouts.take,
-            "give_back": self._handouts.give_back,
-            "progress": self._handouts.progress,
-            "notice": self._handouts.notice,
-            "give": self._handouts.give,
+            "put": self.values.put,
+            "get": self.values.get,
+            "epoch": self.handouts.epoch,
+            "take": self.handouts.take,
+            "give_back": self.handouts.give_back,
+            "progress": self.handouts.progress,
+            "notice": self.handouts.notice,
             "end": self._end_by,
         }
         self._of_supervision: dict[str, Callable[[float, Peer, Message], None]] = {
@@ -113,11 +102,6 @@ class Coordinator:
         return self.roster.members
 
     @property
-    def recovers(self) -> bool:
-        """Whether it waits for what the members of one that was killed report."""
-        return self.restart.waits
-
-    @property
     def collectives(self) -> int:
         """How many are complete."""
         return self._rounds.sequence
@@ -130,13 +114,16 @@ class Coordinator:
     # The role
 
     def start(self, now: float) -> Effects:
-        """Begin to wait for the members."""
+        """Begin to wait for the members; or go on, in another process than the one that was killed."""
+        if self._looked is None:
+            self._admission.begin(now)
+            self._window.begin(now)
+        else:
+            self._asleep += now - self._looked
+            self.history.begun_again(now - self._asleep)
+            for member in self.roster.members:
+                member.figures = {}  # Who says nothing new may be silent since: its copies must not take over early.
         self._looked = now
-        self._admission.begin(now)
-        self.restart.begin(now)
-        self._window.begin(now)
-        if self._settings.term:
-            self.history.begun_again(now)
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -146,8 +133,6 @@ class Coordinator:
             ControlError: It is of an unknown kind or has other fields.
         """
         if sender.role == WATCHER:
-            if self.restart.waits and message.kind == PLACE:
-                return []  # Whose places are taken is not known yet: it asks again.
             return [Send(sender, self._window.answer(now - self._asleep, message, self._waits(), self.ended))]
         session = message.integer("session")
         if session == self._settings.session:
@@ -159,9 +144,6 @@ class Coordinator:
     def on_timer(self, now: float, name: str) -> Effects:
         """Look for members that are silent, and for what does not end."""
         awake = self._awake(now)
-        self.restart.look(awake)
-        if self.restart.waits:
-            return [*self._take_effects(), Timer(TICK, now + self._tick)]
         overdue = self._rounds.overdue(awake, PATIENCE * self._settings.timeout)
         self._admission.look(awake, self.ended is not None, overdue)
         if self.ended is None:
@@ -177,6 +159,7 @@ class Coordinator:
 
     def _awake(self, now: float) -> float:
         """The time without that in which this process was stopped: then not the others were silent."""
+        assert self._looked is not None, "it has begun"
         passed, self._looked = now - self._looked, now
         if passed > PAUSE * self._settings.least:
             self._asleep += passed
@@ -192,14 +175,6 @@ class Coordinator:
         member = self.roster.find(sender)
         if member is not None:
             member.seen = now
-        if message.kind == "hello" and message.fields.get("term", 0) != self._settings.term:
-            # It was on its way before its sender knew of this coordinator, and says nothing of what happened since.
-            self._send(sender, Message("again"))
-            return
-        if self.restart.waits and sender.role != "supervision":
-            self.restart.hear(now, sender, message)
-            self.restart.look(now)
-            return
         if message.kind == "hello":
             self._hello(now, sender, message)
         elif message.kind == PROBE:
@@ -213,7 +188,6 @@ class Coordinator:
             if handler is None:
                 raise ControlError(f"a supervision does not say {message.kind!r}")
             handler(now, sender, message)
-            self.restart.look(now)
         elif message.kind == "over":
             if member is None and self.roster.at(sender.role, sender.id) is not None:
                 raise ControlError("it is over for another one")
@@ -272,37 +246,19 @@ class Coordinator:
     def _hello(self, now: float, sender: Peer, message: Message) -> None:
         refusal = self._admission.refusal(sender)
         if self.roster.gone.get(sender):
-            return  # It was let go by a coordinator before this one, and asks again.
-        if refusal is None and self._is_late(sender, message):
-            refusal = f"{sender} was taken for dead when the coordinator was started again: raise `timeout`"
+            return  # It has left, perhaps before it was told that it is a member.
         if refusal is not None:
             self._send(sender, Message(REFUSED, {"message": refusal}, request=message.request))
         elif self.ended is not None:
             self._send(sender, Message(REFUSED, self.ended.fields, request=message.request))
         elif not self._admission.is_early(sender):
             self._admission.admit(now, sender, message)
-            fields = {**self.roster.view_message.fields, "keep": self._settings.restartable}
-            self._send(sender, Message(DONE, fields, request=message.request))
-
-    def _is_late(self, sender: Peer, message: Message) -> bool:
-        """Whether the others go on without a server that has a part of the parameters, or without all that one knows.
-
-        Who has joined the run may be the only one that is left of it: all others have begun anew.
-        """
-        if self.roster.find(sender) is not None:
-            return False
-        if self.roster.is_elastic(sender.role, sender.id):
-            return begun(message) not in (0, self.roster.begun)
-        return sender.role == SERVER and was_member(sender, message)
+            self._send(sender, Message(DONE, self.roster.view_message.fields, request=message.request))
 
     def _turn_away(self, now: float, sender: Peer, message: Message) -> None:
         """Tell a process that is no member that it is none."""
         if self.roster.gone.get(sender):
-            self.restart.leaves(now, sender)
             if message.kind == "leave":
-                self._departures.ask(sender, message.request, known_results(sender, message))
-            elif message.kind == "give":
-                self.restart.give(now, message)
                 self._send(sender, Message(DONE, request=message.request))
             return
         refusal = self._admission.refusal(sender)
@@ -310,32 +266,26 @@ class Coordinator:
             self._send(sender, Message("ended", {"message": refusal, "clean": False}))
         elif self.ended is not None:
             self._send(sender, self.ended)
-        elif self._settings.term:
-            self._send(sender, Message("again"))
 
     def _beat(self, now: float, member: Member, message: Message) -> None:
         figures = figures_of(message)
-        seen, here, told = (message.integer(name) for name in ("seen", "here", "told"))
-        notices = message.integer("notices")
-        member.acknowledged, member.here = max(member.acknowledged, seen), here
-        member.told = max(member.told, told)
+        seen, here, notices = (message.integer(name) for name in ("seen", "here", "notices"))
+        member.acknowledged = max(member.acknowledged, seen)
         if figures is not None:
             member.figures, member.measured = figures, now
-        self.restart.ask(member.peer)
         self._send(member.peer, Message("pong", {"number": self.roster.number, "losses": self.history.losses}))
         if self.ended is not None:
             self._send(member.peer, self.ended)
             return
         if here < self.roster.number:
             self._send(member.peer, self.roster.view_message)
-        if notices < len(self.restart.notices):
-            self._send(member.peer, self._handouts.news())
+        if notices < len(self.handouts.notices):
+            self._send(member.peer, self.handouts.news())
 
     def _forget(self, now: float, member: Member) -> None:
         """A process is no longer a member: nothing is kept of it, and nobody waits for it."""
         self._answering.forget(member.peer)
         self.values.forget(member.peer)
-        self.restart.forget(now, member.peer)
         if member.peer.role == WORKER:
             self._rounds.forget(member.peer.id)
             if self.roster.sealed:
@@ -343,16 +293,13 @@ class Coordinator:
 
     def _leave_group(self, now: float, worker: int) -> None:
         # One that was started again may have taken chunks before it was let in.
-        self.dispatcher.lose(worker, joined=self.roster.is_elastic(WORKER, worker))
+        self.dispatcher.lose(worker)
         if worker in self.roster.group:
             self.roster.group.discard(worker)
             self.roster.publish()
 
     def _after_change(self, now: float) -> None:
         """Go on with what waited for something that has changed."""
-        for member in self._departures.ready(self.ended is not None):
-            self._go(now, member)
-        self._departures.let_go(self.ended is not None)
         if self._stopping is not None and not self.roster.members:
             late = now - self._stopping > self._settings.timeout
             if late or not self.roster.missing():
@@ -379,23 +326,22 @@ class Coordinator:
     def _died(self, now: float, sender: Peer, message: Message) -> None:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
         process, how, replaced = message.integer("process"), message.string("how"), message.flag("replaced")
-        if not self.restart.ended((role, identity, life), process, how, replaced):
-            member = Member(Peer(role, identity, life), process, "this node", now)
-            self._admission.died(now, member, how, replaced, over=self.ended is not None)
+        member = Member(Peer(role, identity, life), process, "this node", now)
+        self._admission.died(now, member, how, replaced, over=self.ended is not None)
         self._send(sender, Message(DONE, request=message.request))
 
     def _left(self, now: float, sender: Peer, message: Message) -> None:
         role, identity, life = message.string("role"), message.integer("id"), message.integer("incarnation")
         member = self.roster.at(role, identity)
-        if not self.restart.ended((role, identity, life), 0, None, False) and member and member.peer.life == life:
+        if member is not None and member.peer.life == life:
             self._go(now, member)
         self._send(sender, Message(DONE, request=message.request))
 
     def _leave(self, now: float, member: Member, message: Message) -> None:
-        member.told = max(member.told, known_results(member.peer, message))
         if "epoch" in message.fields:
             self.dispatcher.processed(member.peer.id, message.integer("epoch"), message.integer("processed"))
-        self._departures.ask(member.peer, message.request, member.told)
+        self._go(now, member)
+        self._send(member.peer, Message(DONE, request=message.request))
 
     def _go(self, now: float, member: Member) -> None:
         self.roster.remove(member, left=True)
@@ -426,7 +372,6 @@ class Coordinator:
 
     def _finish(self, text: str, clean: bool = False) -> None:
         """Tell everyone that the run is over, and why."""
-        self.restart.give_up()
         if self.ended is None:
             self.ended = Message("ended", {"message": text, "clean": clean})
             self.roster.tell_all(self.ended)

@@ -9,11 +9,9 @@ others need for all that are left gets none: list scheduling by earliest finish,
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
-from cnnstrategies.paramserver.coordinator.chunks import Chunk, Epoch, Share, digits, given, places
-from cnnstrategies.paramserver.coordinator.memory import EPOCHS, Taken
+from cnnstrategies.paramserver.coordinator.chunks import Chunk, Epoch, Share, digits, places
 from cnnstrategies.paramserver.coordinator.speeds import Speeds
 
 MOST_CHUNKS = 1 << 21  # of an epoch
@@ -25,10 +23,8 @@ class Dispatcher:
 
     def __init__(self) -> None:
         self._epochs: dict[int, Epoch] = {}
-        self._chunk = 1  # samples, of the newest epoch
         self._speeds = Speeds()
         self._met: int | None = None  # the epoch at whose beginning the workers of this coordinator have met last
-        self._done: dict[int, set[int]] = {}  # where chunks begin that those have worked on who joined and left
 
     def begin(self, number: int, samples: int, chunk: int, done: str = "") -> None:
         """Cut an epoch into chunks; the first worker that gets there does it, the others find it done.
@@ -55,8 +51,6 @@ class Dispatcher:
         starts = [start for start in range(0, samples, chunk) if start // chunk not in before]
         cut = [Chunk(number, start, min(start + chunk, samples)) for start in starts]
         self._epochs[number] = Epoch(deque(left + cut), samples, chunk)
-        self._chunk = chunk
-        self._done = {one: starts for one, starts in self._done.items() if one > number - EPOCHS}
 
     def take(
         self, worker: int, number: int, processed: int, workers: Collection[int], ordinal: int, now: float
@@ -103,17 +97,6 @@ class Dispatcher:
         share.last = chunk
         return chunk
 
-    @property
-    def done(self) -> list[tuple[int, int, str]]:
-        """What those have worked on in the last epochs who joined and left, for a coordinator that follows this one.
-
-        Number and chunk of each epoch, and a bit for each chunk, in hexadecimal digits.
-        """
-        return [
-            (number, self._chunk, digits(start // self._chunk for start in starts))
-            for number, starts in self._done.items()
-        ]
-
     def progress(self, number: int) -> str:
         """The chunks of an epoch that were worked on, as far as is known: a bit for each, in hexadecimal digits."""
         if number not in self._epochs:
@@ -123,34 +106,6 @@ class Dispatcher:
         left |= {one for other in self._epochs.values() for share in other.shares.values() for one in share.held}
         open_places = {one.start // epoch.chunk for one in left if one.epoch == number}
         return digits(place for place in range(-(-epoch.samples // epoch.chunk)) if place not in open_places)
-
-    def follow(self, epochs: Mapping[int, Mapping[int, Taken]], done: Iterable[Sequence[Any]] = ()) -> None:
-        """Go on where a coordinator has stopped that was killed.
-
-        What a worker had processed that has died is not known any more, and given out again.
-
-        Args:
-            epochs: What each worker was given of the last ones, by number and worker.
-            done: What others have worked on that have left; see :attr:`done`.
-        """
-        for number, chunk, text in done:
-            self._chunk = chunk
-            self._done[number] = {place * chunk for place in places(text)}
-        for number in sorted(epochs)[-EPOCHS:]:
-            one = next(iter(epochs[number].values()))
-            self.begin(number, one.samples, one.chunk, one.done)
-        out = {chunk for shares in epochs.values() for taken in shares.values() for chunk in given(taken)}
-        for number, epoch in self._epochs.items():
-            epoch.waiting = deque(
-                chunk
-                for chunk in epoch.waiting
-                if chunk not in out and chunk.start not in self._done.get(chunk.epoch, ())
-            )
-            for worker, taken in epochs[number].items():
-                share = epoch.shares[worker] = Share(deque(given(taken)), asked=taken.asked - 1)
-                share.taken = sum(map(len, share.held))
-                share.last = share.held[-1] if share.held else Chunk(number, 0, 0)
-                share.advance(taken.processed)
 
     def samples(self, number: int) -> int:
         """How many an epoch has; 0 of one that is forgotten."""
@@ -222,19 +177,12 @@ class Dispatcher:
                     return True
         return False
 
-    def lose(self, worker: int, joined: bool = False) -> None:
-        """A worker has died: what it had not processed is given out again, first.
-
-        Args:
-            worker: Which one.
-            joined: Whether it is none of the run's own: the next coordinator is told by nobody else what it has done.
-        """
+    def lose(self, worker: int) -> None:
+        """A worker has died: what it had not processed is given out again, first."""
         self._speeds.forget(worker)
         for epoch in reversed(self._epochs.values()):
             share = epoch.shares.pop(worker, None)
             if share is not None:
-                for chunk in share.worked if joined else ():
-                    self._done.setdefault(chunk.epoch, set()).add(chunk.start)
                 self._take_back(share)
 
     def _take_back(self, share: Share) -> None:

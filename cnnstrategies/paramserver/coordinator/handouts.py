@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.restart import Restart
 from cnnstrategies.paramserver.coordinator.roster import Member, Roster
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
@@ -18,8 +17,10 @@ class Handouts:
         elastic: Whether workers may join.
         roster: The members.
         dispatcher: Has the chunks.
-        restart: Knows the notices, and takes what members hand over.
         answer: Answers a request.
+
+    Attributes:
+        notices: What members have told all, by name.
     """
 
     def __init__(
@@ -27,14 +28,13 @@ class Handouts:
         elastic: bool,
         roster: Roster,
         dispatcher: Dispatcher,
-        restart: Restart,
         answer: Callable[[Peer, Message], None],
     ) -> None:
         self._elastic = elastic
         self._roster = roster
         self._dispatcher = dispatcher
-        self._restart = restart
         self._answer = answer
+        self.notices: dict[str, int] = {}
 
     def epoch(self, now: float, member: Member, message: Message) -> None:
         """An epoch begins for a worker."""
@@ -71,19 +71,14 @@ class Handouts:
         self._dispatcher.give_back(member.peer.id, message.integer("epoch"))
         self._answer(member.peer, Message(DONE, request=message.request))
 
-    def give(self, now: float, member: Member, message: Message) -> None:
-        """A member hands over what the last coordinator knew."""
-        self._restart.give(now, message)
-        self._answer(member.peer, Message(DONE, request=message.request))
-
     def notice(self, now: float, member: Member, message: Message) -> None:
         """A member has something to tell all."""
         name, value = message.string("name"), message.integer("value")
-        if len(self._restart.notices) < NOTICES:
-            self._restart.notices.setdefault(name, value)
+        if len(self.notices) < NOTICES:
+            self.notices.setdefault(name, value)
         self._answer(member.peer, Message(DONE, request=message.request))
         self._roster.tell_all(self.news())
 
     def news(self) -> Message:
         """All that was told."""
-        return Message("notices", {"notices": dict(self._restart.notices)})
+        return Message("notices", {"notices": dict(self.notices)})

@@ -37,12 +37,14 @@ class History:
         events: Of members.
         faults: When and what: deaths, returns, restarts.
         losses: How many processes were lost, those included that are forgotten.
+        restarts: How many of these were coordinators, each of which this one has followed.
     """
 
     def __init__(self) -> None:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.faults: deque[tuple[float, str]] = deque(maxlen=MOST_FAULTS)
         self.losses = 0
+        self.restarts = 0
 
     def came(self, now: float, member: Member, returns: bool = True) -> None:
         """A process has become a member.
@@ -52,13 +54,9 @@ class History:
             member: It.
             returns: Whether one with a later life comes for another that was lost.
         """
-        self.was_here(now, member.peer)
+        self.events.append(Event(now, *member.peer[:3], CAME))
         if member.peer.life and returns:
             self._note(now, f"{member} has taken the place of the one before")
-
-    def was_here(self, now: float, peer: Peer) -> None:
-        """A process is a member since before this coordinator began."""
-        self.events.append(Event(now, *peer[:3], CAME))
 
     def left(self, now: float, peer: Peer) -> None:
         """A member has gone on purpose."""
@@ -75,6 +73,7 @@ class History:
     def begun_again(self, now: float) -> None:
         """This coordinator follows one that was killed."""
         self.losses += 1
+        self.restarts += 1
         self._note(now, "the coordinator was started again")
 
     def _note(self, now: float, text: str) -> None:

@@ -1,17 +1,17 @@
 """The coordinator's side of collectives: numbered rounds, each complete when every worker of the group contributed."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from cnnstrategies.paramserver.coordinator.memory import MIDWAY
 from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, UNEVEN, Wait
-from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message, Peer
+from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
 # What all do after a boundary that has let somebody in: that one begins, and with it they go on.
 ADMITTED = "admitted"
+MIDWAY = "midway"  # in the answer to a worker that is let in after a boundary: number of that collective
 
 
 @dataclass
@@ -57,13 +57,11 @@ class Rounds:
 
     One that seals is the last of the set-up: from then on views name the workers. At a boundary those that have come
     since are let into the group, and an essential one that is lost is waited for: else the others could be through
-    before it is back. The results of both wait until all servers have seen the view that they lead to, and those that
-    let somebody in until all workers have got it.
+    before it is back. The results of both wait until all servers have seen the view that they lead to.
 
     A worker that joins the run, and is none of its own, takes no part in its set-up nor in what the others do at the
     end of an epoch. It may be let in after a boundary, too, as long as the others have not met since: it is told then
-    what they were told there. So may one of the run's own that says so, after a boundary that has let nobody in: all
-    know its result then, and this one too may have to hand it over.
+    what they were told there. So may one of the run's own that says so, after a boundary that has let nobody in.
 
     Args:
         roster: The members; its group and its seal change here.
@@ -95,14 +93,6 @@ class Rounds:
         self._operation = ""  # the last one
         self._held: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         self._answers: dict[int, _Answer] = {}
-        # Of a coordinator that was killed before this one: results that members still have to hand over, who waits
-        # for that, the last result, and who had not got it; with whether it lets that one in.
-        self._lacks: set[int] = set()
-        self._parked: dict[int, tuple[Member, Message]] = {}
-        self._last: _Result | None = None
-        self._behind: set[int] = set()
-        self._outside: set[int] = set()  # of these, who does not know that training has begun
-        self._owed: dict[int, bool] = {}
 
     def collect(self, now: float, member: Member, message: Message) -> str | None:
         """Take a worker's contribution.
@@ -118,24 +108,14 @@ class Rounds:
         peer, identity = member.peer, member.peer.id
         midway = message.fields.get(MIDWAY) is True
         contribution = _Contribution(peer, message.request, sequence, operation, message.frames, midway)
-        if sequence < member.told:
-            return None  # It came late: its sender knows that result, perhaps from a coordinator before this one.
-        member.told = sequence
+        if sequence < member.asked:
+            return None  # It came late: its sender knows that result.
+        member.asked = sequence
         told = self._answers.get(identity)
         if told is not None and told.peer == peer and told.asked == sequence:
             self._hold(told.result, [(contribution, told.joined)])
             return None
-        if self._lacks and (sequence < self.sequence or seal):
-            self._parked[identity] = member, message
-            return None
-        joined = self._owed.get(identity)
-        if self._last is not None and joined is not None and (seal if joined else sequence == self._last.sequence):
-            self._hold(self._last, [(contribution, joined)])
-            return None
-        # Members make the last of the set-up once more where a coordinator was killed before it could tell them.
-        makes_it = self.sequence <= self._roster.sealed_at and identity in self._roster.group
-        elastic = self._roster.is_elastic(WORKER, identity)
-        if seal and (elastic or (self._roster.sealed and not makes_it)):
+        if seal and (self._roster.sealed or self._roster.is_elastic(WORKER, identity)):
             self._joiners[identity] = contribution
             return self.over
         if sequence in self._log:
@@ -150,7 +130,6 @@ class Rounds:
                 f"worker must call the same collectives in the same order; maybe {UNEVEN}"
             )
         self._pending[identity] = contribution
-        self._roster.reached = max(self._roster.reached, sequence)
         self._flags = (seal, boundary)
         self.complete(now)
         return None
@@ -158,31 +137,21 @@ class Rounds:
     @property
     def over(self) -> str | None:
         """Why nobody can be let in any more, if somebody waits for it."""
-        if self._joiners and not self._others:
+        if self._joiners and not self._roster.group:
             names = ", ".join(f"worker {one}" for one in sorted(self._joiners))
             return f"training is over: no worker is left that could let in {names}, which was started again"
         return None
-
-    @property
-    def _others(self) -> set[int]:
-        """The group, but for those who wait to be let in: a coordinator that was killed may have let them in."""
-        return self._roster.group - self._joiners.keys()
 
     def forget(self, worker: int) -> None:
         """Take out what a worker that is gone has contributed to the present round."""
         self._joiners.pop(worker, None)
         self._pending.pop(worker, None)
         self._answers.pop(worker, None)
-        self._parked.pop(worker, None)
-        self._owed.pop(worker, None)
-        self._behind.discard(worker)
 
     def complete(self, now: float) -> None:
         """End the present round if nobody is waited for."""
-        if self._lacks:
-            return  # Who goes on to a new result forgets the last one, and could not hand it over any more.
-        roster, needed = self._roster, self._others
-        if len(self._pending) < max(1, len(needed)) or not needed <= self._pending.keys():
+        roster = self._roster
+        if len(self._pending) < max(1, len(roster.group)) or not roster.group <= self._pending.keys():
             return
         seal, boundary = self._flags
         if boundary and self._awaited:
@@ -215,7 +184,7 @@ class Rounds:
     def newcomers(self) -> list[int]:
         """Who may be let in now, after a boundary since which the others have not met: nobody is missed then."""
         boundary = self._boundary
-        if not self._joiners or boundary is None or self._pending or self._held or self._lacks:
+        if not self._joiners or boundary is None or self._pending or self._held:
             return []
         # Those who were let in at the boundary begin first: all meet once more for it.
         since = self.sequence - 1 - boundary.sequence
@@ -272,15 +241,11 @@ class Rounds:
             absent += [f"worker {one}" for one in self._awaited if self._flags[1]]
             found.append(Wait(operation, here, tuple(absent)))
         if self._joiners:
-            others = tuple(f"worker {one}" for one in sorted(self._others))
-            found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), others))
+            found.append(Wait("join", tuple(f"worker {one}" for one in sorted(self._joiners)), group))
         for result, replies in self._held:
             who = tuple(str(one.peer) for one, _ in replies)
-            found.append(Wait(replies[0][0].operation, who, tuple(self._without(result))))
-        # Who lacks such a view itself is told it at its next sign of life, or missed: it waits for nobody.
-        lack = {name for result, _ in self._held if result.admitted for name in self._roster.not_here(result.view)}
-        found = [replace(wait, who=tuple(name for name in wait.who if name not in lack)) for wait in found]
-        return [wait for wait in found if wait.who]
+            found.append(Wait(replies[0][0].operation, who, tuple(self._roster.not_seen(result.view))))
+        return found
 
     def blames(self, peer: Peer) -> list[str]:
         """Some of those for whom a worker waits, if it waits in a collective."""
@@ -290,76 +255,14 @@ class Rounds:
             return [f"worker {one}" for one in itertools.islice(itertools.chain(absent, awaited), MOST_NAMED)]
         if peer.id in self._joiners:
             return ["the others' next boundary"]
-        return [name for result, _ in self._held for name in self._without(result)][:MOST_NAMED]
-
-    # After a coordinator that was killed
-
-    def follow(self, sequence: int, told: Mapping[int, int], lacks: Iterable[int]) -> None:
-        """Go on where that one has stopped.
-
-        Args:
-            sequence: How many collectives are complete.
-            told: How many each worker knows the results of.
-            lacks: The results that members are asked for.
-        """
-        self.sequence = sequence
-        self._lacks = set(lacks)
-        self._behind = {worker for worker, known in told.items() if known < sequence}
-        self._outside = {one for one in self._behind if told[one] <= self._roster.sealed_at < sequence - 1}
-
-    def give(self, now: float, message: Message) -> str | None:
-        """Take a result that a member has handed over; why the run cannot go on, if it cannot.
-
-        Raises:
-            ControlError: It is none.
-        """
-        sequence, view = message.integer("sequence"), message.integer("view")
-        if sequence not in self._lacks:
-            return None
-        ids, sizes, admitted = (message.integers(name) for name in ("ids", "sizes", "admitted"))
-        if len(ids) != len(sizes) or sum(sizes) != len(message.frames):
-            raise ControlError(f"{message.kind}: a result of {len(ids)} workers in {len(message.frames)} buffers")
-        result = _Result(sequence, ids, sizes, now, view, list(message.frames), admitted)
-        if not self._roster.sealed or sequence < self._roster.sealed_at:
-            self._log[sequence] = result
-        if sequence == self.sequence - 1:
-            self._last = result
-            # Who was being let in after it has not begun, and asks again.
-            late = (self._outside & self._roster.group).difference(admitted)
-            if late:
-                self._roster.group -= late
-                self._roster.publish()
-            # One that has taken a worker's place since is not in the group: that result was not for it.
-            behind = self._behind & self._roster.group
-            self._owed = {one: one in admitted for one in behind if one in ids or one in admitted}
-        return self._found(now, sequence)
-
-    def lose(self, now: float, sequence: int) -> str | None:
-        """Nobody has a result any more: it counts for nothing; why the run cannot go on, if it cannot."""
-        if sequence == self.sequence - 1 and sequence >= self._roster.sealed_at:
-            self.sequence = sequence  # The end of the set-up, too: who has been told is gone, the others make it again.
-        return self._found(now, sequence)
-
-    def _found(self, now: float, sequence: int) -> str | None:
-        self._lacks.discard(sequence)
-        parked = self._parked if not self._lacks else {}
-        self._parked = self._parked if self._lacks else {}
-        troubles = [self.collect(now, member, message) for member, message in parked.values()]
-        return next((trouble for trouble in troubles if trouble is not None), None)
+        return [name for result, _ in self._held for name in self._roster.not_seen(result.view)][:MOST_NAMED]
 
     def _hold(self, result: _Result, replies: list[tuple[_Contribution, bool]]) -> None:
-        if result.view and self._without(result):
+        if result.view and self._roster.not_seen(result.view):
             self._held.append((result, replies))
             return
         for one, joined in replies:
             self._tell(one, result, joined)
-
-    def _without(self, result: _Result) -> list[str]:
-        """Who lacks the view that a result leads to: servers, and where some are let in, workers.
-
-        If a coordinator is killed that has told it too early, nobody tells the next one whom it has let in.
-        """
-        return self._roster.not_seen(result.view) + (self._roster.not_here(result.view) if result.admitted else [])
 
     def _tell(self, one: _Contribution, result: _Result, joined: bool) -> None:
         last = self._answers.get(one.peer.id)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cnnstrategies.paramserver.coordinator.memory import Memory
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.core.node import Call, Effects, End, Message, Peer, Return, Send, Timer
 from cnnstrategies.paramserver.core.requests import MOST, REFUSED, REPLIES, TIMER, Asking, Request
@@ -41,7 +40,6 @@ class Participant:
         figures: Gives what this process says of itself; see :mod:`.figures`.
         losses: How many processes the run has lost, as far as is known here.
         heard: When the coordinator was.
-        memory: What a coordinator that is started again is told.
     """
 
     def __init__(self, address: Address, process: int, hello: Mapping[str, Any]) -> None:
@@ -55,17 +53,14 @@ class Participant:
         self.seen = 0
         self.figures: Callable[[], Mapping[str, float]] = dict
         self.losses = 0
-        self._lost_before = 0  # the present coordinator began
         self.heard = self._beat_at = 0.0
         self._sequence = 0
         self._taken: dict[int, int] = {}
-        self.memory = Memory()
-        self._term = 0
 
     def start(self, now: float) -> Effects:
         """Register."""
         self.heard = now
-        return [*self.asking.ask(now, "hello", {**self._hello, "term": self._term}), *self._beat_later(now)]
+        return [*self.asking.ask(now, "hello", self._hello), *self._beat_later(now)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
         """Take what the coordinator says.
@@ -73,36 +68,14 @@ class Participant:
         Raises:
             ControlError: It has other fields than its kind.
         """
-        if sender.life < self._term:
-            return []  # Of a coordinator that is no more: the present one may have decided otherwise.
         self.heard = now
-        if sender.life > self._term:
-            return [*self._meet(now, sender.life), *self._hear(now, message)]
-        if message.kind == "again":
-            hellos = [one.message for one in self.asking.open.values() if one.message.kind == "hello"]
-            return [Send(COORDINATOR, hello) for hello in hellos]
-        return self._hear(now, message)
-
-    def _meet(self, now: float, term: int) -> Effects:
-        """Tell a coordinator that was started again what this process knows."""
-        self._term = term
-        self._lost_before = self.losses
-        self.asking.drop("hello")
-        hello, frames = {**self._hello, "term": term}, list[bytes]()
-        if self.view is not None:
-            hello["report"], frames = self.memory.report(self.seen, self._sequence, self.notices)
-        return self.asking.ask(now, "hello", hello, frames)
-
-    def _hear(self, now: float, message: Message) -> Effects:
         if message.kind in REPLIES:
             request, effects = self.asking.on_reply(now, message)
             return effects + (self._answered(now, request, message) if request is not None else [])
         if message.kind == "pong" and "losses" in message.fields:
-            self.losses = max(self.losses, self._lost_before + message.integer("losses"))
+            self.losses = max(self.losses, message.integer("losses"))
         if message.kind == "view":
             return self._take_view(message)
-        if message.kind == "lacks":
-            return self._give(now, message)
         if message.kind == "ended":
             return self._told_end(message)
         if message.kind == "notices":
@@ -154,8 +127,6 @@ class Participant:
         fields = {**call.fields}
         if call.kind == "collect":
             fields["sequence"] = self._sequence
-        elif call.kind == "leave":
-            fields["told"] = self._sequence
         elif call.kind == "take":
             fields["ordinal"] = self._taken.get(fields["epoch"], 0)
         return self.asking.ask(now, call.kind, fields, call.frames, call.number)
@@ -178,13 +149,11 @@ class Participant:
         if message.kind == REFUSED and kind == "hello":
             return self._told_end(message)
         if kind == "hello":
-            self.memory.keep(message.flag("keep"))
             return [*self._take_view(message), *self._beat(), *self.asking.again()]
         if kind == "leave":
             return [Return(request.call, message), *self._end("this process has left", clean=True)]
         if message.kind == REFUSED:
             return [Return(request.call, message.string("message"))]
-        self.memory.answered(request.message, message)
         if kind == "collect":
             self._sequence = message.integer("sequence") + 1
         elif kind == "take":
@@ -197,18 +166,7 @@ class Participant:
         if self.view is not None and view.number <= self.view.number:
             return []
         self.view = view
-        self.memory.viewed(view.number, message.fields)
         return [Return(VIEW, message)]
-
-    def _give(self, now: float, message: Message) -> Effects:
-        """Hand over what the coordinator lacks."""
-        given = {one.message.fields.get("item") for one in self.asking.open.values()}
-        effects: Effects = []
-        for name in message.names("items"):
-            item = self.memory.item(name) if name not in given else None
-            if item is not None:
-                effects += self.asking.ask(now, "give", {"item": name, **item[0]}, item[1])
-        return effects
 
     def _beat(self) -> Effects:
         if self.view is None:
@@ -217,7 +175,6 @@ class Participant:
             "here": self.view.number,
             "seen": self.seen,
             "notices": len(self.notices),
-            "told": self._sequence,
         }
         if figures := self.figures():
             fields["figures"] = figures

@@ -4,8 +4,6 @@ from cnnstrategies.paramserver.coordinator.participant import COORDINATOR
 from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return
 from cnnstrategies.paramserver.core.requests import REPLIES, Asking
 
-ENDS = ("died", "left")  # of processes: a coordinator that is started again is told of them all
-
 
 class Reporter:
     """A supervision: a role. Its calls are the coordinator's kinds of requests.
@@ -19,8 +17,6 @@ class Reporter:
 
     def __init__(self, session: int) -> None:
         self.asking = Asking(COORDINATOR, {"session": session})
-        self._term = 0
-        self._ends: list[Call] = []
 
     def start(self, now: float) -> Effects:
         """Ask again, on a new connection, what was not answered on the last."""
@@ -32,13 +28,9 @@ class Reporter:
         Raises:
             ControlError: It has other fields than its kind.
         """
-        if message.kind not in REPLIES or sender.life < self._term:
+        if message.kind not in REPLIES:
             return []
         request, effects = self.asking.on_reply(now, message)
-        if sender.life > self._term:  # It has been told nothing yet.
-            self._term = sender.life
-            for call in self._ends:
-                effects += self.asking.ask(now, call.kind, call.fields)
         return effects if request is None else [*effects, Return(request.call, message)]
 
     def on_timer(self, now: float, name: str) -> Effects:
@@ -49,6 +41,4 @@ class Reporter:
         """Tell or ask the coordinator; a question about the present takes the place of an older one."""
         if call.kind == "status":
             self.asking.drop("status")
-        elif call.kind in ENDS:
-            self._ends.append(call)
         return self.asking.ask(now, call.kind, call.fields, call.frames, call.number)

@@ -1,16 +1,13 @@
 """Who has registered with the coordinator: their signs of life, and the numbered views of them."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-from cnnstrategies.paramserver.coordinator.chunks import places
 from cnnstrategies.paramserver.core.node import Message, Peer
-from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 SERVER, WORKER = "server", "worker"
-LIVES = 1 << 16  # of one place for workers that join, as one coordinator gives them
 
 
 @dataclass
@@ -28,8 +25,7 @@ class Member:
         came: When it has registered.
         since: For a server, the number of the first view with it, or of the first one of training if that has waited
             for it.
-        here: Number of the newest view that it has got.
-        told: How many collectives a worker knows the results of.
+        asked: The last collective for which a worker has come.
         figures: What it has last said of itself; see :mod:`.figures`.
         measured: When it has.
     """
@@ -43,8 +39,7 @@ class Member:
     acknowledged: int = -1
     came: float = 0.0
     since: int = 0
-    here: int = -1
-    told: int = 0
+    asked: int = 0
     figures: Mapping[str, float] = field(default_factory=dict)
     measured: float = 0.0
 
@@ -62,52 +57,6 @@ class Member:
         return f"{self.peer} (process {self.process} on {self.host})"
 
 
-class RosterState(NamedTuple):
-    """What a coordinator that follows another has to know beside the view: the members keep it with that.
-
-    Attributes:
-        group: See :class:`Roster`.
-        sealed: Its `sealed_at`.
-        reached: See :class:`Roster`.
-        members: Role, id and life of each.
-        begun: Role, id and the first life that is not over of each place whose first process is.
-        gone: Role, id, life and process of each that is a member no longer, and whether it left.
-        lost: Its `lost_servers`.
-        done: See :class:`Roster`; empty where nobody may join.
-    """
-
-    group: list[int]
-    sealed: int
-    reached: int
-    members: list[tuple[str, int, int]]
-    begun: list[tuple[str, int, int]]
-    gone: list[tuple[str, int, int, int, bool]]
-    lost: list[int]
-    done: list[tuple[int, int, str]]
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> "RosterState":
-        """The one that a member has kept.
-
-        Raises:
-            ControlError: It has other fields.
-        """
-        said = Message("report", values)
-        done = said.table("done", int, int, str)
-        for _, _, text in done:
-            places(text)  # checks it
-        return cls(
-            said.integers("group"),
-            said.integer("sealed", -1),
-            said.integer("reached"),
-            said.table("members", str, int, int),
-            said.table("begun", str, int, int),
-            said.table("gone", str, int, int, int, bool),
-            said.integers("lost"),
-            done,
-        )
-
-
 class Roster:
     """The members of a run, and what they are told of each other.
 
@@ -121,10 +70,8 @@ class Roster:
     Attributes:
         group: The workers that take part in collectives; at first all that are expected.
         sealed_at: The collective with which training has begun; -1 before. Before that views name no workers.
-        reached: The last collective to which somebody has contributed.
         lost_servers: The servers that have died and not come back.
         view_message: The view as a message: one for all, so that it is encoded once.
-        done: Gives what those have worked on that have joined and left; None where nobody may.
         gone: Those that were members and are no longer, with whether they left; of one place for who joins the last.
     """
 
@@ -138,10 +85,8 @@ class Roster:
     ) -> None:
         self.group = set(range(workers))
         self.sealed_at = -1
-        self.reached = 0
         self.lost_servers: set[int] = set()
         self.gone: dict[Peer, bool] = {}
-        self.done: Callable[[], Sequence[tuple[int, int, str]]] | None = None
         self._workers = workers
         self._servers = servers
         self._survivable = survivable
@@ -182,8 +127,7 @@ class Roster:
         """The lowest number that nobody has of those for workers that join, and a life that was never there."""
         for identity in range(self._workers, self._workers + self._elastic):
             if self.at(WORKER, identity) is None:
-                # Who was not let in yet as a coordinator was killed, the next one has not heard of.
-                return identity, max(self._first_life.get((WORKER, identity), 0), self.number // TERM * LIVES)
+                return identity, self._first_life.get((WORKER, identity), 0)
         return None
 
     def has_appeared(self, role: str, identity: int) -> bool:
@@ -288,11 +232,6 @@ class Roster:
             if (member := self.at(SERVER, one)) is None or member.acknowledged < number
         ]
 
-    def not_here(self, number: int) -> list[str]:
-        """The workers of the group that have not got a view yet."""
-        members = (self.at(WORKER, one) for one in sorted(self.group))
-        return [str(member.peer) for member in members if member is not None and member.here < number]
-
     # Messages
 
     def tell_all(self, message: Message) -> None:
@@ -301,40 +240,4 @@ class Roster:
             self._send(member.peer, message)
 
     def _message(self) -> Message:
-        return Message("view", {"view": self._view.as_dict(), "roster": self._state()._asdict()})
-
-    # Terms
-
-    def _state(self) -> RosterState:
-        return RosterState(
-            sorted(self.group),
-            self.sealed_at,
-            self.reached,
-            [one.peer[:3] for one in self.members],
-            [(*place, life) for place, life in self._first_life.items() if life],
-            [(*peer, left) for peer, left in self.gone.items()],
-            sorted(self.lost_servers),
-            [] if self.done is None else list(self.done()),
-        )
-
-    def follow(self, term: int, begun: int, state: RosterState | None) -> None:
-        """Go on where a coordinator has stopped that was killed.
-
-        Args:
-            term: How many there were before.
-            begun: Number of the first view of training.
-            state: What the last one has told the members beside the view, if it has told any.
-        """
-        self._view = View(term * TERM, (), (), begun=begun)
-        if state is None:
-            return
-        self.group = set(state.group)
-        self.sealed_at, self.reached = state.sealed, state.reached
-        self.lost_servers = set(state.lost)
-        self.gone = {Peer(*one[:4]): one[4] for one in state.gone}
-        self._first_life = {(role, identity): life for role, identity, life in state.begun}
-        # All workers have met at the end of the set-up. That a server has been there its report shows, or its loss.
-        workers = itertools.product((WORKER,), range(self._workers) if self.sealed else ())
-        lost = itertools.product((SERVER,), self.lost_servers)
-        for place in (*workers, *lost, *(peer[:2] for peer in self.gone)):
-            self.account_for(*place)
+        return Message("view", {"view": self._view.as_dict()})

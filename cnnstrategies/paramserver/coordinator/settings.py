@@ -21,8 +21,6 @@ class CoordinatorSettings:
         session: Which of the sessions that follow one another at this endpoint; messages of others are not heard.
         nodes: How many there are: each has a supervision.
         supervisor: Number of the supervision that starts the coordinator, node 0's; 0 if none does.
-        restartable: Whether it is started again when it is killed.
-        term: How many coordinators this one follows, that were killed: it asks the members what they know.
         elastic: How many workers may join while it trains: they have the numbers after the others', come and go, and
             are never waited for.
         takeover: Seconds without a heartbeat after which a server's copies take over, if less than the time-out.
@@ -39,8 +37,6 @@ class CoordinatorSettings:
     session: int = 0
     nodes: int = 1
     supervisor: int = field(default=0, repr=False)
-    restartable: bool = False
-    term: int = 0
     elastic: int = 0
     takeover: float = 0.0
 

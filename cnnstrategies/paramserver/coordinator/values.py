@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from cnnstrategies.paramserver.coordinator.roster import Member
 from cnnstrategies.paramserver.core.node import Buffer, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
 
@@ -20,8 +21,8 @@ class Values:
         self._values: dict[str, Sequence[Buffer]] = {}
         self._waiting: dict[str, dict[Peer, int]] = {}
 
-    def put(self, sender: Peer, message: Message) -> None:
-        """Keep the first value of a name.
+    def put(self, now: float, member: Member, message: Message) -> None:
+        """Keep the first value of a name, and tell those that wait for it.
 
         Raises:
             ControlError: There are too many names.
@@ -29,22 +30,18 @@ class Values:
         name = message.string("name")
         if name not in self._values and len(self._values) >= MOST_VALUES:
             raise ControlError("too many values")
-        self.give(name, message.frames)
-        self._answer(sender, Message(DONE, request=message.request))
-
-    def give(self, name: str, frames: Sequence[Buffer]) -> None:
-        """Keep the first value of a name, and tell those that wait for it."""
-        self._values.setdefault(name, frames)
+        self._values.setdefault(name, message.frames)
         for peer, request in self._waiting.pop(name, {}).items():
             self._reply(peer, request, name)
+        self._answer(member.peer, Message(DONE, request=message.request))
 
-    def get(self, sender: Peer, message: Message) -> None:
+    def get(self, now: float, member: Member, message: Message) -> None:
         """Answer with the value of a name, as soon as it has one."""
         name = message.string("name")
         if name in self._values:
-            self._reply(sender, message.request, name)
+            self._reply(member.peer, message.request, name)
         else:
-            self._waiting.setdefault(name, {})[sender] = message.request
+            self._waiting.setdefault(name, {})[member.peer] = message.request
 
     def forget(self, peer: Peer) -> None:
         """Answer a peer no more."""

@@ -52,7 +52,7 @@ class Window:
         history = self._history
         fields = {
             "session": self._settings.session,
-            "term": self._settings.term,
+            "restarts": history.restarts,
             "timeout": self._settings.timeout,
             "seconds": now - self._began,
             "training": self._roster.sealed,

@@ -6,8 +6,6 @@ from typing import Any, Protocol, TypeVar
 
 from cnnstrategies.paramserver.core.node import ControlError, Message
 
-TERM = 1 << 20  # views of one coordinator: those of the next have higher numbers
-
 
 @dataclass(frozen=True)
 class ServerInfo:
@@ -59,11 +57,6 @@ class View:
     workers: tuple[WorkerInfo, ...]
     lost: tuple[int, ...] = ()
     begun: int = 0
-
-    @property
-    def term(self) -> int:
-        """How many coordinators there were before the one whose view this is."""
-        return self.number // TERM
 
     def age(self, server: ServerInfo) -> int:
         """Number of the view since which one of its servers has had state, or its place."""

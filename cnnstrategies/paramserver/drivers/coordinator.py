@@ -9,6 +9,7 @@ from typing import Self
 import zmq
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
 from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
@@ -31,6 +32,8 @@ class CoordinatorService:
     Args:
         settings: Numbers and the endpoint.
         keys: The run's CURVE keys: only processes that have them too can register. None for no encryption.
+        journal: What it is told is written there; None if it is not started again when it is killed.
+        follows: Whether it goes on with the journal of one that was killed.
 
     Attributes:
         endpoint: Where the socket is bound.
@@ -42,7 +45,13 @@ class CoordinatorService:
         ConfigurationError: It may not open as many files as there are connections.
     """
 
-    def __init__(self, settings: CoordinatorSettings, keys: KeyPair | None = None) -> None:
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        keys: KeyPair | None = None,
+        journal: Store | None = None,
+        follows: bool = False,
+    ) -> None:
         allow_files(files_of_coordinator(settings.workers + settings.elastic, settings.servers), "the coordinator")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -50,27 +59,30 @@ class CoordinatorService:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_MESSAGE)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.zap_domain = ZAP_DOMAIN
-        role = Coordinator(settings)
+        role: Coordinator | Journaled
+        role = coordinator = Coordinator(settings)
+        if journal is not None:
+            role = Journaled(coordinator, journal, follows)
+            coordinator = role.coordinator
         self._gatekeeper = self._bindings = None
         if keys is not None:
-            self._bindings = Bindings(keys.public, lambda: {member.peer for member in role.members})
+            self._bindings = Bindings(keys.public, lambda: {member.peer for member in coordinator.members})
             self._gatekeeper = Gatekeeper(self._context, self._bindings.admits)
             self._socket.curve_server = True
             self._socket.curve_publickey = keys.public.encode()
             self._socket.curve_secretkey = keys.secret.encode()
-        self._bind(settings)
+        self._bind(settings, BIND_SECONDS if settings.session or follows else 0.0)
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
         self._stopped = False
         self.routes: OrderedDict[Peer, bytes] = OrderedDict()
-        self._peer = Peer("coordinator", 0, settings.term)
         self._encoded: tuple[Message | None, bytes] = None, b""
         self.loop = Loop(role, self.send, on_end=self._end)
         self.loop.start()
 
-    def _bind(self, settings: CoordinatorSettings) -> None:
+    def _bind(self, settings: CoordinatorSettings, seconds: float) -> None:
         """Bind; the coordinator of the session before makes room when the first worker of this one knocks there."""
-        deadline = time.monotonic() + (BIND_SECONDS if settings.session or settings.term else 0)
+        deadline = time.monotonic() + seconds
         while True:
             try:
                 if _is_listened_at(settings.endpoint):
@@ -143,7 +155,7 @@ class CoordinatorService:
         if route is None:
             return
         if self._encoded[0] is not message:
-            self._encoded = message, encode(self._peer, message)  # A view goes to all, and is encoded once.
+            self._encoded = message, encode(DESK, message)  # A view goes to all, and is encoded once.
         self._socket.send_multipart([route, self._encoded[1]], copy=False)
 
     def _end(self, end: End) -> None:

@@ -13,7 +13,7 @@ from cnnstrategies.paramserver.drivers.control import ROLES
 from cnnstrategies.paramserver.security import fingerprint
 
 REGISTER, REGISTERED = "register", "registered"
-DESK = Peer("coordinator", 0)  # Who answers: before a member is registered the coordinator's life does not matter.
+DESK = Peer("coordinator", 0)  # Who answers.
 MOST_KEYS = 1 << 16  # that are known at a time
 MEMBERS = frozenset(ROLES) - {"coordinator", WATCHER}
 

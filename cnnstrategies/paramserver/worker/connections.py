@@ -79,8 +79,6 @@ class Connections:
         """
         if view.number <= self.view.number:
             return False
-        if view.term > self.view.term:  # The next coordinator has to miss whoever is silent itself.
-            self._heard = dict.fromkeys(self._servers, now)
         self.view = view
         if self._was_member and not self._is_member():
             raise RemovedError(

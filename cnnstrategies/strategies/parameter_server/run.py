@@ -177,10 +177,9 @@ def open_supervision(
             session=place.session,
             nodes=layout.nodes,
             supervisor=supervision.process,
-            restartable=again > 0,
             elastic=elastic,
         )
-        service = CoordinatorProcess(settings, place.key_file, place.directory)
+        service = CoordinatorProcess(settings, place.key_file, place.directory, _journal(place) if again else None)
         supervision.start(Watched(COORDINATOR, 0, partial(_start_coordinator, service, method), again))
     if servers and not options.endpoints:
         for index in range(options.servers):
@@ -200,8 +199,17 @@ def worker_address(options: Options, place: Place, rank: int) -> Address:
     )
 
 
-def _start_coordinator(service: CoordinatorProcess, method: StartMethod, term: int) -> Handle:
-    return start(replace(service, settings=replace(service.settings, term=term)), method)
+def _journal(place: Place) -> str:
+    """The file of a coordinator that may be started again, which goes on with it: in a directory of this machine."""
+    directory = place.directory
+    if directory is None:
+        directory = str(shared_directory(place.coordinator))
+        atexit.register(let_go, Path(directory))
+    return f"{directory}/coordinator-{place.session}.journal"
+
+
+def _start_coordinator(service: CoordinatorProcess, method: StartMethod, incarnation: int) -> Handle:
+    return start(replace(service, follows=incarnation > 0), method)
 
 
 def _start_server(

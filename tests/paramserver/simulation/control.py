@@ -17,6 +17,7 @@ HORIZON = 100.0  # no run takes longer
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
 TAKEOVER = 0.35  # seconds after which a server's copies may take over
 COPIED = 327222  # the draw of whether they may: likewise
+SAID = 40  # the draw of whether the coordinator is killed between a record of its journal and what follows from it
 EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
 
 
@@ -86,6 +87,8 @@ def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
     plan = Plan.of(seed)
     faults = kind(seed, plan.places, TIMEOUT, BUSY)
     faults.timed += _kills(seed) + [_kill_of_worker(seed, plan.workers)] * plan.eager
+    if plan.restarts and draw(seed, SAID) < 0.5:
+        faults.dies_saying = {1 + int(400 * draw(seed, SAID, one)) for one in range(1 + int(2 * draw(seed, SAID, 2)))}
     return plan, faults
 
 
@@ -110,7 +113,7 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     """
     settings = CoordinatorSettings(
         "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, (0,), plan.restarts > 0,
-        nodes=plan.nodes, restartable=plan.restarts > 0, elastic=plan.elastic, takeover=plan.takeover,
+        nodes=plan.nodes, elastic=plan.elastic, takeover=plan.takeover,
     )  # fmt: skip
     world = World(pace, faults)
     if traced:

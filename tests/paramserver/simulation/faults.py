@@ -181,6 +181,9 @@ class Faults(Network):
         timeout: The run's; faults are short or long compared with it.
         busy: Seconds in which the faults happen.
         tcp: Whether every seed's network is like TCP.
+
+    Attributes:
+        dies_saying: Numbers of the messages of the coordinator, of any life, before each of which it is killed.
     """
 
     def __init__(
@@ -194,6 +197,15 @@ class Faults(Network):
         rate = (0.0, 0.05, 0.25)[int(3 * draw(seed, 2))]
         super().__init__(seed, timeout, tcp or draw(seed, 1) < 0.5, rate)
         self.timed = self._drawn(places, busy)
+        self.dies_saying: set[int] = set()
+        self._said = 0
+
+    def moment(self, sender: Peer, send: Send) -> Moment | None:
+        """What happens because a message is sent."""
+        if sender.role != "coordinator":
+            return None
+        self._said += 1
+        return Moment("kill") if self._said in self.dies_saying else None
 
     def _drawn(self, places: Sequence[tuple[str, int]], busy: float) -> list[Fault]:
         found = []

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from cnnstrategies.paramserver.coordinator.admission import EARLY
-from cnnstrategies.paramserver.coordinator.participant import LEFT_UNHEARD, Participant
+from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
@@ -40,7 +40,7 @@ class Invariants:
         self._since: dict[str, int] = {}
         self._begun: set[tuple[int, int]] = set()
         self._members: dict[int, dict[int, int]] = {}
-        self._counted: dict[int, int] = {}  # collectives that were complete, of each coordinator
+        self._counted = 0  # collectives that were complete
         self._known: dict[Peer, tuple[int, int]] = {}
         self._deaths: list[Process] = []
         self._last: float | None = None  # since when all that the last sender had sent to its receiver was lost
@@ -128,18 +128,12 @@ class Invariants:
 
     def _stepped(self, process: Process) -> None:
         if process.peer.role == "coordinator":
-            term, coordinator = process.peer.life, self._toys.coordinator
-            if coordinator.recovers:
-                return
-            if term not in self._counted:  # It begins where the one before has stopped.
-                self._counted[term] = coordinator.collectives
-                if not coordinator.collectives:
-                    self._forget_those_that_are_gone()
-            if self._counted[term] < coordinator.collectives:
+            coordinator = self._toys.coordinator
+            if self._counted < coordinator.collectives:
                 members = {one.peer.id: one.peer.life for one in coordinator.members if one.peer.role == WORKER}
-                for sequence in range(self._counted[term], coordinator.collectives):
+                for sequence in range(self._counted, coordinator.collectives):
                     self._members[sequence] = members
-            self._counted[term] = coordinator.collectives
+            self._counted = coordinator.collectives
             return
         if process.peer.role not in (SERVER, WORKER):
             return
@@ -151,16 +145,6 @@ class Invariants:
         if view is not None and begun not in (0, view.begun):
             raise ViolationError(f"11: training begins for {process} with view {begun} and with {view.begun}")
         self._known[process.peer] = number, 0 if view is None else view.begun
-
-    def _forget_those_that_are_gone(self) -> None:
-        """Training begins anew where nobody is left that a coordinator could ask: what others knew counts no more."""
-        for heard in self._toys.log.results.values():
-            for peer in [peer for peer in heard if self._is_gone(peer)]:
-                del heard[peer]
-
-    def _is_gone(self, peer: Peer) -> bool:
-        process = self._world.processes[peer.role, peer.id]
-        return process.peer != peer or not process.alive or process.ended is not None
 
     def look(self) -> None:
         """Raise if nothing has gone on for long; to be called now and then.
@@ -222,11 +206,8 @@ class Invariants:
             raise ViolationError(f"14: the coordinator keeps {entries} entries for {members} members")
 
     def _check_results(self) -> None:
-        kills = sum(one.peer.role == "coordinator" for one in self._deaths)
-        for sequence, heard in self._toys.log.results.items():
-            # What only such knew as went down with the coordinator it has to decide anew.
-            told = {peer: one for peer, one in heard.items() if not kills or self._came_to_its_end(peer)}
-            for worker, (_, mark, _) in contents(next(iter(told.values()))).items() if told else ():
+        for sequence, told in self._toys.log.results.items():
+            for worker, (_, mark, _) in contents(next(iter(told.values()))).items():
                 life = self._members[sequence].get(worker)
                 if life is None or life % MARKS != mark:
                     raise ViolationError(
@@ -239,13 +220,6 @@ class Invariants:
                 mine = contents(one).get(peer.id)
                 if mine is None and not one.flag("joined"):
                     raise ViolationError(f"12: {peer} is not in the result of its collective {sequence}")
-
-    def _came_to_its_end(self, peer: Peer) -> bool:
-        """Whether a process has ended as planned. One that nobody has heard leave has told nobody what it knew."""
-        process = self._world.processes[peer.role, peer.id]
-        ended = process.ended
-        heard = ended is not None and ended.clean and ended.reason != LEFT_UNHEARD
-        return heard and process.peer == peer and process.alive
 
     def _check_ends(self) -> None:
         victims = self._victims() | self._unheard()

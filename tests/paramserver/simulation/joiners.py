@@ -3,8 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 
-from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.memory import MIDWAY
+from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import WORKER
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCHER
@@ -42,8 +41,7 @@ class Joiners:
     def _join(self) -> None:
         """Ask for a place, and take it."""
         process = self._world.processes["coordinator", 0]
-        coordinator = process.role
-        assert isinstance(coordinator, Coordinator)
+        coordinator = self._toys.coordinator
         found = coordinator.on_message(self._world.now, Peer(WATCHER, 0), Message(PLACE)) if process.alive else []
         answers = [one.message.fields for one in found if isinstance(one, Send)]
         if process.ended is not None or any(one["ended"] for one in answers) or self._toys.is_over:

@@ -1,11 +1,12 @@
 """Workers, servers and supervisions that do to the coordinator what the real ones do, and train nothing."""
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.memory import MIDWAY
+from cnnstrategies.paramserver.coordinator.journal import MOST_RECORDS, Journaled
+from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.reporter import Reporter
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
@@ -14,11 +15,14 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import KEPT
 from cnnstrategies.paramserver.core.view import View
 from simulation.faults import draw
+from simulation.sameness import differing
+from simulation.violation import ViolationError
 from simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
 
 SAMPLES, CHUNK = 24, 2
 SETUP = 2  # collectives before training
 MARKS = 251  # that tell lives apart: a byte
+WRITTEN = 411  # the draws of how many records a journal has, and of how much of the last one of who is killed
 SLOW = 4  # times as long a chunk takes in runs whose workers come midway: an epoch is longer than a restart
 LOOK = 0.05  # seconds between two looks of a supervision at its processes
 
@@ -48,6 +52,31 @@ class Log:
     idle: set[Peer] = field(default_factory=set)
 
 
+class Sheet:
+    """A journal that outlives a simulated process."""
+
+    def __init__(self) -> None:
+        self._contents = bytearray()
+        self._last = b""
+
+    def read(self) -> bytes:
+        """All of it."""
+        return bytes(self._contents)
+
+    def append(self, record: bytes) -> None:
+        """Write at its end."""
+        self._contents += record
+        self._last = record
+
+    def replace(self, contents: bytes) -> None:
+        """Write all of it anew."""
+        self._contents = bytearray(contents)
+
+    def tear(self, part: float) -> None:
+        """Who writes is killed when it has written so much of a record."""
+        self._contents += self._last[: int(part * len(self._last))]
+
+
 class Toys:
     """Starts the processes of a run.
 
@@ -62,8 +91,11 @@ class Toys:
         meets: Whether they meet at the end of an epoch.
 
     Attributes:
+        coordinator: The present one.
         restarts: How often each process is started again.
     """
+
+    coordinator: Coordinator
 
     def __init__(
         self,
@@ -86,13 +118,13 @@ class Toys:
         self._eager = eager
         self._meets = meets
         self._draws = 0
-        self.coordinator = self._new_coordinator(0)
+        self._sheet = Sheet()
         self.hosts: dict[tuple[str, int], int] = {("coordinator", 0): 0}
         world.on_node = lambda node: [world.processes[place] for place in self.hosts if self.hosts[place] == node]
 
     def start(self) -> None:
         """Start all."""
-        self._coordinate(self.coordinator, 0)
+        self._coordinate(0)
         for role, count in ((SERVER, self._settings.servers), (WORKER, self._settings.workers)):
             for identity in range(count):
                 self.hosts[role, identity] = identity % self._nodes
@@ -102,13 +134,21 @@ class Toys:
             peer = Peer("supervision", node)
             self._world.spawn(peer, Reporter(self._settings.session), self._supervise(node, children))
 
-    def _new_coordinator(self, term: int) -> Coordinator:
+    def _coordinate(self, life: int) -> None:
+        """Start the coordinator, or the one that follows it; where none does, there is no journal."""
         # The handlers must be right without the answers that are kept.
-        return Coordinator(replace(self._settings, term=term), kept=0 if draw(self._seed, 32) < 0.5 else KEPT)
-
-    def _coordinate(self, coordinator: Coordinator, term: int) -> None:
+        coordinator = Coordinator(self._settings, kept=0 if draw(self._seed, 32) < 0.5 else KEPT)
+        role: Coordinator | Journaled = coordinator
+        if self.restarts:
+            if life and draw(self._seed, WRITTEN, life) < 0.5:
+                self._sheet.tear(draw(self._seed, WRITTEN, life, 1))
+            most = MOST_RECORDS if draw(self._seed, WRITTEN) < 0.5 else 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
+            role = Journaled(coordinator, self._sheet, life > 0, most)
+            coordinator = role.coordinator
+        if life and (differs := differing(self.coordinator, coordinator)):
+            raise ViolationError(f"20: the coordinator that follows another does not know what that one did: {differs}")
         self.coordinator = coordinator
-        self._world.spawn(Peer("coordinator", 0, term), coordinator, _idle())
+        self._world.spawn(Peer("coordinator", 0, life), role, _idle())
 
     def _seconds(self, least: float, most: float) -> float:
         self._draws += 1
@@ -226,14 +266,14 @@ class Toys:
 
     def _supervise(self, node: int, children: list[tuple[str, int]]) -> Program:
         lives = dict.fromkeys(children, 0)
-        over, term, gone = False, 0, set[tuple[str, int]]()
+        over, again, gone = False, 0, set[tuple[str, int]]()
         asked = self._world.now
         while any(role == WORKER and self._runs(role, one) for role, one in lives):
             yield Sleep(LOOK)
-            if node == 0 and term < self.restarts and not over and not self._world.processes["coordinator", 0].alive:
-                term += 1
+            if node == 0 and again < self.restarts and not over and not self._world.processes["coordinator", 0].alive:
+                again += 1
                 yield Sleep(self._seconds(0.05, 0.3))
-                self._coordinate(self._new_coordinator(term), term)
+                self._coordinate(again)
             for role, identity in list(lives):
                 process = self._world.processes[role, identity]
                 left = role == WORKER and process.peer in self.log.left and process.done

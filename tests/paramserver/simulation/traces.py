@@ -249,9 +249,12 @@ class Noted(Faults):
 
     def moment(self, sender: Peer, send: Send) -> Moment | None:
         """Count what is sent."""
-        self._now = name(sender), send.message.kind, name(send.to)
+        self._now = who, what, to = name(sender), send.message.kind, name(send.to)
         self._sent[self._now] += 1
-        return None
+        moment = super().moment(sender, send)
+        if moment is not None:
+            self.cues.append(Cue(who, self._sent[self._now], what, to, False, moment, ""))
+        return moment
 
     def arrivals(self, now: float, link: int, ordinal: int, moment: Moment | None = None) -> list[float]:
         """When a message arrives."""

@@ -139,7 +139,8 @@ class World:
     def spawn(self, peer: Peer, role: Role, program: Program) -> Process:
         """Start a process."""
         process = Process(peer, role, program)
-        process.drift = 1.0 + 0.02 * (draw(self._seed, 21, *map(ord, peer.role), peer.id, peer.life) - 0.5)
+        clock = peer.life if peer.role != "coordinator" else 0  # One that follows another is on its machine.
+        process.drift = 1.0 + 0.02 * (draw(self._seed, 21, *map(ord, peer.role), peer.id, clock) - 0.5)
         self.processes[peer.role, peer.id] = process
         for outgoing in (False, True):  # A cut is of the process that had this place before.
             self._blocked.pop((peer.role, peer.id, outgoing), None)
@@ -262,7 +263,7 @@ class World:
             if kind is Send:
                 self._send(process, effect)  # type: ignore[arg-type]
                 if not process.alive:
-                    return
+                    break
             elif kind is Timer:
                 self._set_timer(process, effect)  # type: ignore[arg-type]
             elif isinstance(effect, Return):

@@ -95,8 +95,6 @@ class Checks:
         assert process.ended is not None
         reason, name = process.ended.reason, str(process.peer)
         victims = self._victims() | self._members.died
-        if self._was_unmet(reason):
-            return
         for server in self._members.restored:
             if f"server {server} was started again" in reason:
                 raise ViolationError(f"1: {name} ends although server {server} has a snapshot: {reason}")
@@ -105,8 +103,7 @@ class Checks:
         if not any(victim in reason for victim in victims):
             raise ViolationError(f"17: {name} ends naming no cause: {reason}; victims: {sorted(victims)}")
         servers = [victim for victim in victims if victim.startswith("server")]
-        untold = "had no answer from" in reason and self._members.untold(process)
-        if len(servers) < self._specification.replication and not untold and not self._was_silent(reason):
+        if len(servers) < self._specification.replication and not self._was_silent(reason):
             raise ViolationError(f"17: {name} ends without need: {reason}; victims: {sorted(victims)}")
 
     def _was_cut_off(self, worker: str, reason: str) -> bool:
@@ -122,15 +119,6 @@ class Checks:
             if (silent or deaf) and sum(at > since for at in times) >= OFTEN:
                 return True
         return False
-
-    def _was_unmet(self, reason: str) -> bool:
-        """Whether the coordinator was killed before it had told the server that a worker names who is a member.
-
-        Real workers look for servers when all of these have heard of the view that training begins with, from the next
-        coordinator if need be.
-        """
-        since = self._world.now - self._specification.patience
-        return any(f"had no answer from {peer} " in reason and at > since for peer, at in self._members.unmet.items())
 
     def _was_silent(self, reason: str) -> bool:
         """Whether a server was not heard for long because what it had sent was lost before it was hit."""

@@ -4,14 +4,13 @@ That all members hear of all views is what the coordinator's own simulation show
 late, to each process at another time.
 """
 
-import math
 from collections.abc import Callable, Collection
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import Call, Peer, Send
-from cnnstrategies.paramserver.core.view import TERM, ServerInfo, View, WorkerInfo
+from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 from cnnstrategies.paramserver.messages import Kind
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.slicing import cut
@@ -44,7 +43,7 @@ class Members:
         specification: The run's.
         restarts: How often a process that is lost is started again.
         busy: Seconds in which faults begin.
-        successor: Whether the coordinator is killed, and another follows.
+        away: Whether the coordinator is killed, and another goes on.
 
     Attributes:
         servers: By id; a new life takes the place of an older.
@@ -61,11 +60,10 @@ class Members:
         restored: The servers that did.
         fragments: How many parts of the parameters are exchanged in turn.
         broken: When a message between two processes was lost by chance, by their names in the alphabet's order.
-        unmet: The servers of the run's start that the coordinator was killed before it had told, and when the next did.
     """
 
     def __init__(
-        self, seed: int, world: World, specification: Specification, restarts: int, busy: float, successor: bool
+        self, seed: int, world: World, specification: Specification, restarts: int, busy: float, away: bool
     ) -> None:
         self.servers: dict[int, Process] = {}
         self.workers: dict[int, Process] = {}
@@ -80,7 +78,6 @@ class Members:
         self.told_of: dict[Peer, set[int]] = {}
         self.restored: set[int] = set()
         self.broken: dict[tuple[str, str], list[float]] = {}
-        self.unmet: dict[Peer, float] = {}
         self._seed = seed
         self._stream = mixed(seed, 69)
         self._draws = 0
@@ -93,7 +90,6 @@ class Members:
         self.fragments = 2 if streams else 1
         self._disks = [Disk() for _ in range(specification.servers)]
         self._view = View(0, (), ())
-        self._term = self._shown = 0
         self._back = 0.0
         self._lost: set[int] = set()
         self._answers_left = int(60 * draw(seed, 70)) if draw(seed, 71) < 0.3 else -1
@@ -106,9 +102,9 @@ class Members:
         if specification.snapshot_every and draw(seed, 68) < 0.5:
             world.at(self._seconds(0.0, busy), lambda: self._fill(True))
             world.at(self._seconds(0.0, 2 * busy), lambda: self._fill(False))
-
-        if successor:
-            world.at(self._seconds(0.0, busy), self._lose_coordinator)
+        if away:
+            # Later than that all servers have heard of the first view: before that real workers look for none.
+            world.at(max(LAG, self._seconds(0.0, busy)), self._lose_coordinator)
         if specification.mode in ("async", "ssp") and draw(seed, JOINED) < 0.3:
             world.at(busy * draw(seed, 73), self._join)
 
@@ -266,36 +262,16 @@ class Members:
         self._world.at(self._world.now + late, lambda: self._tell(process, view))
 
     def _tell(self, process: Process, view: View) -> None:
-        if view.number > self._term * TERM:  # Else it is lost with the coordinator.
-            self._shown = max(self._shown, view.number)
-            if process.peer in self.unmet:
-                self.unmet[process.peer] = min(self.unmet[process.peer], self._world.now)
+        if self._world.now < self._back:  # It is lost with the coordinator, and told again.
+            self._world.at(self._back, lambda: self._show(process, view))
+        else:
             self._world.tell(process, Call(0, "view", {"view": view}))
-
-    def untold(self, process: Process) -> bool:
-        """Whether a worker has not heard of the coordinator yet that follows one that was killed."""
-        role = process.role
-        assert isinstance(role, SimulatedWorker)
-        return role.role.view.term < self._term and self._world.now < self._back + LAG
 
     def _lose_coordinator(self) -> None:
         """For a moment nobody says who is a member."""
         self._world.faults.counts["kill coordinator"] += 1
         self._world.note("the coordinator is killed")
-        self._term += 1
-        for process in self.servers.values():
-            role, peer = process.role, process.peer
-            if isinstance(role, SimulatedServer) and role.server.view.number < 0 and not peer.life:
-                self.unmet[peer] = math.inf
         self.died_at = self._back = self._world.now + self._seconds(0.1, 0.6)
-        self._world.at(self._back, self._follow)
-
-    def _follow(self) -> None:
-        """Another goes on from the newest view that somebody knows: a server that came after it is new to all."""
-        number = self._term * TERM + 1
-        known = [one if one.since <= self._shown else replace(one, since=number) for one in self._view.servers]
-        self._view = replace(self._view, number=number - 1)
-        self._publish(servers=tuple(known))
 
     def _miss(self, fault: Fault) -> None:
         """A process that is silent for longer than the time-out will be missed."""

@@ -18,6 +18,7 @@ HORIZON = 300.0  # no run takes longer
 EVENTS = 100_000  # nor has one as many: a tenth is rare
 PIPELINED = 216862  # the draw of whether each slice of a step is made for itself: none whose seeds have found faults
 CHANGES = 126  # the draw of whether workers pull compressed changes
+KILLED = 40  # the draw of whether the coordinator is killed: likewise
 CHOSEN = 7307  # the draw of whether they choose while they train: none whose seeds have found faults before
 MODES: Mapping[str, Mapping[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
         pipelined: Whether each slice of a step is made for itself.
         pulls: How values are encoded that workers pull.
         restarts: How often a process that is lost is started again.
-        successor: Whether the coordinator is killed, and another follows.
+        away: Whether the coordinator is killed, and for a moment nobody says who is a member.
     """
 
     workers: int = 2
@@ -59,10 +60,10 @@ class Plan(NamedTuple):
     pipelined: bool = False
     pulls: Literal["none", "topk", "auto"] = "none"
     restarts: int = 0
-    successor: bool = False
+    away: bool = False
 
     @classmethod
-    def of(cls, seed: int, successor: bool = False) -> "Plan":
+    def of(cls, seed: int) -> "Plan":
         """That of a seed."""
         workers, servers = 1 + int(3 * draw(seed, 61)), 1 + int(3 * draw(seed, 62))
         mode = list(MODES)[int(len(MODES) * draw(seed, 63))]
@@ -79,7 +80,7 @@ class Plan(NamedTuple):
             pipelined=mode == "sync" and not changes and draw(seed, PIPELINED) < 0.6,
             pulls="auto" if chosen else "topk" if changes else "none",
             restarts=int(3 * draw(seed, 66)),
-            successor=successor,
+            away=draw(seed, KILLED) < 0.3,
         )
 
     @property
@@ -110,27 +111,25 @@ class Plan(NamedTuple):
         )
 
 
-def drawn(seed: int, kind: type[Faults] = Faults, successor: bool = False) -> tuple[Plan, Faults]:
+def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
     """What is simulated for a seed, and what goes wrong.
 
     Args:
         seed: Decides everything.
         kind: Of the faults: they may note what they hit.
-        successor: Whether the coordinator is killed, and another follows.
     """
-    plan = Plan.of(seed, successor)
+    plan = Plan.of(seed)
     return plan, kind(seed, plan.places, TIMEOUT, BUSY, tcp=True)
 
 
-def simulate(seed: int, traced: bool = False, successor: bool = False) -> Outcome:
+def simulate(seed: int, traced: bool = False) -> Outcome:
     """Run one seed.
 
     Args:
         seed: Decides everything.
         traced: Whether to write down what happens.
-        successor: Whether the coordinator is killed, and another follows.
     """
-    return run(*drawn(seed, successor=successor), seed, traced)
+    return run(*drawn(seed), seed, traced)
 
 
 def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome:
@@ -146,7 +145,7 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     world = World(pace, faults)
     world.tcp = True
     world.trace = [] if traced else None
-    members = Members(pace, world, specification, plan.restarts, BUSY, plan.successor)
+    members = Members(pace, world, specification, plan.restarts, BUSY, plan.away)
     checks = Checks(world, members, specification)
     violation, looked = None, 0.0
     try:
