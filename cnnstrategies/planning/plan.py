@@ -5,12 +5,9 @@ from dataclasses import dataclass
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span
-from cnnstrategies.pipeline.timetable import Order, Task
-from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.costs import GraphCosts, Link
-from cnnstrategies.planning.predict import Predictor, find_layout
-from cnnstrategies.planning.request import Request, check_request
-from cnnstrategies.planning.simulate import simulate
+from cnnstrategies.pipeline.timetable import Order
+from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
 
@@ -38,21 +35,6 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class DataParallel:
-    """The same step with the whole network on every device.
-
-    Attributes:
-        step_time: Seconds.
-        sent_bytes: Bytes that all devices together send in a step.
-        memory: Bytes that each device holds at most.
-    """
-
-    step_time: float
-    sent_bytes: int
-    memory: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """A layout with its predicted step.
 
@@ -65,7 +47,6 @@ class Plan:
         samples: Samples of a step.
         sent_bytes: Bytes that all devices together send in a step.
         spans: The predicted timeline.
-        data_parallel: The comparison.
     """
 
     layout: Layout
@@ -76,7 +57,6 @@ class Plan:
     samples: float
     sent_bytes: int
     spans: tuple[Span, ...]
-    data_parallel: DataParallel
 
     @property
     def samples_per_second(self) -> float:
@@ -84,31 +64,12 @@ class Plan:
         return self.samples / self.step_time
 
 
-def make_plan(costs: GraphCosts, link: Link | Cluster, request: Request, whole: StageCost) -> Plan:
-    """Find the best layout that the request permits and predict its step.
-
-    Args:
-        costs: Costs of the nodes for one microbatch.
-        link: The devices, or the connection between any two of them.
-        request: Devices, schedule and what the user has fixed.
-        whole: Costs of the whole network for one device's share of the batch, for the comparison.
-
-    Raises:
-        ConfigurationError: The request contradicts itself, has more stages than the network has places to cut, or
-            does not fit into memory.
-    """
-    check_request(costs, request)
-    predictor = Predictor(costs, link, request)
-    return describe(predictor, find_layout(predictor), whole)
-
-
-def describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
+def describe(predictor: Predictor, layout: Layout) -> Plan:
     """What a layout's stages cost, and its step.
 
     Args:
         predictor: Of the network's costs on the devices.
         layout: The layout.
-        whole: As for :func:`make_plan`.
     """
     costs, request = predictor.costs, predictor.request
     run_ahead = predictor.runs_ahead(layout)
@@ -145,15 +106,4 @@ def describe(predictor: Predictor, layout: Layout, whole: StageCost) -> Plan:
         samples=costs.microbatch_size * request.microbatches,
         sent_bytes=per_microbatch * request.microbatches + reduced,
         spans=tuple(simulation.spans),
-        data_parallel=_data_parallel(whole, predictor.cluster, request),
-    )
-
-
-def _data_parallel(whole: StageCost, link: Link | Cluster, request: Request) -> DataParallel:
-    devices = request.devices
-    tasks = [[Task("forward", 0, rank), Task("backward", 0, rank)] for rank in range(devices)]
-    return DataParallel(
-        step_time=simulate(tasks, [whole], {}, link).step_time,
-        sent_bytes=2 * (devices - 1) * whole.parameter_bytes,
-        memory=request.state_copies * whole.parameter_bytes + whole.received_bytes + whole.saved_bytes,
     )

@@ -61,18 +61,6 @@ def _short(size: float) -> str:
     return format_bytes(size).replace(" ", "").replace("iB", "")
 
 
-def plan_table(plan: Plan) -> Group:
-    """The stages as a table, then the predicted step and how it compares with data parallel.
-
-    Args:
-        plan: The plan to show.
-
-    Returns:
-        Something that a rich console prints.
-    """
-    return Group(stages_table(plan), Text(verdict(plan)))
-
-
 def stages_table(plan: Plan) -> Group:
     """The stages as a table, then the predicted step.
 
@@ -113,20 +101,3 @@ def summary(plan: Plan) -> str:
         f"{format_bytes(plan.sent_bytes)} sent per step{placed}. In the table times and sends are those of one "
         "microbatch; memory and busy are those of one device."
     )
-
-
-def verdict(plan: Plan) -> str:
-    """One sentence on data parallel with the same devices and the same batch."""
-    other = plan.data_parallel
-    ratio = other.step_time / plan.step_time
-    cost = (
-        f"{other.step_time * 1e3:.1f} ms, {format_bytes(other.sent_bytes)} sent, {format_bytes(other.memory)} a device"
-    )
-    limit = plan.request.memory_limit
-    if len(plan.layout.replicas) == 1:
-        return f"This is data parallel: strategy ddp does the same ({cost})."
-    if limit is not None and other.memory > limit:
-        return f"Data parallel does not fit into memory_limit={format_bytes(limit)} ({cost})."
-    if ratio < 1:
-        return f"Data parallel would be faster: {1 / ratio:.2f} times as fast ({cost}). Use strategy ddp."
-    return f"Data parallel would be slower: {ratio:.2f} times the step time ({cost})."

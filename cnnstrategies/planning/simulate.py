@@ -1,7 +1,6 @@
 """Predict a step's time and timeline from each rank's list of actions and the costs of the stages."""
 
 import heapq
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -66,16 +65,6 @@ def simulate(
     run.run()
     run.reduce(bucket_bytes, reductions)
     return Simulation(run.records)
-
-
-def peak_in_flight(tasks: Sequence[Task]) -> dict[int, int]:
-    """The most microbatches whose activations a rank holds at once, for each stage that it runs."""
-    held: Counter[int] = Counter()
-    peak: dict[int, int] = {}
-    for task in tasks:
-        held[task.stage] += 1 if task.kind == "forward" else -1
-        peak[task.stage] = max(peak.get(task.stage, 0), held[task.stage])
-    return peak
 
 
 class _Run:

@@ -17,7 +17,6 @@ from cnnstrategies.planning.profile import Profile
 from cnnstrategies.planning.rank import rank
 from cnnstrategies.planning.report import summary
 from cnnstrategies.planning.request import Request
-from cnnstrategies.planning.stage_costs import stage_costs
 from cnnstrategies.planning.tune.candidates import Job
 
 pytestmark = pytest.mark.light
@@ -73,7 +72,7 @@ def test_the_plan_says_and_writes_it(tmp_path: Path) -> None:
         written = yaml.safe_load((tmp_path / "strategy.yaml").read_text())["trainer"]
         assert written["strategy"]["init_args"]["placement"] == expected
         assert ranking.hybrid is not None
-        plan = describe(ranking.hybrid.predictor, ranking.hybrid.layout, stage_costs(profile.costs, ())[0])
+        plan = describe(ranking.hybrid.predictor, ranking.hybrid.layout)
         assert ("placement: replicas" in summary(plan)) == (expected == "replicas")
         assert plan.step_time == pytest.approx(ranking.hybrid.predictor.time(LAYOUT), rel=0.01)
 

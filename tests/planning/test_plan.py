@@ -1,4 +1,4 @@
-"""Plans: numbers that can be worked out by hand, the comparison with data parallel, and refusals."""
+"""Plans: numbers that can be worked out by hand, and refusals."""
 
 import io
 from dataclasses import replace
@@ -9,11 +9,12 @@ from rich.console import Console
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.plan import Plan, make_plan
-from cnnstrategies.planning.report import plan_table, verdict
-from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.plan import Plan, describe
+from cnnstrategies.planning.predict import Predictor, find_layout
+from cnnstrategies.planning.report import stages_table
+from cnnstrategies.planning.request import Request, check_request
 from cnnstrategies.planning.sizes import format_bytes
-from cnnstrategies.planning.stage_costs import StageCost, stage_costs
+from cnnstrategies.planning.stage_costs import StageCost
 
 pytestmark = pytest.mark.light
 
@@ -34,10 +35,9 @@ def costs(parameters: tuple[int, int, int, int] = (400, 400, 400, 400)) -> Graph
 
 def plan(request: Request, link: Link = FAST, of: GraphCosts | None = None) -> Plan:
     of = of or costs()
-    one = stage_costs(of, ())[0]
-    share = request.microbatches / request.devices
-    whole = StageCost(4, share * one.forward, share * one.backward, one.parameter_bytes, 700, int(share * 20000))
-    return make_plan(of, link, request, whole)
+    check_request(of, request)
+    predictor = Predictor(of, link, request)
+    return describe(predictor, find_layout(predictor))
 
 
 def test_stages_times_memory_and_step_by_hand() -> None:
@@ -68,27 +68,17 @@ def test_named_cuts_are_kept() -> None:
     assert plan(Request(4, 4, cuts=(1,), replicas=(3, 1))).layout == Layout((1,), (3, 1))
 
 
-def test_data_parallel_is_named_when_it_is_faster_and_when_it_is_slower() -> None:
-    faster = plan(Request(2, 4, stages=2))
-    assert faster.data_parallel.step_time == pytest.approx(0.24, rel=0.01)
-    assert "Data parallel would be faster: 1.25 times as fast" in verdict(faster)
+def test_the_heavy_last_node_is_on_one_device() -> None:
     heavy = costs((400, 400, 400, 10**6))
     slower = plan(Request(4, 8), SLOW, heavy)
     assert slower.layout == Layout((3,), (3, 1))
-    assert "Data parallel would be slower" in verdict(slower)
-    assert slower.data_parallel.sent_bytes == 2 * 3 * heavy.parameter_bytes
-    assert slower.sent_bytes < slower.data_parallel.sent_bytes / 100
-
-
-def test_data_parallel_that_does_not_fit_is_said_not_to_fit() -> None:
-    limited = plan(Request(2, 4, stages=2, state_copies=2, memory_limit=25_000))
-    assert "does not fit into memory_limit=24 KiB" in verdict(limited)
+    assert slower.sent_bytes < 2 * 3 * heavy.parameter_bytes / 100, "of what data parallel sends"
 
 
 def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
     output = io.StringIO()
     made = plan(Request(4, 8, stages=2, replicas=(3, 1)))
-    Console(file=output, width=80).print(plan_table(made))
+    Console(file=output, width=80).print(stages_table(made))
     text = output.getvalue()
     assert "stage 1: n3 to n3" in text
     assert "30.00" in text
@@ -96,7 +86,7 @@ def test_table_has_a_row_for_each_stage_and_fits_80_columns() -> None:
     size = 999 * 2**20
     cost = StageCost(150, 1.2345, 12.345, size, size, size)
     wide = [replace(stage, cost=cost, sent_bytes=size, memory=size, busy=1.0) for stage in made.stages]
-    Console(file=output, width=80).print(plan_table(replace(made, stages=tuple(wide))))
+    Console(file=output, width=80).print(stages_table(replace(made, stages=tuple(wide))))
     assert "12345.00" in output.getvalue()
     assert "…" not in output.getvalue()
 

@@ -20,7 +20,6 @@ from cnnstrategies.planning.plan import describe
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import Ranking, rank
 from cnnstrategies.planning.report import ranking_table, stages_table, summary
-from cnnstrategies.planning.stage_costs import stage_costs
 from cnnstrategies.planning.tune.candidates import Job
 
 
@@ -81,12 +80,11 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
     """Print a ranking, and write the files that are asked for."""
     console = Console()
     console.print(ranking_table(ranking, options.samples_per_epoch))
-    chosen, job = ranking.hybrid, ranking.job
+    chosen = ranking.hybrid
     if chosen is not None:
         request = replace(chosen.predictor.request, devices=chosen.layout.devices)
-        share = stage_costs(job.profile.at(job.samples / job.cluster.devices), ())[0]
         chosen.predictor.request = request
-        plan = describe(chosen.predictor, chosen.layout, share)
+        plan = describe(chosen.predictor, chosen.layout)
         console.print(stages_table(plan))
         if options.timetable is not None or options.trace is not None:
             from cnnstrategies.pipeline.timeline import draw_timeline, write_trace
@@ -106,7 +104,7 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
     if options.plot is not None:
         from cnnstrategies.planning.crossover import draw_crossover
 
-        draw_crossover(job, options.plot)
+        draw_crossover(ranking.job, options.plot)
         print(f"Drew {options.plot}")
 
 
