@@ -99,6 +99,7 @@ ARGS = {
         *FEW,
         *NO_WORKERS,
         *FOLDER,
+        "--model.init_args.network.class_path=torchvision.models.resnet18",
         "--model.init_args.network.dict_kwargs.num_classes=2",
     ],
     "experiments/imagenet_resnet50_recipe_8gpu.yaml": [
@@ -129,7 +130,7 @@ ARGS = {
     ],
     "model/timm_convnext.yaml": [*SYNTHETIC, *FEW],
     "model/torchvision_alexnet.yaml": [*SYNTHETIC, *FEW],
-    "model/torchvision_resnet50.yaml": [*SYNTHETIC, *FEW],
+    "model/torchvision_resnet50.yaml": [*SYNTHETIC, *FEW, "--data.init_args.image_size=32"],
     "model/torchvision_vgg16.yaml": [*SYNTHETIC, *FEW],
     "strategy/ddp.yaml": TWO,
     "strategy/ddp_bf16.yaml": TWO,

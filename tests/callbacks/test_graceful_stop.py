@@ -180,16 +180,18 @@ def test_the_middle_of_an_accumulation_is_no_place_to_stop(run_cli, quick):
         "--trainer.max_epochs=2",
         "--trainer.accumulate_grad_batches=3",
         "--data.init_args.global_batch_size=192",
+        "--trainer.limit_train_batches=10",
+        "--trainer.limit_val_batches=1",
     ]
-    every = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=4"]
+    every = ["--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.every_n_train_steps=2"]
     files = ["--trainer.callbacks.save_top_k=-1", "--trainer.callbacks.filename={step}"]
     code, output = run_cli("fit", *quick, *options, *every, *files, "--trainer.logger.init_args.name=whole")
     assert code == 0, output
     folder = Path("runs/whole/version_0/checkpoints")
-    resume = [*options, *every, *files, "--trainer.logger.init_args.name=resumed", f"--ckpt_path={folder}/step=4.ckpt"]
+    resume = [*options, *every, *files, "--trainer.logger.init_args.name=resumed", f"--ckpt_path={folder}/step=2.ckpt"]
     code, output = run_cli("fit", *quick, *resume)
     assert code == 0, output
-    whole = torch.load(folder / "step=12.ckpt", weights_only=True)["state_dict"]
-    resumed = torch.load("runs/resumed/version_0/checkpoints/step=12.ckpt", weights_only=True)["state_dict"]
+    whole = torch.load(folder / "step=8.ckpt", weights_only=True)["state_dict"]
+    resumed = torch.load("runs/resumed/version_0/checkpoints/step=8.ckpt", weights_only=True)["state_dict"]
     for name, value in whole.items():
         assert torch.equal(resumed[name], value), name

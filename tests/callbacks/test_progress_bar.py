@@ -15,7 +15,7 @@ from cnnstrategies.networks import SmallCNN
 def test_a_line_has_the_metrics_and_no_version(tmp_path):
     shown = io.StringIO()
     bar = ProgressBar(console_kwargs={"file": shown, "width": 80, "force_terminal": True}, leave=True)
-    data = SyntheticDataModule(num_samples=400, num_classes=3, image_size=8, channels=1, batch_size=2)
+    data = SyntheticDataModule(num_samples=100, num_classes=3, image_size=8, channels=1, batch_size=2)
     trainer = Trainer(
         accelerator="cpu", devices=1, max_epochs=1, callbacks=[bar, SamplesPerSecond()], logger=CSVLogger(tmp_path)
     )

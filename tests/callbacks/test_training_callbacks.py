@@ -19,6 +19,7 @@ def test_one_run_with_all_of_them(run_cli, quick, monkeypatch):
         "fit",
         *quick,
         "--trainer.max_epochs=4",
+        "--trainer.limit_train_batches=8",
         "--trainer.callbacks+=StepProfile",
         "--trainer.callbacks.skip_first=3",
         "--trainer.callbacks.steps=20",

@@ -36,7 +36,8 @@ def test_a_run_with_dedicated_servers_trains(run_cli, quick, security):
     servers = [context.Process(target=main, args=(["--config", str(path), "--index", str(i)],)) for i in range(2)]
     for server in servers:
         server.start()
-    code, output = run_cli("fit", *quick, f"--config={path}", "--trainer.max_epochs=2", "--trainer.limit_val_batches=1")
+    few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=4", "--trainer.limit_val_batches=1"]
+    code, output = run_cli("fit", *quick, f"--config={path}", *few)
     assert code == 0, output
     for server in servers:
         server.join(10)

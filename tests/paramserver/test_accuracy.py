@@ -78,9 +78,7 @@ def best_accuracy(mode: str, rate: float, directory: Path, **options: Any) -> fl
     return max(results[0])
 
 
-@pytest.mark.parametrize(
-    ("mode", "rate", "options"), [("sync", 0.4, {}), ("async", 0.1, {}), ("ssp", 0.1, {"staleness": 3})]
-)
-def test_every_mode_learns(mode: str, rate: float, options: dict[str, Any], tmp_path: Path) -> None:
-    """A quarter of the learning rate, for four times the updates; staleness is itself a momentum, so none is added."""
-    assert best_accuracy(mode, rate, tmp_path / mode, **options) >= ENOUGH
+@pytest.mark.parametrize(("mode", "options"), [("async", {}), ("ssp", {"staleness": 3})])
+def test_every_mode_learns(mode: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """At a quarter of sync's rate, for four times the updates; staleness is itself a momentum, so none is added."""
+    assert best_accuracy(mode, 0.1, tmp_path / mode, **options) >= ENOUGH

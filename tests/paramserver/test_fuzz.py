@@ -22,7 +22,7 @@ from training import SGD, specify
 from cnnstrategies.paramserver.messages import HEADER_BYTES, SERVER, Encoding, Header, Kind, pack_json
 from cnnstrategies.paramserver.specification import Specification
 
-CASES = int(os.environ.get("CNNSTRATEGIES_FUZZ_CASES", "50000"))
+CASES = int(os.environ.get("CNNSTRATEGIES_FUZZ_CASES", "20000"))
 INSIDER = 1  # a member that never joined: nothing that it pushes may count
 JSON = [
     b"", b"{", b"[]", b"null", b'{"options":3}', b'{"options":[{"lr":"0.1"}]}', b'{"options":[{}]}', b"[" * 5000,

@@ -131,7 +131,6 @@ LAYOUTS = {
     ],
     (2, 1): [Case({"batch_norm": "microbatch"}, everywhere=False, odd=1), Case(autocast=torch.bfloat16)],
     (1, 2): [Case(own_loss=True), Case({"schedule": "gpipe"}, everywhere=False)],
-    (2, 2): [Case({"activation_checkpointing": "except_last"})],
 }
 
 

@@ -28,7 +28,7 @@ from cnnstrategies.planning.request import Request
 
 pytestmark = pytest.mark.light
 
-GRAPHS = 100
+GRAPHS = 60
 CLUSTERS = 8
 
 
@@ -87,7 +87,7 @@ def test_512_devices_are_planned_in_seconds() -> None:
 def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
     rng = random.Random(2)
     tight = 0
-    for _ in range(20):
+    for _ in range(12):
         costs, link = random_costs(rng), random_link(rng)
         request = Request(3, 4, "1f1b", stages=3)
         free = Predictor(costs, link, request)
@@ -101,7 +101,7 @@ def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
         best = min(map(predictor.time, all_layouts(costs, limited)))
         assert predictor.time(found) <= 1.05 * best
         tight += free.memory(free.search() or found) > limit
-    assert tight > 5, "the limit must have changed the choice in some of the graphs"
+    assert tight > 3, "the limit must have changed the choice in some of the graphs"
 
 
 def test_stages_run_ahead_where_messages_take_time_and_memory_permits() -> None:
@@ -216,7 +216,7 @@ def test_a_first_stage_that_runs_ahead_gets_more_of_the_work() -> None:
 def test_proposals_alone_come_near_when_the_model_is_exact() -> None:
     """Without transfers and replicas the closed form is the step time of gpipe."""
     rng = random.Random(4)
-    for _ in range(20):
+    for _ in range(10):
         costs = chain([rng.uniform(0.1, 2.0) for _ in range(9)])
         request = Request(3, 5, "gpipe", stages=3, replicas=(1, 1, 1))
         predictor = Predictor(costs, FAST, request)

@@ -69,7 +69,7 @@ class Collectives(Callback):
 def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, options):
     names = ("SameEverywhere", "Collectives")
     callbacks = [f"--trainer.callbacks+=test_parameter_server_features.{name}" for name in names]
-    fit(run_cli, quick, "run", *served(3, **options), *NORMALISED, *callbacks, "--data.init_args.global_batch_size=60")
+    fit(run_cli, quick, "run", *served(**options), *NORMALISED, *callbacks)
     saved = torch.load(checkpoint("run"), weights_only=True)["state_dict"]
     assert any("running_mean" in name for name in saved)
     assert not any(name.endswith("grad") for name in saved)
@@ -93,6 +93,7 @@ def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the
 
 def test_weight_averaging_equals_one_process(run_cli, quick):
     average = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--trainer.callbacks.decay=0.8"]
+    average.append("--trainer.max_epochs=1")
     single = fit(run_cli, quick, "single", *average, *ONE)
     # The average is made before Lightning converts the module to float64.
     assert_same_run(fit(run_cli, quick, "served", *average, *served()), single, rtol=1e-5)
@@ -113,7 +114,7 @@ def test_early_stopping_and_the_best_checkpoint_are_those_of_one_process(run_cli
 
 
 def test_mixed_precision_trains(run_cli, quick):
-    fit(run_cli, quick, "run", *served(), *NORMALISED, "--trainer.precision=bf16-mixed", "--trainer.max_epochs=4")
+    fit(run_cli, quick, "run", *served(), *NORMALISED, "--trainer.precision=bf16-mixed")
     losses = [row["train_loss"] for row in logged("run") if "train_loss" in row]
     assert losses[-1] < losses[0]
 

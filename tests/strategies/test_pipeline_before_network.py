@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_apart, run_ranks
-from test_pipeline_ways_to_write import Module, both_ways, classifier, refusal
+from ranks import run_apart
+from test_pipeline_ways_to_write import Module, classifier, differ, refusal
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -97,12 +97,12 @@ WAYS = (Normalising, Bytes, Mixup, Augmenting)
 
 
 def test_a_step_that_computes_with_the_images_trains_as_on_one_device() -> None:
-    assert run_ranks(2, both_ways, WAYS, [1, 1], 3)[0] == {}
+    assert differ(WAYS, [1, 1], 3) == {}
 
 
 def test_so_do_replicas_of_the_first_stage_each_with_its_images() -> None:
-    assert run_ranks(3, both_ways, (Normalising,), [2, 1], 4)[0] == {}
-    assert run_ranks(3, both_ways, (Mixup,), [1, 2], 4)[0] == {}
+    assert differ((Normalising,), [2, 1], 4) == {}
+    assert differ((Mixup,), [1, 2], 4) == {}
 
 
 class Deciding(Normalising):
