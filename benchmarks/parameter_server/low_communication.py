@@ -31,7 +31,6 @@ BATCH_SIZE = 16
 STEPS = 15  # of what exchanges something in each of them
 EPOCHS, SEEDS = 20, 5
 DILOCO: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.9}
-ALONE: dict[str, Any] = {"outer_mode": "async", "data_dispatch": "dynamic"}
 
 
 def local(every: int, **options: Any) -> Any:
@@ -43,24 +42,15 @@ SPEED: dict[str, Any] = {
     "ddp": DDPStrategy,
     "sync": lambda: ParameterServerStrategy(security="none", timeout=60),
     "local, 32 own steps": lambda: local(32),
-    "local, 32, 4 fragments, overlap 8": lambda: local(32, fragments=4, overlap=8),
     "local, 100": lambda: local(100),
-    "local, 100, 4 fragments, overlap 25": lambda: local(100, fragments=4, overlap=25),
-    "local, 100, outer_mode async, overlap 25": lambda: local(100, overlap=25, **ALONE),
 }
 EVERY = {"ddp": 1, "sync": 1}
 for one in SPEED:
     EVERY.setdefault(one, 100 if "100" in one else 32)
-SLOW = ", one host at a quarter of the speed"
 ACCURACY: dict[str, Any] = {
     "ddp": DDPStrategy,
     "local, 8": lambda: local(8),
     "local, 8, DiLoCo": lambda: local(8, **DILOCO),
-    "local, 8, DiLoCo, 4 fragments, overlap 2": lambda: local(8, fragments=4, overlap=2, **DILOCO),
-    "local, 8, outer_mode async": lambda: local(8, **ALONE),
-    f"local, 8, outer_mode async{SLOW}": lambda: local(8, **ALONE),
-    "local, 8, DiLoCo, outer_mode async": lambda: local(8, **DILOCO, **ALONE),
-    f"local, 8, DiLoCo, outer_mode async{SLOW}": lambda: local(8, **DILOCO, **ALONE),
 }
 
 
@@ -73,7 +63,7 @@ def worker(folder: Path, name: str, seed: int) -> None:
         trainer.fit(ImageClassifier(vgg_like(), 100, optimizer=sgd), data(32, 100, 2 * steps * BATCH_SIZE, BATCH_SIZE))
         return
     seed_everything(seed, verbose=False)
-    trainer = trainer_of(ACCURACY[name](), folder, EPOCHS, slow_rank=1 if name.endswith(SLOW) else None)
+    trainer = trainer_of(ACCURACY[name](), folder, EPOCHS)
     model = digits_classifier([32, 64], EPOCHS)
     trainer.fit(model, DigitsDataModule(batch_size=32, seed=seed))
 

@@ -1,6 +1,6 @@
 """One of 2 workers slowed to a quarter: samples/s of modes that do not wait for it, against DDP.
 
-Target: at least 1.6 times DDP's, in async and in local with outer_mode: async. The slow worker sleeps after each batch
+Target: at least 1.6 times DDP's, in async. The slow worker sleeps after each batch
 for three times the processor time that the batch took.
 """
 
@@ -27,9 +27,6 @@ STRATEGIES = {
     ),
     "parameter_server, local (8 own steps)": lambda: ParameterServerStrategy(
         "local", sync_every=8, start_method="fork"
-    ),
-    "parameter_server, local (8), outer_mode async, dynamic": lambda: ParameterServerStrategy(
-        "local", sync_every=8, outer_mode="async", data_dispatch="dynamic", start_method="fork"
     ),
 }
 

@@ -42,7 +42,6 @@ PAUSE = 0.25  # seconds between two questions
 COORDINATOR = "tcp://10.77.0.1:7000"
 VARIANTS: dict[str, dict[str, Any]] = {
     "local, 32 own steps": {"mode": "local", "sync_every": 32},
-    "local, 32, 4 fragments, overlap 8": {"mode": "local", "sync_every": 32, "fragments": 4, "overlap": 8},
     "sync": {},
 }
 

@@ -228,18 +228,13 @@ class Worker:
             self._staging.fetch(index, gradient)
             self._push_fetched()
 
-    def end_step(self, goes_on: bool = False) -> None:
+    def end_step(self) -> None:
         """Finish the step: parameters that were not pushed have no gradient; ask for the new parameters.
 
-        They are asked for in the order in which :meth:`wait` was called for them in the step before. In mode ``local``
-        those that were not pushed stay as they are here, and are not sent.
-
-        Args:
-            goes_on: In mode ``local``, make further own steps before :meth:`wait_all`: what they change is added to the
-                new values.
+        They are asked for in the order in which :meth:`wait` was called for them in the step before.
         """
         self._push_fetched(wait=True)
-        self.role.end_step(goes_on)
+        self.role.end_step()
         self._links.send(self.role.take())
 
     def wait(self, index: int) -> None:

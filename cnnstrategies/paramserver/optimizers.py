@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.delayed_nesterov import DelayedNesterov
 
 # Each element's update depends on that element's gradients only, so a part of a tensor can be updated by itself.
 _ELEMENTWISE = (
@@ -45,12 +44,12 @@ def load_optimizer(path: str) -> type[Optimizer]:
 
 
 def is_elementwise(path: str) -> bool:
-    """Whether an optimizer may work on parts of a tensor: true of the outer one, and of torch's that are known to."""
+    """Whether an optimizer may work on parts of a tensor: true of torch's that are known to."""
     return _is_known(load_optimizer(path))
 
 
 def _is_known(kind: type[Optimizer]) -> bool:
-    return kind is DelayedNesterov or any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)
+    return any(kind is getattr(torch.optim, name) for name in _ELEMENTWISE)
 
 
 class SharedOptimizer:

@@ -149,32 +149,6 @@ def keys_by_parameter(slices: Iterable[Slice], parameters: int) -> list[list[int
     return keys
 
 
-def fragments(slices: Sequence[Slice], count: int) -> list[list[int]]:
-    """Divide the parameters into groups of about as many bytes, in their order; what shares a slice stays together.
-
-    Args:
-        slices: All slices.
-        count: Of groups; there are fewer where there are not as many parts.
-
-    Returns:
-        The indices of each group's parameters.
-    """
-    # In slices' order a parameter's own come one after the other.
-    parts: list[tuple[set[int], int]] = []
-    for slice_ in slices:
-        own = {part.parameter for part in slice_.parts}
-        if parts and parts[-1][0] & own:
-            parts[-1] = parts[-1][0] | own, parts[-1][1] + slice_.nbytes
-        else:
-            parts.append((own, slice_.nbytes))
-    total, before = sum(size for _, size in parts), 0
-    found: list[list[int]] = [[] for _ in range(count)]
-    for own, size in parts:
-        found[int((before + size / 2) * count / total)].extend(sorted(own))
-        before += size
-    return [group for group in found if group]
-
-
 def holders(slice_: Slice, view: View) -> list[int]:
     """The live servers that hold a slice: its primary, then its backups.
 

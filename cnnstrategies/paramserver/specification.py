@@ -73,7 +73,6 @@ class Specification:
         compression_ratio: Share of a slice's elements that ``topk`` sends.
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
-        fragments: For local: parts of the parameters that are exchanged in turn.
         pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
             answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
         replication: Servers that hold each slice.
@@ -97,7 +96,6 @@ class Specification:
     compression: Compression = "none"
     compression_ratio: float = 0.01
     pull_compression: PullCompression = "none"
-    fragments: int = 1
     pipelined: bool = False
     replication: int = 1
     clip_norm: float | None = None
@@ -121,7 +119,7 @@ class Specification:
     def pulls_changes(self) -> bool:
         """Whether workers pull compressed changes of the parameters and not the parameters, or may, with ``auto``."""
         if self.pull_compression == "auto":
-            return self.aggregates and self.fragments == 1
+            return self.aggregates
         return self.pull_compression in ("topk", "onebit")
 
     @property

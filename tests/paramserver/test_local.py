@@ -1,6 +1,6 @@
 """Mode local: workers make their own steps, and the servers an outer one on the mean of what these have changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from training import SGD, batches, make_network, make_optimizer, specify
 
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.worker.pulls import Target
 
 OWN_STEPS, ROUNDS = 3, 4
 SAMPLES = (12, 6)  # of each worker's batch
@@ -101,77 +100,6 @@ def test_local_mode_equals_diloco_in_one_process(outer: dict[str, Any], dies: bo
     assert bool(state) == (outer is DILOCO)
 
 
-PARTS = ((0, 1, 2), (3, 4, 5))  # parameters that are exchanged together
-LATE = 2  # own steps until the new values are taken
-
-
-def exchanges(number: int) -> Sequence[int]:
-    """What is exchanged after a round: one part, and after the last everything."""
-    return range(6) if number == ROUNDS - 1 else PARTS[number % 2]
-
-
-def streaming(outer: dict[str, Any]) -> list[list[Tensor]]:
-    """Streaming DiLoCo in one process, with values that come late: the workers' own after the last round."""
-    whole = make_network()
-    optimizer = make_optimizer(whole, outer)
-    networks = [make_network() for _ in SAMPLES]
-    inner = [make_optimizer(network, SGD) for network in networks]
-    values, theirs = list(whole.parameters()), [list(network.parameters()) for network in networks]
-    given = [[value.detach().clone() for value in own] for own in theirs]
-    late: dict[int, list[Tensor]] = {}
-    for number in range(ROUNDS):
-        for step in range(OWN_STEPS):
-            for id, network in enumerate(networks):
-                own_step(network, inner[id], id, number * OWN_STEPS + step)
-            if step == LATE - 1:
-                for index, pushed in late.items():
-                    for own, was in zip(theirs, pushed, strict=True):
-                        own[index].data.copy_(values[index].detach() + (own[index].detach() - was))
-                late = {}
-        for index in exchanges(number):
-            pushed = [own[index].detach().clone() for own in theirs]
-            parts = zip(SAMPLES, given, pushed, strict=True)
-            values[index].grad = sum(size * (was[index] - now) for size, was, now in parts) / sum(SAMPLES)
-            late[index] = pushed
-        optimizer.step()
-        optimizer.zero_grad()
-        for index in late:
-            for own in given:
-                own[index].copy_(values[index].detach())
-    for index in range(6):
-        for own in theirs:
-            own[index].data.copy_(values[index])
-    return [[value.detach() for value in own] for own in theirs]
-
-
-def stream(connect: Callable[..., Any], id: int, outer: list[dict[str, Any]]) -> list[Tensor]:
-    network, inner, parameters, worker = joined(connect)
-    for number in range(ROUNDS):
-        for step in range(OWN_STEPS):
-            own_step(network, inner, id, number * OWN_STEPS + step)
-            if step == LATE - 1:
-                worker.wait_all()
-        worker.begin_step(outer, SAMPLES[id] * OWN_STEPS)
-        for index in exchanges(number):
-            worker.push(index, parameters[index])
-        worker.end_step(goes_on=number < ROUNDS - 1)
-    worker.wait_all()
-    worker.leave()
-    worker.close()
-    return [p.detach() for p in parameters]
-
-
-@pytest.mark.parametrize("outer", [DILOCO, AVERAGING], ids=["diloco", "averaging"])
-def test_fragments_whose_values_come_late_equal_one_process(outer: dict[str, Any], tmp_path: Path) -> None:
-    """Own steps go on meanwhile, and none of them is lost or counts twice."""
-    expected = run_apart(streaming, outer)
-    specification = specify(outer, 2, servers=2, mode="local", slice_bytes=512)
-    with Roles(tmp_path, specification) as run:
-        found = run.train(stream, run.options)
-    for got, value in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.light
 @pytest.mark.parametrize("options", [{"compression": "topk", "compression_ratio": 0.25}, {"pull_compression": "fp16"}])
 def test_what_a_worker_sends_is_the_difference_to_what_it_was_given(options: dict[str, Any], tmp_path: Path) -> None:
@@ -201,15 +129,3 @@ def test_a_server_that_comes_again_in_the_first_round_is_given_the_values_that_i
         run.serve_again(0)
         run.step(worker, [value])
     torch.testing.assert_close(value, torch.full_like(value, -0.5))
-
-
-@pytest.mark.light
-def test_own_steps_are_kept_of_a_parameter_whose_memory_is_not_flat() -> None:
-    parameter = torch.arange(6.0).view(2, 3).t()  # as on a GPU, what comes is put together first
-    target, pushed = Target(parameter), parameter.detach().clone().reshape(-1)
-    parameter.add_(1.0)
-    target.write(0, torch.full((4,), 10.0), pushed[:4])
-    assert torch.equal(parameter.reshape(-1), pushed + 1), "half of it is not there yet"
-    target.write(4, torch.full((2,), 10.0), pushed[4:])
-    target.finish(pushed)
-    assert torch.equal(parameter, torch.full((3, 2), 11.0))

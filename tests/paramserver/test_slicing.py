@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.slicing import MOST_SHARED, Part, Slice, cut, fragments, holders
+from cnnstrategies.paramserver.slicing import MOST_SHARED, Part, Slice, cut, holders
 from cnnstrategies.paramserver.specification import Specification
 
 pytestmark = pytest.mark.light
@@ -64,14 +64,6 @@ def test_what_shares_a_slice_is_of_one_group_and_has_few_parts_and_bytes() -> No
     assert all(4 * sum(part.numel for part in parts) <= 256 for parts in shared)
     single = Specification.of(named, torch.optim.SGD(groups), 1)
     assert max(len(slice_.parts) for slice_ in cut(single)) == MOST_SHARED
-
-
-def test_fragments_are_the_parameters_in_order_in_groups_of_about_as_many_bytes() -> None:
-    named = [(str(index), nn.Parameter(torch.zeros(100))) for index in range(12)]
-    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
-    slices = cut(Specification.of(named, optimizer, 1, slice_bytes=160))
-    assert fragments(slices, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert fragments(slices, 100) == [[index] for index in range(12)]
 
 
 def test_tensors_stay_whole_for_other_optimizers() -> None:

@@ -93,13 +93,6 @@ def test_a_parameter_server_says_how_old_its_gradients_may_be():
     assert of_servers(mode="local", sync_every=8) == local
     outer = of_servers(mode="local", sync_every=8, outer_lr=0.7, outer_momentum=0.9)[1]
     assert outer == "an outer step every 8 steps, on the mean of what they changed (outer_lr 0.7, outer_momentum 0.9)"
-    streaming = of_servers(mode="local", sync_every=8, fragments=4, overlap=2)
-    assert streaming[2:4] == [
-        "one of 4 fragments of the parameters at a time",
-        "new values are taken 2 own steps late",
-    ]
-    alone = of_servers(mode="local", sync_every=8, outer_mode="async")[1]
-    assert alone == "an outer step of each every 8 steps of its own (outer_lr 1, outer_momentum 0)"
     assert of_servers(mode="async", data_dispatch="dynamic")[2] == "faster workers take more of the batches"
 
 
@@ -118,9 +111,8 @@ def test_a_parameter_server_says_what_is_rounded():
         "gradients may be sent as bf16, or as one bit a value, the rest later",
         "forward and backward may use weights rounded to fp16, or that change by one bit a value, the rest later",
     ]
-    for mode in ({"mode": "async"}, {"mode": "local", "sync_every": 4, "fragments": 2}):
-        own = of_servers(pull_compression="auto", **mode)
-        assert "forward and backward may use weights rounded to fp16" in own, "nobody else has the same"
+    own = of_servers(pull_compression="auto", mode="async")
+    assert "forward and backward may use weights rounded to fp16" in own, "nobody else has the same"
 
 
 @pytest.mark.parametrize(

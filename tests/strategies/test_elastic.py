@@ -44,7 +44,6 @@ COMMON = {"heartbeat": 0.1, "start_method": "fork"}
 OPTIONS = {
     "async": COMMON,
     "ssp": {**COMMON, "mode": "ssp", "staleness": 3},
-    "local": {**COMMON, "mode": "local", "sync_every": 3, "outer_mode": "async", "outer_momentum": 0.5},
 }
 
 
@@ -116,15 +115,14 @@ def read(name):
 
 
 @pytest.mark.parametrize(  # They take 20 s each.
-    "mode", ["async", pytest.param("ssp", marks=pytest.mark.cluster), pytest.param("local", marks=pytest.mark.cluster)]
+    "mode", ["async", pytest.param("ssp", marks=pytest.mark.cluster)]
 )
 def test_workers_come_in_mid_epoch_and_go_in_every_way(run_cli, mode):
     ends = {"killed": signal.SIGKILL, "told": signal.SIGTERM, "stays": 0}
     names = ["own", *ends]
     options = [f"--trainer.strategy.init_args.{name}={value}" for name, value in OPTIONS[mode].items()]
-    theirs = options if mode == "local" else []  # What is another mode for them is that of the run.
     processes = {
-        name: start_joiner(name, *theirs, *diary(name, [one for one in names if one != name], signum))
+        name: start_joiner(name, *diary(name, [one for one in names if one != name], signum))
         for name, signum in ends.items()
     }
     try:
@@ -155,16 +153,14 @@ def test_workers_come_in_mid_epoch_and_go_in_every_way(run_cli, mode):
     assert last.total() == 1150
     again = Counter(sample for _, sample in done["killed"])
     for sample, count in last.items():
-        # Its second own step was its last: no outer step has them.
-        lost = again[sample] if mode == "local" else 0
-        assert EPOCHS * count + lost <= times[sample] <= EPOCHS * count + again[sample], sample
+        assert EPOCHS * count <= times[sample] <= EPOCHS * count + again[sample], sample
 
 
 @pytest.mark.light
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "sync"}, "elastic=2 is for mode: async, ssp with a staleness, .*: in mode: sync"),
+        ({"mode": "sync"}, "elastic=2 is for mode: async, and ssp with a staleness: in mode: sync"),
         ({"mode": "local"}, "in mode: local all workers step together"),
         ({"mode": "ssp"}, "in mode: ssp with staleness 0 all workers step together"),
         ({"mode": "async"}, "elastic=2 with data_dispatch: static"),
@@ -177,19 +173,10 @@ def test_elastic_is_for_runs_whose_workers_step_for_themselves(options, message)
 
 
 @pytest.mark.light
-def test_who_pushes_something_else_does_not_join():
-    """Differences of own steps are no gradients. How many own steps there are is each worker's own affair."""
-    gradients = ParameterServerStrategy("async", data_dispatch="dynamic", elastic=1).options
-    own_steps = ParameterServerStrategy(
-        "local", sync_every=8, outer_mode="async", data_dispatch="dynamic", elastic=1
-    ).options
-    run = Specification((), "torch.optim.SGD", (), 1, mode="ssp", staleness=2)
-    assert as_of_the_run(own_steps, run, local=True) is own_steps
-    assert as_of_the_run(gradients, run, local=False).staleness == 2
-    with pytest.raises(ConfigurationError, match="the run trains in mode: local and this configuration in mode: async"):
-        as_of_the_run(gradients, run, local=True)
-    with pytest.raises(ConfigurationError, match="the run trains in mode: ssp and this configuration in mode: local"):
-        as_of_the_run(own_steps, run, local=False)
+def test_the_mode_and_its_bound_are_those_of_the_run():
+    own = ParameterServerStrategy("async", data_dispatch="dynamic", elastic=1).options
+    found = as_of_the_run(own, Specification((), "torch.optim.SGD", (), 1, mode="ssp", staleness=2))
+    assert (found.mode, found.staleness) == ("ssp", 2)
 
 
 def test_the_array_of_the_docs_joins(tmp_path):

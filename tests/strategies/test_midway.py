@@ -74,9 +74,6 @@ def entries(rank, life):
         pytest.param(FIRST + 1, {"mode": "async"}, marks=pytest.mark.cluster, id="async"),
         pytest.param(FIRST, {"mode": "async"}, id="async, in the epoch that it loads as it starts"),
         pytest.param(FIRST + 1, {"mode": "ssp", "staleness": 3}, marks=pytest.mark.cluster, id="ssp"),
-        pytest.param(
-            FIRST + 1, {"mode": "local", "sync_every": 2, "outer_mode": "async"}, marks=pytest.mark.cluster, id="local"
-        ),
     ],
 )
 def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoint(run_cli, quick, fatal, options):
@@ -104,10 +101,8 @@ def test_a_worker_comes_back_in_mid_epoch_in_a_run_that_goes_on_from_a_checkpoin
 
 
 @pytest.mark.cluster  # It takes long.
-@pytest.mark.parametrize("mode", ["async", "local"])
-def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(run_cli, quick, mode):
-    options = {"mode": mode, **({"sync_every": 2, "outer_mode": "async"} if mode == "local" else {})}
-    options |= {"data_dispatch": "dynamic", **PATIENT}
+def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(run_cli, quick):
+    options = {"mode": "async", "data_dispatch": "dynamic", **PATIENT}
     few = ["--data.init_args.global_batch_size=32", "--trainer.callbacks+=test_midway.Stop", "--trainer.max_epochs=3"]
     common = [*quick, *COMMON, *served(**options), *few]
     code, output = run_cli("fit", *common, "--trainer.logger.init_args.name=stopped")
@@ -123,7 +118,6 @@ def test_a_run_that_is_stopped_within_an_epoch_goes_on_with_what_is_left_of_it(r
     assert code == 0, output
     done = Counter([*entries(0, 0), *entries(1, 0)])
     assert done == Counter((epoch, sample) for epoch in range(3) for sample in whole)
-    if mode == "async":
-        code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", *DIVIDED)
-        assert code == 2, output
-        assert "were given out one by one, and this run divides them among the ranks" in output
+    code, output = run_cli("fit", *common, f"--ckpt_path={path.resolve()}", *DIVIDED)
+    assert code == 2, output
+    assert "were given out one by one, and this run divides them among the ranks" in output

@@ -92,14 +92,3 @@ def test_a_resumed_local_run_equals_an_uninterrupted_one(run_cli, quick):
         before, expected, got = (part["momentum_buffer"] for part in parts)
         assert (got - expected).norm() <= 1e-5 * expected.norm()
         assert (before - expected).norm() > 1e-2 * expected.norm()
-
-
-def test_outer_steps_of_one_worker_alone_equal_those_of_all_there_are(run_cli, quick):
-    """With validations and checkpoints, and of the differences what own steps have changed and nothing else."""
-    options = {"mode": "local", "sync_every": 4, "outer_lr": 0.7, "outer_momentum": 0.9, "servers": 2}
-    together = fit(run_cli, quick, "together", *served(1, **options))
-    alone = fit(run_cli, quick, "alone", *served(1, **options, outer_mode="async", data_dispatch="dynamic"))
-    assert_same_run(alone, together)
-    one, other = (saved["outer_optimizer_state"]["state"] for saved in (together, alone))
-    for number, parts in one.items():
-        torch.testing.assert_close(other[number]["momentum_buffer"], parts["momentum_buffer"], rtol=1e-6, atol=1e-12)

@@ -4,7 +4,6 @@ Every test also checks that nothing is left behind: `run_cli` fails for processe
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import signal
@@ -107,33 +106,6 @@ def test_the_others_go_on_without_a_worker_that_is_killed(run_cli, quick, mode):
     assert "was killed by SIGKILL; it is not replaced" in output
     assert len(accuracy()) == 4
     assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 24
-
-
-class OwnSteps(Callback):
-    """Writes down each sample; rank 1 dies after two own steps since its outer one, and rank 0 waits to see it."""
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        with Path(f"samples-{trainer.global_rank}").open("a") as samples:
-            for image in batch[0]:
-                print(hashlib.sha256(image.numpy().tobytes()).hexdigest()[:16], file=samples)
-        if trainer.global_rank == 1 and trainer.global_step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        until = time.monotonic() + 60
-        while trainer.global_rank == 0 and not trainer.strategy.membership.losses:
-            assert time.monotonic() < until, "the other does not die"
-            time.sleep(0.02)
-
-
-def test_batches_of_own_steps_that_are_lost_with_their_worker_are_given_to_another(run_cli, quick):
-    options = {"mode": "local", "sync_every": 3, "outer_mode": "async", "data_dispatch": "dynamic", **PATIENT}
-    few = ["--trainer.callbacks+=test_parameter_server_faults.OwnSteps", "--data.init_args.augment=false"]
-    few += ["--trainer.max_epochs=1", "--data.init_args.global_batch_size=32"]
-    code, output = run_cli("fit", *quick, *COMMON, *served(**options), *few)
-    assert code == 0, output
-    mine, theirs = (Path(f"samples-{rank}").read_text().split() for rank in range(2))
-    assert len(theirs) == 5 * 16
-    assert len({*mine, *theirs[: 3 * 16]}) == len(mine) + 3 * 16, "what the other has pushed is not done again"
-    assert {*theirs} <= {*mine, *theirs[: 3 * 16]}
 
 
 def test_a_stopped_worker_is_left_out_and_ended(run_cli, quick, monkeypatch):

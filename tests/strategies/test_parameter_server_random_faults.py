@@ -25,7 +25,7 @@ RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
 FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
 EPOCHS, STEPS = 3, 6  # of each epoch
 LATEST = 3.0  # seconds after the coordinator's start; a run takes two to four
-EQUAL = ("sync", "local")  # modes whose result does not depend on the timing, but for outer_mode: async
+EQUAL = ("sync", "local")  # modes whose result does not depend on the timing
 GOES_ON, ENDS = "goes on", "ends and says who died"
 
 
@@ -49,8 +49,6 @@ def draw(chance):
     victim = chance.choice(["worker 0", "worker 1", "worker 1", "server 0", f"server {servers - 1}", "coordinator"])
     how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
     after = chance.uniform(0, LATEST)
-    if mode == "local" and chance.random() < 0.5:
-        options |= {"sync_every": 2, "outer_mode": "async", "data_dispatch": chance.choice(["static", "dynamic"])}
     return options, victim, how, after
 
 
@@ -189,7 +187,7 @@ def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
     assert "updates since then are lost" not in output
     if options.get("data_dispatch") != "dynamic":
         assert got["global_step"] == EPOCHS * STEPS
-    if options["mode"] in EQUAL and "outer_mode" not in options:
+    if options["mode"] in EQUAL:
         kept = tmp_path.parent / f"whole-{options['mode']}.ckpt"
         if not kept.exists():
             code, output = fit("whole")

@@ -30,8 +30,7 @@ class Pull:
         who: The worker whose own push must be in it, where versions do not say that.
         step: The step of that push.
         whole: Send the values as they are here, without compression.
-        encoding: What they are sent in; `NOTHING` for that of the specification, `KEYS` if it is only to be said that
-            they are there.
+        encoding: What they are sent in; `NOTHING` for that of the specification.
         mark: Where changes are sent: of what it has of the version before; 0 if it has another, or none.
         question: Comes back with the answer, too; see :class:`~cnnstrategies.paramserver.messages.Header`.
     """
@@ -146,9 +145,6 @@ class Shard:
             if version < pull.version or not self._replicas.safe(key, pull.version):
                 continue
             del waiting[worker]
-            if pull.encoding == Encoding.KEYS:
-                self._outbox.to_worker(worker, Kind.PULLED, key=key, step=pull.request, base=version)
-                continue
             changes = None if pull.whole else self.store.changes
             answer = changes and changes.answer(key, pull.mark, version == pull.version, pull.encoding)
             if answer:

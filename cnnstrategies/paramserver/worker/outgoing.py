@@ -51,7 +51,6 @@ class Outgoing:
         answers: Pulls | None = None,
     ) -> None:
         self.options = [group.options for group in specification.groups]
-        self.pushed: set[int] = set()
         self._specification = specification
         self._slices = slices
         self._by_parameter = keys_by_parameter(slices, len(specification.parameters))
@@ -104,7 +103,6 @@ class Outgoing:
         ]
         self._begin = step, {"options": self.options}, float(samples)
         self._unanswered.clear()
-        self.pushed.clear()
         self._sent.clear()
         self._filling.clear()
         for server in self._connections.view.servers:
@@ -113,7 +111,6 @@ class Outgoing:
     def push(self, index: int, gradient: Tensor) -> None:
         """Send a parameter's gradient, or keep it until the norm of all is known; in mode ``local`` its difference."""
         assert self._begin is not None, "push before begin_step"
-        self.pushed.add(index)
         flat = gradient.detach().to("cpu").contiguous().view(-1)
         if self._began_with:
             # Of the sign of a gradient. A tensor of its own: new values come while it may still be on its way.

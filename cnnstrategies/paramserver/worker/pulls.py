@@ -1,6 +1,6 @@
 """The pulls of a worker: what it waits for, and where it is written."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -51,9 +51,6 @@ class Pulls:
         self._step = 0
         self._question = 0  # number of the last one for the present values
         self._pending: dict[int, None] = {}
-        self._kept: frozenset[int] = frozenset()
-        self._told: frozenset[int] = frozenset()
-        self._pushed: dict[int, Tensor] = {}
         self._left = [0] * len(parameters)
         self._order: list[int] = list(range(len(parameters)))
         self._used: dict[int, None] = {}
@@ -86,29 +83,13 @@ class Pulls:
             self._order = list(self._used)
         self._used = {}
 
-    def go_on_from(self, pushed: Mapping[int, Tensor]) -> None:
-        """Keep what own steps make of parameters until their new values have come: that is added to these.
-
-        Args:
-            pushed: By parameter what was pushed, flat, in memory of its own.
-        """
-        self._pushed = dict(pushed)
-
-    def request(self, step: int, refresh: bool, kept: Collection[int] = ()) -> None:
+    def request(self, step: int, refresh: bool) -> None:
         """Ask for all parameters.
 
         Args:
             step: The step that will be worked on next.
             refresh: Ask for the present values, whatever has been pushed.
-            kept: Parameters that stay as they are here. Of slices that hold no others is only said when they have had
-                the step.
         """
-        self._kept = frozenset(kept)
-        self._told = frozenset(
-            slice_.key
-            for slice_ in (self._slices if kept else ())
-            if all(part.parameter in self._kept for part in slice_.parts)
-        )
         keys = list(dict.fromkeys(key for index in self._order for key in self._by_parameter[index]))
         self.refreshing = refresh
         if refresh:
@@ -125,7 +106,6 @@ class Pulls:
             step: That step.
         """
         self.refreshing = False
-        self._kept = self._told = frozenset()
         self._step = step
 
     def with_push(self, key: int) -> None:
@@ -152,14 +132,7 @@ class Pulls:
             return False
         if header.question != (self._question if self.refreshing else 0):
             return False  # A question that was asked twice is answered twice, and the second answer may come late.
-        slice_, told = self._slices[header.key], header.key in self._told
-        if told != (header.encoding == Encoding.NOTHING):
-            return False  # No answer to what was asked.
-        if told:
-            del self._pending[header.key]
-            for part in slice_.parts:
-                self._left[part.parameter] -= 1
-            return True
+        slice_ = self._slices[header.key]
         check_length(len(payload), header.encoding, slice_.numel, slice_.dtype)
         values = decode(payload, header.encoding, slice_.numel, slice_.dtype)
         if self._had is not None and not self.refreshing:
@@ -170,14 +143,11 @@ class Pulls:
         del self._pending[header.key]
         for part, own in zip(slice_.parts, values.split_with_sizes(slice_.sizes), strict=True):
             self._left[part.parameter] -= 1
-            if part.parameter in self._kept:
-                continue
-            target, pushed = self._targets[part.parameter], self._pushed.get(part.parameter)
-            target.write(part.start, own, None if pushed is None else pushed[part.start : part.stop])
+            self._targets[part.parameter].write(part.start, own)
             if self._copies:
                 self._copies[part.parameter].write(part.start, own)
             if not self._left[part.parameter]:
-                target.finish(self._pushed.pop(part.parameter, None))
+                self._targets[part.parameter].finish()
         return True
 
     def _send(self, keys: Sequence[int]) -> None:
@@ -187,18 +157,12 @@ class Pulls:
         # Lowest bit: the present values. Above it: the encoding.
         asked = 1 if self.refreshing else self.encoding << 1
         for server, own in by_server.items():
-            wanted = [key for key in own if key not in self._told] if self._told else own
-            parts = {0.0: wanted} if self._had is None else self._had.by_mark(wanted, self._step - 1)
+            parts = {0.0: own} if self._had is None else self._had.by_mark(own, self._step - 1)
             for mark, part in parts.items():
-                self._pull(server, part, asked, mark)
-            if len(wanted) < len(own):
-                self._pull(server, [key for key in own if key in self._told], Encoding.KEYS << 1)
-
-    def _pull(self, server: int, keys: Sequence[int], asked: int, mark: float = 0.0) -> None:
-        self._connections.send(
-            server, Kind.PULL, pack_keys(keys), step=self._step, base=asked, weight=mark, encoding=Encoding.KEYS,
-            question=self._question if self.refreshing else 0,
-        )  # fmt: skip
+                self._connections.send(
+                    server, Kind.PULL, pack_keys(part), step=self._step, base=asked, weight=mark,
+                    encoding=Encoding.KEYS, question=self._question if self.refreshing else 0,
+                )  # fmt: skip
 
 
 class Had:
@@ -250,30 +214,19 @@ class Target:
         self._direct = parameter.device.type == "cpu" and parameter.is_contiguous()
         self._flat = self._parameter.view(-1) if self._direct else torch.empty(0)
 
-    def write(self, start: int, values: Tensor, pushed: Tensor | None = None) -> None:
+    def write(self, start: int, values: Tensor) -> None:
         """Write a slice.
 
         Args:
             start: Its first element.
             values: Its new values.
-            pushed: What it was when it was pushed, if it has moved since: that is kept.
         """
         if not self._direct and not self._flat.numel():
             self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
         whole = values.numel() == self._flat.numel()
-        own = self._flat if whole else self._flat[start : start + values.numel()]
-        # In this order: where nothing has moved the new values are taken as they are, the same by all workers.
-        own.copy_(values if pushed is None or not self._direct else values + (own - pushed))
+        (self._flat if whole else self._flat[start : start + values.numel()]).copy_(values)
 
-    def finish(self, pushed: Tensor | None = None) -> None:
-        """All slices are written.
-
-        Args:
-            pushed: What the parameter was when it was pushed, if it has moved since.
-        """
+    def finish(self) -> None:
+        """All slices are written."""
         if not self._direct:
-            new = self._flat.view(self._parameter.shape)
-            if pushed is not None:
-                there = self._parameter.device
-                new = new.to(there) + (self._parameter - pushed.view(self._parameter.shape).to(there))
-            self._parameter.copy_(new)
+            self._parameter.copy_(self._flat.view(self._parameter.shape))

@@ -1,6 +1,6 @@
 """A worker's part: gives gradients to the servers and takes the parameters, whatever messages are lost on the way."""
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -214,24 +214,16 @@ class WorkerRole:
         """Send a parameter's gradient, or in mode ``local`` how far its own steps have taken it."""
         self._outgoing.push(index, gradient)
 
-    def end_step(self, goes_on: bool = False) -> None:
-        """Finish a step's pushes, and ask for the new parameters: in mode ``local`` for those that were pushed."""
+    def end_step(self) -> None:
+        """Finish a step's pushes, and ask for the new parameters."""
         self._outgoing.finish()
         self.step += 1
         self.counters.steps += 1
         self.pulls.reorder()
-        pushed = self._outgoing.pushed
-        if goes_on:
-            self.pulls.go_on_from(
-                {index: self._parameters[index].detach().to("cpu", copy=True).reshape(-1) for index in pushed}
-            )
         if self._pipelined:
             self._asked = self.connections.sequence
             return
-        # Changes come one after the other: who lacks one gets all values.
-        keeps = self._began_with and not self._specification.pulls_changes
-        kept = set(range(len(self._parameters))) - pushed if keeps else ()
-        self._request(refresh=False, kept=kept)
+        self._request(refresh=False)
 
     # What happens
 
@@ -445,9 +437,9 @@ class WorkerRole:
                 self.hello(server.id)
         self._send_again(moved)
 
-    def _request(self, refresh: bool, kept: Collection[int] = ()) -> None:
+    def _request(self, refresh: bool) -> None:
         """Ask for all parameters."""
-        self.pulls.request(self.step, refresh, kept)
+        self.pulls.request(self.step, refresh)
         self._asked = self.connections.sequence
 
     def _send_again(self, keys: list[int]) -> None:

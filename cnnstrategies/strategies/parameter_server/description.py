@@ -38,8 +38,6 @@ def describe_servers(options: Options, specification: Specification, nodes: int)
     if options.replication > 1:
         text += f"; each part is on {options.replication} of them"
     mode = options.mode + (f", staleness {options.staleness}" if options.mode == "ssp" else "")
-    if options.outer_steps_alone:
-        mode += ", outer_mode async"
     if options.combine:
         mode += ", one push for each node"
     return [("mode", mode), ("servers", text)]
@@ -68,16 +66,10 @@ def differences_of_servers(
     if options.mode == "local" and workers > 1:
         lines.append("each worker makes its own steps")
         outer = f"outer_lr {options.outer_lr:g}, outer_momentum {options.outer_momentum:g}"
-        if options.outer_steps_alone:
-            lines.append(f"an outer step of each every {options.sync_every} steps of its own ({outer})")
-        elif (options.outer_lr, options.outer_momentum) == AVERAGING:
+        if (options.outer_lr, options.outer_momentum) == AVERAGING:
             lines.append(f"weights are averaged every {options.sync_every} steps")
         else:
             lines.append(f"an outer step every {options.sync_every} steps, on the mean of what they changed ({outer})")
-        if options.fragments > 1:
-            lines.append(f"one of {options.fragments} fragments of the parameters at a time")
-        if options.overlap:
-            lines.append(f"new values are taken {options.overlap} own steps late")
     elif not together and workers > 1:
         images = "" if batch_size is None else f" on {batch_size * accumulated} images"
         lines.append(f"each update is one worker's gradient{images}")
@@ -97,9 +89,8 @@ def differences_of_servers(
     elif options.compression != "none":
         lines.append(f"{pushed} are sent as {options.compression}")
     if options.pull_compression == "auto":
-        alone = options.outer_steps_alone or options.fragments > 1
         changes = ", or that change by one bit a value, the rest later"
-        common = (together or options.mode == "local") and not alone
+        common = together or options.mode == "local"
         lines.append(f"forward and backward may use weights rounded to fp16{changes if common else ''}")
     elif options.pull_compression == "topk":
         lines.append(f"forward and backward use weights of which {options.compression_ratio:.3g} is renewed in a step")

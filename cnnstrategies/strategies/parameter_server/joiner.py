@@ -110,12 +110,11 @@ def enter(
     )
     state = started.values[started.leader]
     check_seed(state["seed"])
-    options = as_of_the_run(options, specification, local=bool(state["own_steps"]))
+    options = as_of_the_run(options, specification)
     restore_trainer(trainer, optimizer, state)
     worker.join()
     _begin(run, started)
-    if options.mode != "local":
-        optimizer.state.clear()  # It is the servers'.
+    optimizer.state.clear()  # It is the servers'.
     return Entry(worker, specification, int(state["epoch"]), options)
 
 
@@ -160,23 +159,11 @@ def check_seed(theirs: str) -> None:
         )
 
 
-def as_of_the_run(options: Options, specification: Specification, local: bool) -> Options:
-    """A joiner's options with what the run has decided; own steps between two outer ones may be others.
+def as_of_the_run(options: Options, specification: Specification) -> Options:
+    """A joiner's options with what the run has decided.
 
     Args:
         options: The strategy's here.
         specification: The run's.
-        local: Whether its workers make own steps.
-
-    Raises:
-        ConfigurationError: Only one of both is in mode local.
     """
-    if local != (options.mode == "local"):
-        mode = "local" if local else specification.mode
-        raise ConfigurationError(
-            f"the run trains in mode: {mode} and this configuration in mode: {options.mode}, in which workers push "
-            "something else; give the run's own configuration"
-        )
-    if local:
-        return options
     return replace(options, mode=specification.mode, staleness=specification.staleness)

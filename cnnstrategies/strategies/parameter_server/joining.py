@@ -189,7 +189,7 @@ class JoiningStrategy(ParameterServerStrategy):
             return
         self._dispatch.first = chunk
         self.group.membership.tell(entry.worker.counters.figures)
-        self._stepper = self._stepper_of(entry.worker, entry.specification, [])
+        self._stepper = self._stepper_of(entry.worker, entry.specification, own_steps=0)
         self.epochs += entry.epoch not in self._entered  # It may come into the same one again.
         self._entered.add(entry.epoch)
 
@@ -205,9 +205,6 @@ class JoiningStrategy(ParameterServerStrategy):
         """Leave when what was taken is done, for the others to end the epoch; a second time does nothing."""
         if self._stepper is None:
             return
-        if self.options.mode == "local":
-            self._stepper.outer_step()
-            self._count_processed()
         self._stepper.worker.wait_all()
         self._leave_servers()
         self.group.leave({"epoch": self._epoch, "processed": self._dispatch.processed})

@@ -21,7 +21,6 @@ def check_together(options: "Options") -> None:
     """
     _check_own_steps(options)
     _check_outer_step(options)
-    _check_outer_mode(options)
     _check_times(options)
     _check_takeover(options)
     _check_dispatch(options)
@@ -37,26 +36,6 @@ def _check_own_steps(options: "Options") -> None:
         raise ConfigurationError(
             f"sync_every={options.sync_every} is for mode: local, not mode: {options.mode}; leave it out"
         )
-    for name, value, least in (("fragments", options.fragments, 1), ("overlap", options.overlap, 0)):
-        if value < least:
-            raise ConfigurationError(f"{name}={value}: use {least} or more")
-        if value > least and options.mode != "local":
-            raise ConfigurationError(f"{name}={value} is for mode: local, not mode: {options.mode}; leave it out")
-    if options.fragments > options.sync_every:
-        raise ConfigurationError(
-            f"fragments={options.fragments} with sync_every={options.sync_every}: each is exchanged once in sync_every "
-            f"steps, one at a time: use at most {options.sync_every}"
-        )
-    if options.overlap > options.sync_every // options.fragments:
-        raise ConfigurationError(
-            f"overlap={options.overlap} with sync_every={options.sync_every} and fragments={options.fragments}: an "
-            f"exchange must be over before the next begins: use at most {options.sync_every // options.fragments}"
-        )
-    if options.fragments > 1 and options.pull_compression in ("topk", "onebit"):
-        raise ConfigurationError(
-            f"fragments={options.fragments} with pull_compression={options.pull_compression!r}: a worker would lack "
-            "the changes of steps that it takes no part in: use pull_compression: fp16, or fragments: 1"
-        )
 
 
 def _check_outer_step(options: "Options") -> None:
@@ -70,23 +49,6 @@ def _check_outer_step(options: "Options") -> None:
         raise ConfigurationError(
             f"outer_lr={options.outer_lr} and outer_momentum={options.outer_momentum} are for mode: local, not mode: "
             f"{options.mode}; leave them out"
-        )
-
-
-def _check_outer_mode(options: "Options") -> None:
-    if options.outer_mode == "sync":
-        return
-    if options.mode != "local":
-        raise ConfigurationError(f"outer_mode: async is for mode: local, not mode: {options.mode}; leave it out")
-    if options.fragments > 1:
-        raise ConfigurationError(
-            f"fragments={options.fragments} with outer_mode: async: a worker is sent all values after its own outer "
-            "step, and its own steps on the other fragments would be lost; leave fragments out"
-        )
-    if options.pull_compression in ("topk", "onebit"):
-        raise ConfigurationError(
-            f"pull_compression={options.pull_compression!r} with outer_mode: async: servers send one change to all "
-            "workers, which they have in common outer steps only: use pull_compression: fp16"
         )
 
 
@@ -119,10 +81,10 @@ def _check_takeover(options: "Options") -> None:
 
 
 def _check_dispatch(options: "Options") -> None:
-    if options.data_dispatch == "dynamic" and options.mode not in ("async", "ssp") and not options.outer_steps_alone:
+    if options.data_dispatch == "dynamic" and options.mode not in ("async", "ssp"):
         raise ConfigurationError(
-            f"data_dispatch: dynamic is for mode: async and ssp, and local with outer_mode: async: in mode: "
-            f"{options.mode} every worker makes the same number of steps; use data_dispatch: static"
+            f"data_dispatch: dynamic is for mode: async and ssp: in mode: {options.mode} every worker makes the same "
+            "number of steps; use data_dispatch: static"
         )
 
 
@@ -134,8 +96,8 @@ def _check_elastic(options: "Options") -> None:
     if options.steps_together:
         mode = options.mode + (" with staleness 0" if options.mode == "ssp" else "")
         raise ConfigurationError(
-            f"elastic={options.elastic} is for mode: async, ssp with a staleness, and local with outer_mode: async: "
-            f"in mode: {mode} all workers step together, and none can come and go; use one of these, or leave it out"
+            f"elastic={options.elastic} is for mode: async, and ssp with a staleness: in mode: {mode} all workers step "
+            "together, and none can come and go; use one of these, or leave it out"
         )
     if options.data_dispatch != "dynamic":
         raise ConfigurationError(

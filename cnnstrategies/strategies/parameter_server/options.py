@@ -1,16 +1,14 @@
 """What a user asks of the parameter server, checked before any process starts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule
 from torch.optim import SGD, Optimizer
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.delayed_nesterov import DelayedNesterov
 from cnnstrategies.paramserver.security import is_local
-from cnnstrategies.paramserver.slicing import cut, fragments
 from cnnstrategies.paramserver.specification import (
     Compression,
     Mode,
@@ -18,11 +16,9 @@ from cnnstrategies.paramserver.specification import (
     Specification,
 )
 from cnnstrategies.strategies.parameter_server.option_checks import check_together
-from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 
 Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
-OuterMode = Literal["sync", "async"]
 
 PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes are there
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
@@ -39,11 +35,8 @@ class Options:
     mode: Mode
     staleness: int
     sync_every: int
-    fragments: int
-    overlap: int
     outer_lr: float
     outer_momentum: float
-    outer_mode: OuterMode
     servers: int
     endpoints: Sequence[str]
     coordinator: str | None
@@ -67,7 +60,7 @@ class Options:
         # As many servers as copies: how many nodes there are is not known yet.
         servers = len(self.endpoints) or max(self.servers, self.replication)
         Specification((), "torch.optim.SGD", (), 1, servers, **self._engine())  # Has its own checks.
-        choices = {"data_dispatch": Dispatch, "security": Security, "outer_mode": OuterMode}
+        choices = {"data_dispatch": Dispatch, "security": Security}
         for name, accepted in ((name, get_args(choice)) for name, choice in choices.items()):
             value = getattr(self, name)
             if value not in accepted:
@@ -90,16 +83,9 @@ class Options:
             )
 
     @property
-    def outer_steps_alone(self) -> bool:
-        """Whether each worker makes outer steps when it has made its own, without the others."""
-        return self.mode == "local" and self.outer_mode == "async"
-
-    @property
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time."""
-        if self.mode == "local":
-            return not self.outer_steps_alone
-        return self.mode == "sync" or (self.mode == "ssp" and not self.staleness)
+        return self.mode in ("sync", "local") or (self.mode == "ssp" and not self.staleness)
 
     @property
     def waits_for_pushes(self) -> bool:
@@ -146,34 +132,20 @@ class Options:
         """The engine's specification for a module and its optimizer; mode ``local`` has the outer one in its place."""
         options = {"servers": self.server_count(nodes), **self._engine(), **changes}
         if self.mode == "local":
-            optimizer = self._outer(module, optimizer, workers)
+            optimizer = self._outer(module, optimizer)
         if self._may_pipeline and "clip_norm" not in changes:
             options = {"pipelined": True, "slice_bytes": PIPELINED_BYTES, **options}
         pushing = nodes if self.combines(workers // nodes) else workers
-        whole = Specification.of(module.named_parameters(), optimizer, pushing, **options)
-        return replace(whole, mode="async") if self.outer_steps_alone else whole
-
-    def outer_steps(self, specification: Specification, made: Sequence[int]) -> OuterSteps | None:
-        """When a worker takes part in outer steps; None in the other modes.
-
-        Args:
-            specification: Of the run.
-            made: What the others have counted, for one that comes later.
-        """
-        if self.mode != "local":
-            return None
-        return OuterSteps(self.sync_every, fragments(cut(specification), self.fragments), self.overlap, made)
+        return Specification.of(module.named_parameters(), optimizer, pushing, **options)
 
     @property
     def _may_pipeline(self) -> bool:
         """Whether values come back while gradients leave: with dedicated servers, else both share the nodes' links."""
         return bool(self.endpoints) and self.mode == "sync" and self.pull_compression in ("none", "fp16", "bf16")
 
-    def _outer(self, module: LightningModule, optimizer: Optimizer, workers: int) -> Optimizer:
+    def _outer(self, module: LightningModule, optimizer: Optimizer) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = [parameter for parameter in module.parameters() if id(parameter) in held]
-        if self.outer_steps_alone:
-            return DelayedNesterov(trained, self.outer_lr, self.outer_momentum, workers)
         return SGD(trained, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.outer_momentum > 0)
 
     def _engine(self) -> dict[str, Any]:
@@ -183,7 +155,6 @@ class Options:
             "compression": self.compression,
             "compression_ratio": self.compression_ratio,
             "pull_compression": self.pull_compression,
-            "fragments": self.fragments,
             "replication": self.replication,
             "snapshot_every": self.snapshot_every,
             "snapshot_directory": self.snapshot_directory,

@@ -27,13 +27,13 @@ class Start:
         worker: Its connection to the servers.
         specification: What all processes of the run agree on.
         joined: Whether the others were training already, and have let it in.
-        own_steps: In mode ``local``, the others' own steps, as `OuterSteps.made` tells them; none if all begin.
+        own_steps: In mode ``local``, those of the others since the last outer step; 0 if all begin.
     """
 
     worker: Worker | CombinedWorker
     specification: Specification
     joined: bool
-    own_steps: list[int]
+    own_steps: int
 
 
 def meet_servers(
@@ -87,13 +87,13 @@ def meet_servers(
         worker = combined_worker(group, per_node, specification, parameters, connect)
     else:
         worker = connect()
-    own_steps: list[int] = []
+    own_steps = 0
     if started.joined:
         state = started.values[started.leader]
         restore_trainer(trainer, optimizer, state)
         if options.data_dispatch == "dynamic":
             run.give_back(trainer.current_epoch)  # Lightning has begun to load another epoch.
-        own_steps = [int(count) for count in state["own_steps"]]
+        own_steps = int(state["own_steps"])
         notice = f"Rank {group.rank} was started again and goes on in epoch {state['epoch']}"
         print(notice, file=sys.stderr, flush=True)
     else:

@@ -1,7 +1,6 @@
 """What a worker that is started again needs of a running trainer, as plain values."""
 
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,7 +13,7 @@ from cnnstrategies.paramserver.specification import hyperparameters
 SEED = "PL_GLOBAL_SEED"  # Lightning's: the order of the samples follows from it
 
 
-def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: Sequence[int]) -> dict[str, Any]:
+def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: int) -> dict[str, Any]:
     """Where training stands, at the first batch of an epoch: counters, schedulers, callbacks, learning rates.
 
     The parameters and the optimizer's state are the servers'.
@@ -22,7 +21,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: Sequence[in
     Args:
         trainer: The trainer.
         optimizer: The user's.
-        own_steps: In mode ``local``, `OuterSteps.made`: a newcomer counts on from there.
+        own_steps: In mode ``local``, those since the last outer step: a newcomer counts on from there.
     """
     callbacks = {}
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # set by the callback connector
@@ -36,7 +35,7 @@ def trainer_state(trainer: Trainer, optimizer: Optimizer, own_steps: Sequence[in
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "callbacks": callbacks,
         "options": hyperparameters(optimizer),
-        "own_steps": list(own_steps),
+        "own_steps": own_steps,
         "seed": seed(),
     }
 

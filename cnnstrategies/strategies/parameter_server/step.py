@@ -1,7 +1,7 @@
 """How gradients leave during backward, and how a forward waits for its own parameters only."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,8 +16,6 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
-from cnnstrategies.strategies.parameter_server.differences import Differences
-from cnnstrategies.strategies.parameter_server.outer_steps import OuterSteps
 from cnnstrategies.strategies.parameter_server.readers import Readers
 
 NOTED_STEPS = 2  # in which it is found out who reads parameters
@@ -38,8 +36,11 @@ class Stepper:
         optimizer: The user's; its parameter groups hold the hyper-parameters of each step.
         early: Whether gradients may leave before the hooks between backward and the optimizer's step.
         sees_weights: Who may look at weights between two steps, for whom all are waited for when one ends.
-        outer: In mode ``local``, when outer steps are made.
-        workers: How many there are now, where each makes outer steps on its own; None where all make them together.
+        sync_every: In mode ``local``, own steps between two outer ones; else 0.
+        own_steps: What the others have made of these, where this one comes later.
+
+    Attributes:
+        own_steps: In mode ``local``, those since the last outer step.
     """
 
     def __init__(
@@ -50,13 +51,14 @@ class Stepper:
         optimizer: Optimizer,
         early: bool = True,
         sees_weights: Sequence[str] = (),
-        outer: OuterSteps | None = None,
-        workers: Callable[[], int] | None = None,
+        sync_every: int = 0,
+        own_steps: int = 0,
     ) -> None:
         self.worker = worker
         self.optimizer = optimizer
         self.eager = bool(sees_weights)
-        self.outer = outer
+        self.own_steps = own_steps
+        self._sync_every = sync_every
         self.accumulating = False
         self.samples = 0
         self._left_out = 0  # steps, the present one among them
@@ -80,22 +82,19 @@ class Stepper:
         self._codecs = worker.codecs
         self._pushed: dict[int, tuple[Tensor, int]] = {}  # gradients, and their versions when they left
         self._options = [group.options for group in specification.groups]  # in mode local the outer optimizer's
-        self._on_its_way: int | None = None  # own steps since an exchange has begun that is not over
-        self._workers = workers
-        self._differences = None if workers is None else Differences(self.parameters)
         self._handles: list[Any] = []
-        if outer is None and early:
+        if not sync_every and early:
             for index, parameter in enumerate(self.parameters):
                 if self._frozen[index]:
                     continue
                 handle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
-        for child in () if outer is not None else module.modules():
+        for child in () if sync_every else module.modules():
             own = [self._index[id(p)] for p in child.parameters(recurse=False) if id(p) in self._index]
             if own:
                 # Before those that compute a weight from others, as torch's weight_norm does.
                 self._handles.append(child.register_forward_pre_hook(self._waiter(own), prepend=True))
-        if outer is None:
+        if not sync_every:
             self._handles.append(optimizer.register_step_pre_hook(self._take_gradients))
 
     def close(self) -> None:
@@ -118,8 +117,8 @@ class Stepper:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """A batch's forward: what others than its own modules read is there when it begins."""
-        if self.outer is not None or self._noted >= NOTED_STEPS:
-            for index in self._readers.found if self.outer is None else ():
+        if self._sync_every or self._noted >= NOTED_STEPS:
+            for index in () if self._sync_every else self._readers.found:
                 self.worker.wait(index)
             yield
             return
@@ -129,7 +128,7 @@ class Stepper:
 
     def before_backward(self) -> None:
         """The next backward is the last one of a step, unless gradients are being accumulated."""
-        if self._early and not (self.accumulating or self.outer is not None or self._left_out):
+        if self._early and not (self.accumulating or self._sync_every or self._left_out):
             self._begin()
 
     @property
@@ -137,22 +136,13 @@ class Stepper:
         """How many common steps this worker has pushed, or is pushing; where a node pushes as one it waits in that."""
         return self.worker.step + self._in_step
 
-    @property
-    def all_pushed(self) -> bool:
-        """Whether all that this worker has computed has left it."""
-        return self.outer is None or not self.outer.left()
-
     def take(self) -> None:
         """Wait until all parameters are up to date."""
-        if self._on_its_way is None:
-            self.worker.wait_all()
-        self._take()
+        self.worker.wait_all()
 
     def refresh(self) -> None:
         """Take the servers' present values, when nothing is left to be pushed."""
         self.worker.refresh()
-        if self._differences is not None:
-            self._differences.begin()
 
     def after_step(self, last: bool = False) -> None:
         """The optimizer's step was made: in mode ``local`` by the optimizer itself.
@@ -160,15 +150,10 @@ class Stepper:
         Args:
             last: Whether it is the epoch's: what runs at its end may look at weights.
         """
-        if self.outer is not None:
-            samples, self.samples = self.samples, 0
-            due = self.outer.stepped(samples)
-            if self._on_its_way is not None:
-                self._on_its_way += 1
-                if self._on_its_way >= self.outer.overlap:
-                    self._take()
-            if due is not None and self._on_its_way is None:
-                self._exchange([due], goes_on=self.outer.overlap > 0 and not self.eager)
+        if self._sync_every:
+            self.own_steps += 1
+            if self.own_steps >= self._sync_every:
+                self.outer_step()
         else:
             if self.eager or last:
                 self.worker.wait_all()
@@ -179,45 +164,24 @@ class Stepper:
         self._written = [writes(parameter) for parameter in self.parameters]
         self._memory = [parameter.data_ptr() for parameter in self.parameters]
         self._had_from = self.worker.leader
-        if self._sees_weights and self.outer is None:
+        if self._sees_weights and not self._sync_every:
             self._had = [parameter.detach().clone() for parameter in self.parameters]
 
     def outer_step(self) -> None:
-        """In mode ``local``, have the servers make an outer step with all that is left, and go on from there.
+        """In mode ``local``, have the servers make an outer step of what own steps have changed, and go on from there.
 
-        What has had no own steps since its last one is left out: the momentum alone must not move the weights.
+        After none it is left out: the momentum alone must not move the weights.
         """
-        assert self.outer is not None
-        self._take()
-        if left := self.outer.left():
-            self._exchange(left, goes_on=False)
-
-    def _exchange(self, fragments: list[int], goes_on: bool) -> None:
-        """Push some fragments; their new values come now, or after some further own steps."""
-        assert self.outer is not None
-        self._take()
-        options = self._options
-        if self._workers is not None:
-            options = [{**group, "workers": max(self._workers(), 1)} for group in options]
-        self.worker.begin_step(options, max(self.outer.exchanged(fragments), 1))
-        self._tell_of_codecs()
-        for number in fragments:
-            for index in self.outer.fragments[number]:
-                own = self._differences
-                self.worker.push(index, self.parameters[index].detach() if own is None else own.take(index))
-        assert not isinstance(self.worker, CombinedWorker), "in mode local each pushes for itself"
-        self.worker.end_step(goes_on)
-        self._on_its_way = 0
-        if not goes_on:
-            self._take()
-
-    def _take(self) -> None:
-        """Wait for the values that are on their way."""
-        if self._on_its_way is None:
+        if not self.own_steps:
             return
-        with nullcontext() if self._differences is None else self._differences.kept():
-            self.worker.wait_all()
-        self._on_its_way = None
+        assert not isinstance(self.worker, CombinedWorker), "in mode local each pushes for itself"
+        self.worker.begin_step(self._options, max(self.samples, 1))
+        self._tell_of_codecs()
+        for index, parameter in enumerate(self.parameters):
+            self.worker.push(index, parameter.detach())
+        self.worker.end_step()
+        self.own_steps = self.samples = 0
+        self.worker.wait_all()
 
     def _begin(self) -> None:
         if not self._in_step:

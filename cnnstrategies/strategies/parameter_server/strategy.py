@@ -29,12 +29,7 @@ from cnnstrategies.strategies.parameter_server.description import describe_serve
 from cnnstrategies.strategies.parameter_server.gradient_watch import watch_gradients
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
 from cnnstrategies.strategies.parameter_server.module_checks import check_module, check_optimizers
-from cnnstrategies.strategies.parameter_server.options import (
-    Dispatch,
-    Options,
-    OuterMode,
-    Security,
-)
+from cnnstrategies.strategies.parameter_server.options import Dispatch, Options, Security
 from cnnstrategies.strategies.parameter_server.start import meet_servers
 from cnnstrategies.strategies.parameter_server.state import trainer_state
 from cnnstrategies.strategies.parameter_server.step import Stepper
@@ -61,17 +56,9 @@ class ParameterServerStrategy(CoordinatedStrategy):
             then the servers make an outer step on the mean of the differences (DiLoCo, Douillard et al. 2023).
         staleness: For ssp; 0 is sync.
         sync_every: For local: optimizer steps between two outer steps.
-        fragments: For local: parts of the parameters that are exchanged in turn, each once in ``sync_every`` steps, so
-            that less is on its way at a time (Streaming DiLoCo, Douillard et al. 2025).
-        overlap: For local: own steps that are made while an exchange is on its way. What they change is added to the
-            new values when these have come.
         outer_lr: For local: learning rate of the outer step, which is SGD's. 1 without momentum averages the weights
             (local SGD); DiLoCo's are 0.7 and 0.9.
         outer_momentum: For local: Nesterov momentum of the outer step.
-        outer_mode: For local: ``sync``, all workers make an outer step together, after as many own steps each. Or
-            ``async``: each makes one with what its own steps have changed, when it has made them, and nobody waits for
-            the slow; momentum is that of a round of as many as there are workers (Liu et al., "Asynchronous Local-SGD
-            Training for Language Modeling", 2024).
         servers: Server processes that each node starts.
         endpoints: Addresses of dedicated servers, started with ``cnnstrategies-server``, instead. With them each slice
             of a step in ``sync`` is made for itself, so that values come back while gradients leave.
@@ -89,9 +76,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
         snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.
         snapshot_directory: Where they are written.
-        data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, and for local with
-            ``outer_mode: async``, gives batches to whoever asks, so faster workers take more and a dead worker's
-            batches are given out again.
+        data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, gives batches to
+            whoever asks, so faster workers take more and a dead worker's batches are given out again.
         security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does wherever TCP is used, and needs
             ``key_file`` where other machines are reached.
         key_file: The run's keys, the same on every machine.
@@ -103,7 +89,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
         elastic: How many workers may join and leave while it trains, with ``cnnstrategies join``. For async and ssp,
-            and for local with ``outer_mode: async``, with ``data_dispatch: dynamic``.
+            with ``data_dispatch: dynamic``.
         combine: For sync: the workers of a node add their gradients up in memory that they share, and one of them
             pushes and pulls for all, so that the node's link carries one worker's bytes. If it dies another takes its
             place.
@@ -119,11 +105,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         mode: Mode = "sync",
         staleness: int = 0,
         sync_every: int = 1,
-        fragments: int = 1,
-        overlap: int = 0,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
-        outer_mode: OuterMode = "sync",
         servers: int = 1,
         endpoints: list[str] | None = None,
         coordinator: str | None = None,
@@ -241,10 +224,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
         """Whether, up to its first batch, this worker has been let in by others that were training already."""
         return self._admitted
 
-    def _stepper_of(
-        self, worker: Worker | CombinedWorker, specification: Specification, own_steps: list[int]
-    ) -> Stepper:
-        """What connects the module's training to a worker; see `OuterSteps.made` for ``own_steps``."""
+    def _stepper_of(self, worker: Worker | CombinedWorker, specification: Specification, own_steps: int) -> Stepper:
+        """What connects the module's training to a worker."""
         assert self._trainer is not None
         assert isinstance(self.lightning_module, LightningModule)
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
@@ -255,8 +236,8 @@ class ParameterServerStrategy(CoordinatedStrategy):
             self.optimizers[0],
             early=not who_sees_gradients(self.lightning_module, callbacks),
             sees_weights=self._who_sees_weights(),
-            outer=self.options.outer_steps(specification, own_steps),
-            workers=self._count_workers if self.options.outer_steps_alone else None,
+            sync_every=self.options.sync_every if self.options.mode == "local" else 0,
+            own_steps=own_steps,
         )
 
     def _figures(self, worker: Worker | CombinedWorker) -> dict[str, float]:
@@ -275,10 +256,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return ["an average of the weights"] * self._averages_weights
         return who_sees_weights(self.lightning_module, self._trainer.callbacks)  # type: ignore[attr-defined]
 
-    def _count_workers(self) -> int:
-        """How many there are now."""
-        return self.group.membership.members[0]
-
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """At an epoch's first batch, let in the workers that were started again."""
@@ -290,8 +267,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
             return
         self._stepper.worker.interrupt()
         self._stepper.take()
-        own_steps = [] if self._stepper.outer is None else self._stepper.outer.made
-        state = trainer_state(self._trainer, self.optimizers[0], own_steps)
+        state = trainer_state(self._trainer, self.optimizers[0], self._stepper.own_steps)
         if self.group.collectives.boundary(state).admitted:
             self.group.collectives.barrier("admitted")  # Until those that came in have the parameters and their step.
         if self._has_left:
@@ -354,7 +330,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
 
     def _count_processed(self) -> None:
         """What has left this worker need not be done by another if it dies."""
-        if self._stepper is not None and self._stepper.all_pushed:
+        if self._stepper is not None:
             self._dispatch.processed = self._dispatch.seen
 
     def _clip_elsewhere(self) -> None:
@@ -380,8 +356,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         if not self._buffers_are_equal:
             average_buffers(self.lightning_module, self.group)
             self._buffers_are_equal = True
-        others_go_on = self.options.mode in ("async", "ssp") or self.options.outer_steps_alone
-        if refresh and (others_go_on or self.options.pull_compression != "none"):
+        if refresh and (self.options.mode in ("async", "ssp") or self.options.pull_compression != "none"):
             self.barrier("refresh")
             self._stepper.refresh()
         self._stepper.note_values()

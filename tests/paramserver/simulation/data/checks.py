@@ -141,8 +141,7 @@ class Checks:
             server = simulated.server
             keys = self._members.losses.get(process.peer)
             said = server.handlers.lost_updates
-            # A server counts steps as lost that have left a slice alone, too.
-            if keys is not None and self._members.over is None and process.alive and self._members.fragments == 1:
+            if keys is not None and self._members.over is None and process.alive:
                 counts = [self._members.watch.lost(key) for key in keys]
                 again = [self._members.watch.lost(key) for key in self._members.told_of.get(process.peer, ())]
                 least = max((count for count, _ in counts), default=0)

@@ -22,7 +22,6 @@ from simulation.world import Process, Program, Sleep, World
 
 STEPS = 14
 LAG = 0.4  # seconds after which all have heard of a view
-FRAGMENTS = 128  # the draw of whether workers of mode local exchange parts of the parameters in turn
 JOINED = 125  # the draw of whether a worker joins a run: none whose seeds have found faults before
 
 
@@ -58,7 +57,6 @@ class Members:
         losses: The slices that a server with a snapshot lacks updates of which workers have seen.
         told_of: The slices of which another server has told what is lost that has filled one, and died.
         restored: The servers that did.
-        fragments: How many parts of the parameters are exchanged in turn.
         broken: When a message between two processes was lost by chance, by their names in the alphabet's order.
     """
 
@@ -86,8 +84,6 @@ class Members:
         self._restarts = restarts
         self._slices = cut(specification)
         self._wires = Wires()
-        streams = specification.mode == "local" and not specification.pulls_changes and draw(seed, FRAGMENTS) < 0.5
-        self.fragments = 2 if streams else 1
         self._disks = [Disk() for _ in range(specification.servers)]
         self._view = View(0, (), ())
         self._back = 0.0
@@ -186,7 +182,7 @@ class Members:
         steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
         simulated = SimulatedWorker(
             self._specification, self._slices, Peer("worker", identity, life), steps, self._wires, self.watch,
-            self._seconds, lambda: self._world.now, lambda worker, step: self.on_begin(worker, step), self.fragments,
+            self._seconds, lambda: self._world.now, lambda worker, step: self.on_begin(worker, step),
         )  # fmt: skip
         return self._world.spawn(Peer("worker", identity, life), simulated, _idle())
 

@@ -174,7 +174,6 @@ class SimulatedWorker:
         seconds: Draws how long things take.
         clock: The world's time.
         progress: Called with each step that is begun.
-        fragments: How many parts of the parameters are exchanged in turn.
 
     Attributes:
         steps: To train.
@@ -191,7 +190,6 @@ class SimulatedWorker:
         seconds: Draw,
         clock: Callable[[], float],
         progress: Callable[[Peer, int], None],
-        fragments: int = 1,
     ) -> None:
         self.values = [torch.zeros(info.shape, dtype=torch.float64) for info in specification.parameters]
         self.role = WorkerRole(specification, slices, self.values, peer.id, peer.life)
@@ -207,7 +205,6 @@ class SimulatedWorker:
         self._seconds = seconds
         self._clock = clock
         self._progress = progress
-        self._fragments = fragments
         self._now = 0.0
         self._program = self._train()
         self._wait: Wait | None = None
@@ -234,14 +231,14 @@ class SimulatedWorker:
             self._progress(self._peer, role.step)
             step = role.step
             old = [slice_.key for slice_ in self._slices if self._asked.get(slice_.key, -1) < step]
-            if old and trained and self._fragments == 1:
+            if old and trained:
                 raise ViolationError(f"19: worker {self._peer.id} begins step {step} with older values of slices {old}")
             if self._specification.pull_compression == "auto":  # Mostly it chooses as the others do.
                 others = step % 4 > 0
                 changes = others == (self._seconds(0.0, 1.0) < 0.8)
                 role.encode_as("none", "onebit" if changes else "none", int(changes))
             role.begin_step([{**groups[0].options, "lr": rate(step)}], 1.0)
-            for index in reversed(range(step % self._fragments, len(self.values), self._fragments)):
+            for index in reversed(range(len(self.values))):
                 brought = gradient(self._peer.id, step, self._peer.life)
                 # In mode local it makes a step of its own, and pushes where that has taken it.
                 role.push(index, self.values[index].sub_(brought) if self._local else brought)
