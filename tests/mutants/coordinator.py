@@ -154,10 +154,9 @@ def a_record_with_a_changed_byte_counts(
 def the_time_without_a_coordinator_is_the_others_silence(
     right: Callable[[Coordinator, float], Effects], self: Coordinator, now: float
 ) -> Effects:
-    asleep = self._asleep
-    effects = right(self, now)
-    self._asleep = asleep
-    return effects
+    if self._looked is not None:
+        self._looked = now
+    return right(self, now)
 
 
 @replaces(Coordinator.start, killed_by=test_takeover.test_nobody_takes_over_because_a_coordinator_was_not_there)

@@ -173,7 +173,7 @@ class Admission:
             self._roster.remove(known)
             self._forget(now, known)
             member = known
-        if not over:  # Else nobody needs a view of who is left, and who has given up a restart knows of none before.
+        if not over:  # Else nobody needs a view of who is left.
             self._lose(now, member, how, replaced)
 
     def _hears_nobody(self, now: float) -> bool:
@@ -189,9 +189,6 @@ class Admission:
 
     def _miss(self, now: float, member: Member, how: str) -> None:
         self._roster.remove(member)
-        self._gone(now, member, how)
-
-    def _gone(self, now: float, member: Member, how: str) -> None:
         if not self._roster.is_elastic(*member.peer[:2]):  # No supervision has started one of these.
             self.silent.append([*member.peer[:3]])
         self._forget(now, member)

@@ -116,14 +116,13 @@ class Coordinator:
     def start(self, now: float) -> Effects:
         """Begin to wait for the members; or go on, in another process than the one that was killed."""
         if self._looked is None:
+            self._looked = now
             self._admission.begin(now)
             self._window.begin(now)
         else:
-            self._asleep += now - self._looked
-            self.history.begun_again(now - self._asleep)
+            self.history.begun_again(self._awake(now))
             for member in self.roster.members:
-                member.figures = {}  # Who says nothing new may be silent since: its copies must not take over early.
-        self._looked = now
+                member.figures = {}  # No copy takes over early from a server that may not be able to speak yet.
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
