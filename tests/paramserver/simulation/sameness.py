@@ -1,7 +1,6 @@
 """Whether two objects are in the same state: all that is in them, in turn."""
 
 from collections.abc import Iterator, Mapping
-from types import MethodType
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import Message
@@ -18,13 +17,14 @@ def differing(one: object, other: object) -> str | None:
 def _differing(one: Any, other: Any, where: str, seen: set[int]) -> Iterator[str]:
     if id(one) in seen:
         return
-    if isinstance(one, MethodType):
+    if callable(one):
         if one.__name__ != other.__name__:
             yield f"{where}: {one.__name__} and {other.__name__}"
         return
-    if hasattr(one, "__dict__") and type(one) is type(other):
+    names = getattr(one, "__mypyc_attrs__", None) or getattr(one, "__dict__", None)
+    if names is not None and type(one) is type(other):
         seen.add(id(one))
-        one, other = vars(one), vars(other)
+        one, other = ({name: getattr(it, name) for name in names} for it in (one, other))
     if isinstance(one, Message):
         one, other = one._asdict(), other._asdict()
     if isinstance(one, Mapping) and one.keys() == other.keys():

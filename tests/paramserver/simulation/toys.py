@@ -142,7 +142,9 @@ class Toys:
         if self.restarts:
             if life and draw(self._seed, WRITTEN, life) < 0.5:
                 self._sheet.tear(draw(self._seed, WRITTEN, life, 1))
-            most = MOST_RECORDS if draw(self._seed, WRITTEN) < 0.5 else 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
+            most = 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
+            if draw(self._seed, WRITTEN) < 0.5 or hasattr(Coordinator, "__mypyc_attrs__"):  # No such class is pickled.
+                most = MOST_RECORDS
             role = Journaled(coordinator, self._sheet, life > 0, most)
             coordinator = role.coordinator
         if life and (differs := differing(self.coordinator, coordinator)):
