@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import leaves_no_sockets
 from lightning.pytorch import Callback
+from ports import free_port
 from test_hybrid_pipeline import COMMON, checkpoint, logged
 from test_parameter_server import served
 
@@ -177,7 +178,8 @@ def test_with_a_copy_a_lost_server_changes_nothing_nor_does_a_coordinator_that_i
     assert code == 0, output
     assert time.monotonic() - began < PATIENT["timeout"]
     assert_equal_weights(untouched, 3, "taken over")
-    # The next asks all of them what they know.
+    # Where others could be on other machines, it has no folder of the run's, and members have keys of their own.
+    options["coordinator"] = f"tcp://127.0.0.1:{free_port()}"
     code, output = train(run_cli, quick, {"victim": "ps-coordinator"}, max_restarts=1, **options)
     assert code == 0, output
     assert "coordinator (process" in output

@@ -24,7 +24,7 @@ class Dispatcher:
     def __init__(self) -> None:
         self._epochs: dict[int, Epoch] = {}
         self._speeds = Speeds()
-        self._met: int | None = None  # the epoch at whose beginning the workers of this coordinator have met last
+        self._met: int | None = None  # the epoch at whose beginning the workers have met last
 
     def begin(self, number: int, samples: int, chunk: int, done: str = "") -> None:
         """Cut an epoch into chunks; the first worker that gets there does it, the others find it done.

@@ -89,7 +89,7 @@ class Rounds:
         self._pending: dict[int, _Contribution] = {}
         self._flags: tuple[bool, bool] = (False, False)
         self._joiners: dict[int, _Contribution] = {}
-        self._boundary: _Result | None = None  # the last one of this coordinator
+        self._boundary: _Result | None = None  # the last one
         self._operation = ""  # the last one
         self._held: list[tuple[_Result, list[tuple[_Contribution, bool]]]] = []
         self._answers: dict[int, _Answer] = {}
