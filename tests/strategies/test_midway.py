@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import leaves_no_sockets
+from digit_commands import COMMON, checkpoint, served
 from lightning.pytorch import Callback
-from test_hybrid_pipeline import COMMON, checkpoint
-from test_parameter_server import served
 from test_parameter_server_faults import PATIENT
 
 SECONDS = 60.0  # for it to come back

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import leaves_no_sockets
+from digit_commands import COMMON, checkpoint, logged, served
 from lightning.pytorch import Callback
 from ports import free_port
-from test_hybrid_pipeline import COMMON, checkpoint, logged
-from test_parameter_server import served
 
 from cnnstrategies.paramserver.drivers import loop
 from cnnstrategies.paramserver.supervision import Supervision

@@ -2,19 +2,21 @@
 
 import os
 import signal
+from pathlib import Path
 
+import digit_commands
 import pytest
 import torch
+from digit_commands import COMMON, checkpoint
+from digit_runs import assert_same_run, load, logged, train
 from lightning.pytorch import Callback, LightningModule
-from test_hybrid_pipeline import ALL_VALIDATION_DATA, COMMON, ONE, assert_same_run, checkpoint, fit, logged
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from test_parameter_server import served
 from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.worker.codecs import CodecChooser
 from cnnstrategies.strategies import ParameterServerStrategy
-
-NORMALISED = ["--model.init_args.network=test_parameter_server_features.NormalisedCNN"]
 
 
 class NormalisedCNN(nn.Sequential):
@@ -59,61 +61,50 @@ class Collectives(Callback):
     "options",
     [
         {},
-        {"combine": "true", "pull_compression": "fp16"},
+        {"combine": True, "pull_compression": "fp16"},
         {"mode": "async"},
         {"mode": "local", "sync_every": 6, "outer_momentum": 0.9},
     ],
     ids=["sync", "combined, rounded", "async", "local"],
 )
-def test_every_rank_validates_with_the_same_weights_and_statistics(run_cli, quick, options):
-    names = ("SameEverywhere", "Collectives")
-    callbacks = [f"--trainer.callbacks+=test_parameter_server_features.{name}" for name in names]
-    fit(run_cli, quick, "run", *served(**options), *NORMALISED, *callbacks)
-    saved = torch.load(checkpoint("run"), weights_only=True)["state_dict"]
+def test_every_rank_validates_with_the_same_weights_and_statistics(options):
+    strategy, callbacks = served(**options), [SameEverywhere(), Collectives()]
+    saved = train("run", strategy, 3, NormalisedCNN, data={"global_batch_size": 60}, callbacks=callbacks)["state_dict"]
     assert any("running_mean" in name for name in saved)
     assert not any(name.endswith("grad") for name in saved)
 
 
-def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the_encodings(
-    run_cli, quick, monkeypatch, tmp_path
-):
+def test_validations_and_ends_of_epochs_are_no_part_of_the_steps_that_choose_the_encodings(monkeypatch, tmp_path):
     def note(chooser, step, seconds):
         with (tmp_path / "notes").open("a") as notes:
             print(step, seconds is None, file=notes)
         return 0
 
     monkeypatch.setattr(CodecChooser, "next", note)
-    size = ["--trainer.limit_train_batches=6", "--trainer.val_check_interval=3", "--trainer.max_epochs=2"]
-    code, output = run_cli("fit", *quick, *served(2, compression="auto"), *size)
-    assert code == 0, output
+    train("run", served(compression="auto"), 2, val_check_interval=3)
     notes = (tmp_path / "notes").read_text().splitlines()
     assert notes == [f"{step} {step % 3 == 0}" for step in range(12)], "of the first worker alone"
 
 
-def test_weight_averaging_equals_one_process(run_cli, quick):
-    average = ["--trainer.callbacks+=lightning.pytorch.callbacks.EMAWeightAveraging", "--trainer.callbacks.decay=0.8"]
-    average.append("--trainer.max_epochs=1")
-    single = fit(run_cli, quick, "single", *average, *ONE)
+def test_weight_averaging_equals_one_process():
+    single = train("single", callbacks=[EMAWeightAveraging(decay=0.8)])
     # The average is made before Lightning converts the module to float64.
-    assert_same_run(fit(run_cli, quick, "served", *average, *served()), single, rtol=1e-5)
+    assert_same_run(train("served", served(), 2, callbacks=[EMAWeightAveraging(decay=0.8)]), single, rtol=1e-5)
 
 
-def test_early_stopping_and_the_best_checkpoint_are_those_of_one_process(run_cli, quick):
-    options = [ALL_VALIDATION_DATA, "--trainer.max_epochs=12", "--checkpoint.monitor=val_loss", "--checkpoint.mode=min"]
-    options += ["--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping"]
-    options += ["--trainer.callbacks.init_args.monitor=val_loss", "--trainer.callbacks.init_args.patience=1"]
-    options += ["--trainer.callbacks.init_args.min_delta=0.2"]
-    single = fit(run_cli, quick, "single", *options, *ONE)
-    got = fit(run_cli, quick, "served", *options, *served())
-    assert single["epoch"] < 11
-    assert got["epoch"] == single["epoch"]
-    best = [checkpoint(name).with_name("best.ckpt") for name in ("single", "served")]
-    epochs = [torch.load(path, weights_only=True)["epoch"] for path in best]
+def test_early_stopping_and_the_best_checkpoint_are_those_of_one_process():
+    epochs = []
+    for name, *where in (("single", "auto", 1), ("served", served(), 2)):
+        best = ModelCheckpoint(Path(name).resolve(), "best", monitor="val_loss", mode="min")
+        stops = EarlyStopping("val_loss", patience=1, min_delta=0.2)
+        last = train(name, *where, callbacks=[best, stops], max_epochs=12)
+        epochs.append((last["epoch"], load(name, "best.ckpt")["epoch"]))
     assert epochs[0] == epochs[1]
+    assert epochs[0][0] < 11
 
 
-def test_mixed_precision_trains(run_cli, quick):
-    fit(run_cli, quick, "run", *served(), *NORMALISED, "--trainer.precision=bf16-mixed")
+def test_mixed_precision_trains():
+    train("run", served(), 2, NormalisedCNN, precision="bf16-mixed")
     losses = [row["train_loss"] for row in logged("run") if "train_loss" in row]
     assert losses[-1] < losses[0]
 
@@ -128,11 +119,11 @@ class Terminate(Callback):
 
 @pytest.mark.parametrize(
     ("options", "restarts"),
-    [({}, 1), ({"combine": "true", "pull_compression": "fp16"}, 0)],
+    [({}, 1), ({"combine": True, "pull_compression": "fp16"}, 0)],
     ids=["sync", "combined, rounded"],  # `test_midway.py` has async.
 )
 def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options, restarts):
-    layout = [*served(**options, max_restarts=restarts), "--trainer.max_epochs=2000", "--stop.grace=60"]
+    layout = [*digit_commands.served(**options, max_restarts=restarts), "--trainer.max_epochs=2000", "--stop.grace=60"]
     terminate = "--trainer.callbacks+=test_parameter_server_features.Terminate"
     code, output = run_cli("fit", *quick, *COMMON, *layout, terminate, "--trainer.logger.init_args.name=stopped")
     assert code == 128 + signal.SIGTERM, output
@@ -140,9 +131,9 @@ def test_a_signal_stops_the_run_at_a_step_and_it_resumes(run_cli, quick, options
     stopped = torch.load(path, weights_only=True)
     assert stopped["global_step"] > 0
     assert stopped["epoch"] < 1999, "the run was over before the signal"
-    epochs = f"--trainer.max_epochs={stopped['epoch'] + 2}"
-    resumed = fit(run_cli, quick, "resumed", *served(**options), epochs, f"--ckpt_path={path.resolve()}")
-    assert resumed["global_step"] == 6 * (stopped["epoch"] + 2)
+    epochs = stopped["epoch"] + 2
+    resumed = train("resumed", served(**options), 2, ckpt_path=path.resolve(), max_epochs=epochs)
+    assert resumed["global_step"] == 6 * epochs
 
 
 class ByHand(LightningModule):
@@ -181,7 +172,7 @@ def test_refuses_nonsense(options, message):
     ],
 )
 def test_refuses_what_does_not_fit_the_run_before_a_process_starts(run_cli, quick, option, message):
-    code, output = run_cli("fit", *quick, *COMMON, *served(), f"--trainer.strategy.init_args.{option}")
+    code, output = run_cli("fit", *quick, *COMMON, *digit_commands.served(), f"--trainer.strategy.init_args.{option}")
     assert code == 2, output
     assert message in output.splitlines()[-1]
 
@@ -229,5 +220,7 @@ def test_refuses_modules_it_cannot_train(run_cli, quick):
 @pytest.mark.warm
 def test_spawned_workers_train(run_cli, quick):
     few = ["--trainer.max_epochs=1", "--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1"]
-    last = fit(run_cli, quick, "run", *served(start_method="spawn"), *few)
-    assert last["global_step"] == 2
+    spawned = [*COMMON, *digit_commands.served(start_method="spawn"), *few, "--trainer.logger.init_args.name=run"]
+    code, output = run_cli("fit", *quick, *spawned)
+    assert code == 0, output
+    assert torch.load(checkpoint("run"), weights_only=True)["global_step"] == 2

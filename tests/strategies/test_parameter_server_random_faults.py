@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import leaves_no_sockets
+from digit_commands import COMMON, checkpoint, served
 from lightning.pytorch import Callback
-from test_hybrid_pipeline import COMMON, checkpoint
-from test_parameter_server import served
 
 pytestmark = pytest.mark.cluster  # They wait for time-outs, and train meanwhile.
 

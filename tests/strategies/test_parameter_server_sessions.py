@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 from chain_program import Chain
+from digit_commands import served
 from lightning.pytorch import Callback
 from ports import free_port
 from ranks import run_started
-from test_parameter_server import served
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
