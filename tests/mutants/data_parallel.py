@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-import test_equality
-import test_local_sgd
+import test_data_parallel
 from lightning.pytorch.strategies import DDPStrategy
 from mutants.faulty import replaces
 
@@ -12,7 +11,7 @@ from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy
 
 @replaces(
     CompressedDDPStrategy.configure_ddp,
-    killed_by=test_equality.test_compressed_gradients_stay_close_and_are_compressed,
+    killed_by=test_data_parallel.test_compressed_stays_close_and_local_steps_equal_ddp,
 )
 def compressed_ddp_does_not_compress(
     right: Callable[[CompressedDDPStrategy], None], self: CompressedDDPStrategy
@@ -22,7 +21,7 @@ def compressed_ddp_does_not_compress(
 
 @replaces(
     LocalSGDStrategy.on_validation_start,
-    killed_by=test_local_sgd.test_validation_and_the_end_of_fit_see_the_average_of_the_ranks,
+    killed_by=test_data_parallel.test_validation_and_the_end_of_fit_see_the_average_of_the_ranks,
 )
 def local_sgd_validates_what_each_rank_has_of_its_own(
     right: Callable[[LocalSGDStrategy], None], self: LocalSGDStrategy

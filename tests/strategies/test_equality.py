@@ -52,10 +52,6 @@ def fit(run_cli, quick, name, *args):
     return torch.load(Path("runs") / name / "version_0/checkpoints/last.ckpt", weights_only=True), output
 
 
-def train(run_cli, quick, name, *args):
-    return fit(run_cli, quick, name, *args)[0]["state_dict"]
-
-
 def assert_equal(actual, expected, rtol):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -107,47 +103,3 @@ def test_one_line_changes_neither_the_weights_nor_the_steps(run_cli, quick):
     assert sum(int(stage.replace(",", "")) for stage in stages) == int(whole.replace(",", ""))
     least, most = sorted(stages, key=lambda text: int(text.replace(",", "")))
     assert hybrid["parameters"] == f"{whole}; {least} to {most} on a device"
-
-
-def test_ddp_equals_one_process_on_the_same_global_batch(run_cli, quick):
-    """With another optimizer, clipping and accumulation."""
-    options = ["--model.init_args.optimizer=torch.optim.AdamW", "--model.init_args.optimizer.init_args.lr=0.002"]
-    options += ["--trainer.gradient_clip_val=0.5", "--trainer.accumulate_grad_batches=2"]
-    single = train(run_cli, quick, "single", *options, *ONE)
-    assert_equal(train(run_cli, quick, "ddp", *options), single, rtol=1e-9)
-
-
-def test_compressed_gradients_stay_close_and_are_compressed(run_cli, quick):
-    """For a few steps: what is rounded at first is another run in the end. PowerSGD starts when it is told."""
-    few = ["--trainer.max_epochs=1"]
-    exact = train(run_cli, quick, "exact", *few)
-    compressed = train(run_cli, quick, "fp16", *few, "--trainer.strategy=ddp_fp16_fork")
-    assert_equal(compressed, exact, rtol=5e-3)
-    # Were the hook not registered, as Lightning leaves it on CPUs, they would be equal.
-    assert any(not torch.equal(compressed[key], exact[key]) for key in exact)
-    powersgd = [
-        *few,
-        "--trainer.strategy.class_path=CompressedDDPStrategy",
-        "--trainer.strategy.init_args.start_method=fork",
-        "--trainer.strategy.init_args.compression=powersgd",
-    ]
-    late = train(run_cli, quick, "late", *powersgd, "--trainer.strategy.init_args.powersgd_start=1000")
-    early = train(run_cli, quick, "early", *powersgd, "--trainer.strategy.init_args.powersgd_start=2")
-    assert_equal(late, exact, rtol=1e-9)
-    assert any((early[key] - exact[key]).norm() > 1e-3 * exact[key].norm() for key in exact)
-
-
-def test_local_sgd_with_plain_sgd_averaging_each_step_equals_ddp(run_cli, quick):
-    """Averaging the weights after a step without momentum is averaging the gradients before it."""
-    plain = ["--model.init_args.optimizer.init_args.momentum=0", "--model.init_args.optimizer.init_args.nesterov=false"]
-    plain += ["--trainer.max_epochs=1"]
-    local = [
-        "--trainer.strategy.class_path=LocalSGDStrategy",
-        "--trainer.strategy.init_args.start_method=fork",
-        "--trainer.strategy.init_args.start=3",
-    ]
-    ddp = train(run_cli, quick, "ddp", *plain)
-    each = train(run_cli, quick, "each", *plain, *local, "--trainer.strategy.init_args.sync_every=1")
-    assert_equal(each, ddp, rtol=1e-9)
-    seldom = train(run_cli, quick, "seldom", *plain, *local, "--trainer.strategy.init_args.sync_every=50")
-    assert any((seldom[key] - ddp[key]).norm() > 1e-3 * ddp[key].norm() for key in ddp)
