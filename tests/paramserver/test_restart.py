@@ -130,7 +130,7 @@ from cnnstrategies.paramserver.coordinator.journal import Journaled
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.drivers.journal_file import JournalFile
 
-settings = CoordinatorSettings("sim", 3, 3, 1.0, 3.0, 1, (0,), True, elastic=2)
+settings = CoordinatorSettings("sim", 3, 3, 1.0, 3.0, 1, True, elastic=2)
 role = Journaled(Coordinator(settings), JournalFile(Path(sys.argv[1])), follows=True)
 sys.stdout.buffer.write(pickle.dumps(role.coordinator))
 """

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from cnnstrategies.paramserver.coordinator.history import History
-from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, WRITER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
 from cnnstrategies.paramserver.core.node import Message, Peer
@@ -232,6 +232,6 @@ class Admission:
         if not self._roster.sealed:
             when = " before training began" if self._settings.servers else ", and every worker is needed here"
             return f"{member} {how}{when}"
-        if member.peer.id in self._settings.essential:
+        if member.peer.id == WRITER:
             return f"{member}, which writes checkpoints and logs, {how}: with max_restarts it would return"
         return None

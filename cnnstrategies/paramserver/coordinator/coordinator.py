@@ -47,7 +47,6 @@ class Coordinator:
         kept: How many answers to keep for each member.
 
     Attributes:
-        dropped: How many messages were none.
         roster: Who takes part.
         dispatcher: Which chunks of data are given out.
         values: What members have published.
@@ -57,7 +56,6 @@ class Coordinator:
     """
 
     def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
-        self.dropped = 0
         self._settings = settings
         self._tick = max(0.02, settings.least / 20)
         self._looked: float | None = None
@@ -67,7 +65,7 @@ class Coordinator:
         self._watchdog = Watchdog(settings.timeout)
         self.roster = Roster(settings.workers, settings.servers, settings.survivable, self._send, settings.elastic)
         self.dispatcher = Dispatcher()
-        self._rounds = Rounds(self.roster, self._answer, self.dispatcher.meet, settings.essential)
+        self._rounds = Rounds(self.roster, self._answer, self.dispatcher.meet)
         self.values = Values(self._answer)
         self._admission = Admission(settings, self.roster, self._watchdog, self._forget, self._finish)
         self.history = self._admission.history

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
+from cnnstrategies.paramserver.coordinator.roster import WORKER, WRITER, Member, Roster
 from cnnstrategies.paramserver.coordinator.watchdog import MOST_NAMED, UNEVEN, Wait
 from cnnstrategies.paramserver.core.node import Buffer, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
@@ -56,8 +56,8 @@ class Rounds:
     """The collectives of a run, one after the other.
 
     One that seals is the last of the set-up: from then on views name the workers. At a boundary those that have come
-    since are let into the group, and an essential one that is lost is waited for: else the others could be through
-    before it is back. The results of both wait until all servers have seen the view that they lead to.
+    since are let into the group, and worker 0 is waited for if it is lost: else the others could be through before it
+    is back. The results of both wait until all servers have seen the view that they lead to.
 
     A worker that joins the run, and is none of its own, takes no part in its set-up nor in what the others do at the
     end of an epoch. It may be let in after a boundary, too, as long as the others have not met since: it is told then
@@ -67,23 +67,15 @@ class Rounds:
         roster: The members; its group and its seal change here.
         answer: Answers a request.
         met: Called when all have met at a boundary.
-        essential: Workers whose loss for ever ends the run.
 
     Attributes:
         sequence: How many are complete.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        answer: Callable[[Peer, Message], None],
-        met: Callable[[], None],
-        essential: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, roster: Roster, answer: Callable[[Peer, Message], None], met: Callable[[], None]) -> None:
         self._roster = roster
         self._answer = answer
         self._met = met
-        self._essential = essential
         self.sequence = 0
         self._log: dict[int, _Result] = {}
         self._pending: dict[int, _Contribution] = {}
@@ -206,9 +198,9 @@ class Rounds:
 
     @property
     def _awaited(self) -> list[int]:
-        """The essential workers that are lost and not back yet."""
+        """Worker 0, if it is lost and not back yet."""
         present = self._roster.group | self._joiners.keys()
-        return [one for one in self._essential if one not in present and not self._roster.has_left(one)]
+        return [] if WRITER in present or self._roster.has_left(WRITER) else [WRITER]
 
     def release(self) -> None:
         """Send the results that wait for the servers to have seen a view."""

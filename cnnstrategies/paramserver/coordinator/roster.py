@@ -8,6 +8,7 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
 
 SERVER, WORKER = "server", "worker"
+WRITER = 0  # the worker that writes checkpoints and logs: its loss for ever ends the run
 
 
 @dataclass

@@ -16,7 +16,6 @@ class CoordinatorSettings:
         timeout: Seconds without a heartbeat after which a member counts as dead.
         appear: Seconds in which every member must have registered once, and one that is to replace another must have.
         survivable: How many servers can be lost for ever: copies of each slice beyond the first.
-        essential: Workers whose loss for ever ends the run: the one that writes checkpoints and logs.
         supervised: Whether a supervision may replace processes that were silent, and says if it does.
         session: Which of the sessions that follow one another at this endpoint; messages of others are not heard.
         nodes: How many there are: each has a supervision.
@@ -32,7 +31,6 @@ class CoordinatorSettings:
     timeout: float = 10.0
     appear: float = 600.0
     survivable: int = 0
-    essential: tuple[int, ...] = (0,)
     supervised: bool = False
     session: int = 0
     nodes: int = 1

@@ -112,7 +112,7 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
         traced: Whether to write down what happens.
     """
     settings = CoordinatorSettings(
-        "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, (0,), plan.restarts > 0,
+        "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, plan.restarts > 0,
         nodes=plan.nodes, elastic=plan.elastic, takeover=plan.takeover,
     )  # fmt: skip
     world = World(pace, faults)
