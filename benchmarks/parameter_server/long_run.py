@@ -2,10 +2,10 @@
 
     python benchmarks/parameter_server/long_run.py [--seeds 200000] [--minutes 60] [--weaker]
 
-A seed is three runs in virtual time: of the coordinator and its members, of workers and servers, and of these while
-the coordinator is lost. The roles are compiled by mypyc from the same sources. What was run is kept in `long_run.json`
-with a digest of the code of all that is simulated, the simulator included: the same command goes on from there, and
-begins anew when that code has changed. Other work beside it costs time alone: nothing else decides what happens.
+A seed is two runs in virtual time: of the coordinator and its members, and of workers and servers. The roles are
+compiled by mypyc from the same sources. What was run is kept in `long_run.json` with a digest of the code of all that
+is simulated, the simulator included: the same command goes on from there, and begins anew when that code has changed.
+Other work beside it costs time alone: nothing else decides what happens.
 
 A check that finds what is no fault is corrected to allow it. It looks on and changes nothing, and what held before
 holds then, too: so `--weaker` goes on after such a change, and tries the seeds again in which something was found.
