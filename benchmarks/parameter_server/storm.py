@@ -43,7 +43,7 @@ PRESENT = 5.0  # seconds for which all servers are there before one of them is h
 ABSENT = 30.0  # seconds to wait for what is to be hit
 SETTINGS = yaml.safe_load((HERE / "storm.yaml").read_text())
 REPEATS = SETTINGS["data"]["init_args"]["repeats"]
-TIMEOUT, TAKEOVER = (SETTINGS["trainer"]["strategy"]["init_args"][name] for name in ("timeout", "takeover"))
+TIMEOUT = SETTINGS["trainer"]["strategy"]["init_args"]["timeout"]
 
 
 def measure(strategy: str, minutes: float, seed: int, outputs: Path | None) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def write(given: argparse.Namespace, found: list[dict[str, Any]]) -> None:
         f"""{__doc__}
 A storm of {given.minutes:g} minutes with {AN_HOUR} faults an hour, seed {given.seed}; {CORES} cores for a host.
 SmallCNN on the digits in batches of 32 for each worker, in epochs of {REPEATS} times all training images. The parameter
-server runs in mode async with `data_dispatch: dynamic`, `replication: 2`, `takeover: {TAKEOVER}`, `max_restarts` and
+server runs in mode async with `data_dispatch: dynamic`, `replication: 2`, `max_restarts` and
 `start_method: fork`, encrypted. The same run without faults is measured for {60 * given.minutes * CALM / 2:.0f} s
 before the storm and as long after it. What was lost and done again counts once. The speed of a shared machine changes
 in half an hour; in the storm's quiet moments, when the run is whole and before the next fault, it is that of the time.

@@ -9,7 +9,6 @@ import test_dispatch
 import test_join
 import test_restart
 import test_simulation
-import test_takeover
 import test_watchdog
 from mutants.faulty import replaces
 from simulation.toys import Sheet
@@ -157,17 +156,6 @@ def the_time_without_a_coordinator_is_the_others_silence(
     if self._looked is not None:
         self._looked = now
     return right(self, now)
-
-
-@replaces(Coordinator.start, killed_by=test_takeover.test_nobody_takes_over_because_a_coordinator_was_not_there)
-def who_was_whole_before_a_restart_counts_as_whole(
-    right: Callable[[Coordinator, float], Effects], self: Coordinator, now: float
-) -> Effects:
-    before = {member.peer: member.figures for member in self.members}
-    effects = right(self, now)
-    for member in self.members:
-        member.figures = before[member.peer]
-    return effects
 
 
 @replaces(JournalFile.replace, killed_by=test_restart.test_a_file_is_written_anew_as_a_whole_or_not_at_all)

@@ -40,7 +40,7 @@ CONFIG = "experiments/digits_smallcnn_elastic_cpu"
 FAST = ["--trainer.enable_progress_bar=false", "--data.init_args.augment=false"]
 EPOCHS = 3
 SECONDS = 100.0  # for the others to come
-COMMON = {"heartbeat": 0.1, "start_method": "fork"}
+COMMON = {"start_method": "fork"}
 OPTIONS = {
     "async": COMMON,
     "ssp": {**COMMON, "mode": "ssp", "staleness": 3},

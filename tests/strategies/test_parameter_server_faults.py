@@ -24,7 +24,7 @@ from cnnstrategies.paramserver.supervision import Supervision
 pytestmark = pytest.mark.cluster  # They wait for time-outs, and train meanwhile.
 
 # No process of a busy machine is silent for so long; whoever is killed is missed at once.
-PATIENT = {"heartbeat": 0.1, "timeout": 60}
+PATIENT = {"timeout": 60}
 HASTE = 40  # times the time that passes; a member's clock may not jump by more than a quarter of the time-out
 
 
@@ -171,19 +171,13 @@ def test_with_a_copy_a_lost_server_changes_nothing_nor_does_a_coordinator_that_i
         assert code == 0, output
         assert "server 1 (process" in output
         assert_equal_weights(untouched, version, restarts)
-    began = time.monotonic()
-    stop = {"victim": "ps-server-1", "how": int(signal.SIGSTOP)}
-    code, output = train(run_cli, quick, stop, max_restarts=1, takeover=1.0, **options)
-    assert code == 0, output
-    assert time.monotonic() - began < PATIENT["timeout"]
-    assert_equal_weights(untouched, 3, "taken over")
     # Where others could be on other machines, it has no folder of the run's, and members have keys of their own.
     options["coordinator"] = f"tcp://127.0.0.1:{free_port()}"
     code, output = train(run_cli, quick, {"victim": "ps-coordinator"}, max_restarts=1, **options)
     assert code == 0, output
     assert "coordinator (process" in output
     assert "was killed by SIGKILL; it is started again" in output
-    assert_equal_weights(untouched, 4, "coordinator")
+    assert_equal_weights(untouched, 3, "coordinator")
 
 
 def assert_equal_weights(untouched, version, case):

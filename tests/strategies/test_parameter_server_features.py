@@ -148,7 +148,7 @@ REFUSALS = {
     "staleness of another mode": ({"staleness": 3}, "is for mode='ssp'"),
     "sync_every of another mode": ({"sync_every": 3}, "is for mode: local"),
     "dynamic dispatch in sync": ({"data_dispatch": "dynamic"}, "dynamic is for mode: async and ssp"),
-    "a time-out of one heartbeat": ({"heartbeat": 5.0}, "a process that misses one heartbeat"),
+    "no time-out": ({"timeout": 0.0}, "timeout=0.0: use a number of seconds above 0"),
     "an open endpoint": ({"endpoints": ["tcp://10.0.0.1:4000"]}, "coordinator: tcp://address:port"),
     "a missing key file": ({"key_file": "nowhere"}, "does not exist; make it with"),
     "combining in another mode": ({"combine": True, "mode": "async"}, "combine: true is for mode: sync"),

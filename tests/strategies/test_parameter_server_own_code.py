@@ -218,7 +218,7 @@ class StopsAlone(Module):
 
 @pytest.mark.parametrize("options", [{}, {"combine": True}, {"mode": "local"}], ids=["sync", "combined", "local"])
 def test_one_that_stops_alone_is_named_and_not_waited_for(options: dict[str, Any]) -> None:
-    strategy = ParameterServerStrategy(**options, heartbeat=0.1, timeout=0.5, start_method="fork")
+    strategy = ParameterServerStrategy(**options, timeout=0.5, start_method="fork")
     with pytest.raises(TrainingError) as error:
         verify(StopsAlone(), loader(4), strategy, steps=STEPS)
     assert "worker 0 in `step 2` for worker 1: one has ended an epoch, or training, that another" in str(error.value)

@@ -36,7 +36,6 @@ def draw(chance):
         "servers": servers,
         "replication": chance.randint(1, servers),
         "max_restarts": chance.choice([0, 1]),
-        "heartbeat": 0.2,
         "timeout": 3,
     }
     if mode == "ssp":

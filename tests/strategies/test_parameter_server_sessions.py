@@ -104,7 +104,7 @@ class Die(Callback):
 def test_a_script_that_has_lost_a_rank_is_told_so_by_the_next_function(tmp_path):
     def script():
         chain = Chain("parameter_server", "auto", 2, tmp_path)
-        trainer = chain.trainer(ParameterServerStrategy(heartbeat=0.2, timeout=6.0), 3, Die())
+        trainer = chain.trainer(ParameterServerStrategy(timeout=6.0), 3, Die())
         trainer.fit(chain.model, chain.data)
         assert trainer.current_epoch == 3
         with pytest.raises(RunEnded, match="rank 1 died before"):

@@ -8,7 +8,6 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
 from cnnstrategies.paramserver.core.node import Message, Peer
 
-EARLY = ", and others have all that it holds"  # is said of a server whose copies take over before the time-out
 CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent
 PATIENCE = 6  # times the time-out: for a server that lives and does not take up a view
 
@@ -122,10 +121,6 @@ class Admission:
         for member in self._roster.members:
             if now - member.seen > timeout:
                 self._miss(now, member, f"was silent for {timeout:g} s")
-        takeover = self._settings.takeover
-        for member in self._roster.members if takeover else ():
-            if member.peer.role == SERVER and now - member.seen > takeover and self._is_copied():
-                self._miss(now, member, f"was silent for {takeover:g} s{EARLY}")
         view, blind = overdue
         for member in self._roster.members:
             # One that has not seen any yet is being set up: it imports, and loads a snapshot.
@@ -133,13 +128,6 @@ class Admission:
             if str(member.peer) in blind and set_up:
                 self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
         self.expect(now)
-
-    def _is_copied(self) -> bool:
-        """Whether any server can be lost: all are there, and have said so since the newest of them has come."""
-        servers = [member for member in self._roster.members if member.peer.role == SERVER]
-        newest = max((member.since for member in servers), default=0)
-        is_complete = len(servers) == self._settings.servers and not self._roster.lost_servers
-        return is_complete and all(member.figures.get("whole", 0) >= max(newest, 1) for member in servers)
 
     def expect(self, now: float) -> None:
         """End the run if the time is up and somebody has never been there."""

@@ -57,7 +57,7 @@ class Coordinator:
 
     def __init__(self, settings: CoordinatorSettings, kept: int = KEPT) -> None:
         self._settings = settings
-        self._tick = max(0.02, settings.least / 20)
+        self._tick = max(0.02, settings.timeout / 20)
         self._looked: float | None = None
         self._asleep = 0.0
         self._effects: Effects = []
@@ -119,8 +119,6 @@ class Coordinator:
             self._window.begin(now)
         else:
             self.history.begun_again(self._awake(now))
-            for member in self.roster.members:
-                member.figures = {}  # No copy takes over early from a server that may not be able to speak yet.
         return [Timer(TICK, now + self._tick)]
 
     def on_message(self, now: float, sender: Peer, message: Message) -> Effects:
@@ -158,7 +156,7 @@ class Coordinator:
         """The time without that in which this process was stopped: then not the others were silent."""
         assert self._looked is not None, "it has begun"
         passed, self._looked = now - self._looked, now
-        if passed > PAUSE * self._settings.least:
+        if passed > PAUSE * self._settings.timeout:
             self._asleep += passed
         return now - self._asleep
 

@@ -4,18 +4,17 @@ from collections.abc import Mapping
 
 from cnnstrategies.paramserver.core.node import ControlError, Message
 
-FIGURES = ("step", "samples", "sent", "received", "waited", "staleness", "whole", "pushed", "needs")
+FIGURES = ("step", "samples", "sent", "received", "waited", "staleness", "pushed", "needs")
 LARGEST = 1 << 63
 
 
 def figures_of(message: Message) -> Mapping[str, float] | None:
     """The figures of a heartbeat; None if it has none.
 
-    All but ``step``, ``whole``, ``pushed`` and ``needs`` are sums since the member began: samples, bytes sent and
-    received, seconds waited for the servers, and updates of others between what it has computed with and its own. A
-    server's step is its updates; ``whole`` is the newest view whose servers have all copies of what it holds, 0 if one
-    lacks some. A worker has ``pushed`` so many of the run's common steps, and goes on when all others have pushed what
-    it ``needs``.
+    All but ``step``, ``pushed`` and ``needs`` are sums since the member began: samples, bytes sent and received,
+    seconds waited for the servers, and updates of others between what it has computed with and its own. A server's step
+    is its updates. A worker has ``pushed`` so many of the run's common steps, and goes on when all others have pushed
+    what it ``needs``.
 
     Raises:
         ControlError: They are not numbers of these names.

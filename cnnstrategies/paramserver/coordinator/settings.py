@@ -22,7 +22,6 @@ class CoordinatorSettings:
         supervisor: Number of the supervision that starts the coordinator, node 0's; 0 if none does.
         elastic: How many workers may join while it trains: they have the numbers after the others', come and go, and
             are never waited for.
-        takeover: Seconds without a heartbeat after which a server's copies take over, if less than the time-out.
     """
 
     endpoint: str
@@ -36,12 +35,6 @@ class CoordinatorSettings:
     nodes: int = 1
     supervisor: int = field(default=0, repr=False)
     elastic: int = 0
-    takeover: float = 0.0
-
-    @property
-    def least(self) -> float:
-        """Seconds of the shortest silence that matters."""
-        return self.takeover or self.timeout
 
 
 @dataclass(frozen=True)

@@ -168,9 +168,8 @@ class ServerService:
             os.eventfd_write(self._wake, 1)
 
     def figures(self) -> dict[str, float]:
-        """Updates made, bytes sent and received, and whether all copies are there; for any thread."""
-        sums = {"step": self.role.mode.finished, "sent": self._sent, "received": self._received}
-        return {**sums, "whole": self.role.whole}
+        """Updates made, bytes sent and received; for any thread."""
+        return {"step": self.role.mode.finished, "sent": self._sent, "received": self._received}
 
     @property
     def dropped(self) -> Counter[str]:

@@ -30,7 +30,7 @@ from cnnstrategies.paramserver.specification import Options, Specification
 Mode = Synchronous | Asynchronous
 
 # As keys comes no value, only that it is there.
-_PULLED = {int(encoding): encoding for encoding in Encoding}
+_PULLED = {int(encoding): encoding for encoding in Encoding if encoding != Encoding.KEYS}
 
 
 class Handlers:

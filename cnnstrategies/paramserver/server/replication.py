@@ -22,8 +22,6 @@ class Replicas:
         self._since: dict[int, int] = {}
         self._acknowledged: dict[tuple[int, int], int] = {}
         self._filling: dict[int, set[int]] = {}  # slices whose copies a server lacks that came after training began
-        self._lacking: set[tuple[int, int]] = set()  # slice and backup of each copy that is not there yet
-        self._placed = 0
 
     def place(self, view: View) -> list[tuple[int, int]]:
         """Follow a change of the view.
@@ -33,7 +31,6 @@ class Replicas:
             backup is new; its copies are of slices without a value then, and cost nothing.
         """
         before = self._holders
-        self._placed = 0
         since = {server.id: server.since for server in view.servers}
         renewed = {server for server, number in since.items() if self._since.get(server, number) != number}
         self._since = since
@@ -51,17 +48,7 @@ class Replicas:
         for key, backup in {*needed, *before_this}:
             if backup in self.backups(key) and 0 < view.begun < since[backup]:
                 self._filling.setdefault(backup, set()).add(key)
-        lacking = {(key, backup) for key, backup in {*needed, *self._lacking} if backup in self.backups(key)}
-        lost = {(key, -1) for key, named in self._backups.items() if len(named) < len(self._slices[key].servers) - 1}
-        self._lacking = lacking | lost
-        self._placed = view.number
         return needed
-
-    @property
-    def whole(self) -> int:
-        """The view whose servers have all copies of this server's slices; 0 if one lacks some. For any thread."""
-        placed = self._placed
-        return placed if not self._lacking else 0
 
     def owns(self, key: int) -> bool:
         """Whether this server is the slice's primary."""
@@ -88,7 +75,6 @@ class Replicas:
     def acknowledged(self, key: int, backup: int, version: int) -> bool:
         """A backup has the slice up to a version; whether it has come late, and has all its copies now."""
         self._acknowledged[key, backup] = max(version, self._acknowledged.get((key, backup), -1))
-        self._lacking.discard((key, backup))
         missing = self._filling.get(backup)
         if missing is None:
             return False

@@ -94,11 +94,6 @@ class Server:
         return self._outbox.routes
 
     @property
-    def whole(self) -> int:
-        """See :attr:`~cnnstrategies.paramserver.server.replication.Replicas.whole`."""
-        return self.shard.whole
-
-    @property
     def log(self) -> list[Any]:
         """The mode's log: see `SyncClock.log` and `StaleClock.log`."""
         return list(self.mode.clock.log)

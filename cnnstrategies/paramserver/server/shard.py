@@ -79,11 +79,6 @@ class Shard:
         """Whether all slices that this server is the primary of have values."""
         return all(self.store.versions[key] >= 0 for key in self.own)
 
-    @property
-    def whole(self) -> int:
-        """See :attr:`~cnnstrategies.paramserver.server.replication.Replicas.whole`."""
-        return self._replicas.whole
-
     def place(self, view: View) -> None:
         """Follow a change of the view; new backups get copies."""
         needed = self._replicas.place(view)

@@ -22,7 +22,6 @@ def check_together(options: "Options") -> None:
     _check_own_steps(options)
     _check_outer_step(options)
     _check_times(options)
-    _check_takeover(options)
     _check_dispatch(options)
     _check_elastic(options)
     _check_combining(options)
@@ -55,29 +54,8 @@ def _check_outer_step(options: "Options") -> None:
 def _check_times(options: "Options") -> None:
     if options.max_restarts < 0:
         raise ConfigurationError(f"max_restarts={options.max_restarts} is negative; 0 restarts no process")
-    if options.heartbeat <= 0:
-        raise ConfigurationError(f"heartbeat={options.heartbeat}: use a number of seconds above 0; 0.5 is usual")
-    if options.timeout < 3 * options.heartbeat:
-        raise ConfigurationError(
-            f"timeout={options.timeout}: a process that misses one heartbeat (every {options.heartbeat} s) is not "
-            f"dead; use at least {3 * options.heartbeat:g} s"
-        )
-
-
-def _check_takeover(options: "Options") -> None:
-    if not options.takeover:
-        return
-    if not 3 * options.heartbeat <= options.takeover < options.timeout:
-        raise ConfigurationError(
-            f"takeover={options.takeover}: use at least three heartbeats, {3 * options.heartbeat:g} s, and less than "
-            f"timeout={options.timeout:g}, or leave it out"
-        )
-    for name, least in (("replication", 2), ("max_restarts", 1)):
-        if getattr(options, name) < least:
-            why = "nobody else has what a server holds" if name == "replication" else "one that was slow would be gone"
-            raise ConfigurationError(
-                f"takeover={options.takeover} with {name}={getattr(options, name)}: {why}; use {least} or more"
-            )
+    if not 0 < options.timeout < math.inf:
+        raise ConfigurationError(f"timeout={options.timeout}: use a number of seconds above 0; 10 is usual")
 
 
 def _check_dispatch(options: "Options") -> None:

@@ -21,6 +21,7 @@ Dispatch = Literal["static", "dynamic"]
 Security = Literal["auto", "curve", "none"]
 
 PIPELINED_BYTES = 1 << 19  # of a slice, where each is made when its own pushes are there
+MOST_HEARTBEAT, BEATS = 0.5, 20  # seconds; signs of life in a time-out
 LEAST_SECONDS = 5.0  # for a server that gives signs of life to answer: it may be short of a processor
 
 
@@ -49,9 +50,7 @@ class Options:
     data_dispatch: Dispatch
     security: Security
     key_file: str | None
-    heartbeat: float
     timeout: float
-    takeover: float
     max_restarts: int
     elastic: int
     combine: bool
@@ -81,6 +80,11 @@ class Options:
                 f"replication={self.replication} needs as many servers, but servers={self.servers} are started on "
                 f"each node, and num_nodes={nodes}: change one of them"
             )
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between two signs of life of a process."""
+        return min(MOST_HEARTBEAT, self.timeout / BEATS)
 
     @property
     def steps_together(self) -> bool:

@@ -172,7 +172,6 @@ def open_supervision(
             options.timeout,
             place.wait,
             survivable=options.replication - 1,
-            takeover=options.takeover,
             supervised=again > 0,
             session=place.session,
             nodes=layout.nodes,

@@ -81,10 +81,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does wherever TCP is used, and needs
             ``key_file`` where other machines are reached.
         key_file: The run's keys, the same on every machine.
-        heartbeat: Seconds between two signs of life of a process.
-        timeout: Seconds without one, or without an answer, after which a process counts as dead.
-        takeover: Seconds without one after which a server's copies take over from it and it is started again, if that
-            is to be sooner; 0 for ``timeout``. Needs ``replication`` and ``max_restarts``.
+        timeout: Seconds without a sign of life, or without an answer, after which a process counts as dead.
         max_restarts: How often each process may be started again after it was killed, in the first trainer function
             of a script. Without restarts a run goes on without a dead worker, but not without rank 0, which writes
             checkpoints and logs.
@@ -119,9 +116,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         data_dispatch: Dispatch = "static",
         security: Security = "auto",
         key_file: str | None = None,
-        heartbeat: float = 0.5,
         timeout: float = 10.0,
-        takeover: float = 0.0,
         max_restarts: int = 0,
         elastic: int = 0,
         combine: bool = False,

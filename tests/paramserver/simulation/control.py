@@ -15,8 +15,6 @@ TIMEOUT = 1.0
 BUSY = 1.5  # seconds in which faults begin
 HORIZON = 100.0  # no run takes longer
 JOINED = 823  # the draw of whether workers join a run: not those whose seeds have found faults before
-TAKEOVER = 0.35  # seconds after which a server's copies may take over
-COPIED = 327222  # the draw of whether they may: likewise
 SAID = 40  # the draw of whether the coordinator is killed between a record of its journal and what follows from it
 EAGER = 3375  # the draw of whether workers load before they know where others are, and come midway: likewise
 
@@ -32,7 +30,6 @@ class Plan(NamedTuple):
         epochs: To train.
         nodes: Each with a supervision.
         elastic: Places for workers that join.
-        takeover: Seconds after which a silent server's copies may take over; 0 for the time-out.
         eager: Whether workers load before they know where others are, and come midway.
         meets: Whether they meet at the end of an epoch.
     """
@@ -44,7 +41,6 @@ class Plan(NamedTuple):
     epochs: int = 2
     nodes: int = 1
     elastic: int = 0
-    takeover: float = 0.0
     eager: bool = False
     meets: bool = True
 
@@ -64,7 +60,6 @@ class Plan(NamedTuple):
             epochs=2 + int(2 * draw(seed, 45)),
             nodes=1 + int(3 * draw(seed, 46)),
             elastic=elastic,
-            takeover=TAKEOVER if survivable and restarts and draw(seed, COPIED) < 0.3 else 0.0,
             eager=eager,
             meets=not eager or draw(seed, EAGER, 1) < 0.5,
         )
@@ -113,7 +108,7 @@ def run(plan: Plan, faults: Network, pace: int, traced: bool = False) -> Outcome
     """
     settings = CoordinatorSettings(
         "sim", plan.workers, plan.servers, TIMEOUT, 3 * TIMEOUT, plan.survivable, plan.restarts > 0,
-        nodes=plan.nodes, elastic=plan.elastic, takeover=plan.takeover,
+        nodes=plan.nodes, elastic=plan.elastic,
     )  # fmt: skip
     world = World(pace, faults)
     if traced:

@@ -38,7 +38,6 @@ class Log:
         left: The workers that have come to the end.
         joined: Those that have joined the run.
         helped: Those of these that have left it.
-        whole: The newest view whose servers have all copies of what each server holds.
         idle: Workers of the run that were let in after a boundary and had nothing to do in that epoch.
     """
 
@@ -48,7 +47,6 @@ class Log:
     left: set[Peer] = field(default_factory=set)
     joined: set[Peer] = field(default_factory=set)
     helped: set[Peer] = field(default_factory=set)
-    whole: dict[Peer, int] = field(default_factory=dict)
     idle: set[Peer] = field(default_factory=set)
 
 
@@ -171,7 +169,7 @@ class Toys:
         address = Address("sim", role, identity, life, settings.timeout / 10, settings.timeout, settings.appear)
         hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}
         participant = Participant(address, 1, {**hello, "public_key": ""})
-        participant.figures = lambda: {"step": life, "whole": self.log.whole.get(participant.peer, 0)}
+        participant.figures = lambda: {"step": life}
         does = program or (self._work if role == WORKER else self._serve)
         return self._world.spawn(participant.peer, participant, does(participant))
 
@@ -181,18 +179,10 @@ class Toys:
         yield from newer_view(participant, -1)
         yield Ask("get", {"name": "specification"})
         seen = View(0, (), ())
-        there: tuple[tuple[int, int], ...] = ()
         while True:
             seen = yield from newer_view(participant, seen.number)
             yield Sleep(self._seconds(0.0, 0.05))
             yield Tell("seen", {"number": seen.number})
-            if self._settings.takeover:
-                here = tuple((server.id, server.since) for server in seen.servers)
-                if here != there:  # The new ones are filled.
-                    self.log.whole[participant.peer] = 0
-                    yield Sleep(self._seconds(0.0, 0.3))
-                there = here
-                self.log.whole[participant.peer] = seen.number if len(here) == self._settings.servers else 0
 
     def _work(self, participant: Participant) -> Program:
         yield Sleep(self._seconds(0.0, 0.3))
