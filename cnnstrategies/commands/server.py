@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from cnnstrategies.cluster.hosts import Network
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.roster import SERVER
 from cnnstrategies.paramserver.coordinator.settings import Address
@@ -26,7 +27,7 @@ from cnnstrategies.paramserver.services import ServerProcess, serve_and_exit
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.run import key_file_of, own_address
 
-APPEAR = 600.0  # seconds to wait for the run
+APPEAR = 600.0  # seconds to wait for the run where `network.wait` says nothing
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -63,8 +64,11 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
         ConfigurationError: They describe no such server.
     """
     arguments: dict[str, Any] = {}
+    wait = APPEAR
     for path in configs:
-        strategy = ((yaml.safe_load(path.read_text()) or {}).get("trainer") or {}).get("strategy")
+        configuration = yaml.safe_load(path.read_text()) or {}
+        wait = Network(wait=(configuration.get("network") or {}).get("wait", wait)).wait
+        strategy = (configuration.get("trainer") or {}).get("strategy")
         if isinstance(strategy, dict):
             arguments |= strategy.get("init_args") or {}
     strategy_arguments = {name: value for name, value in arguments.items() if name != "start_method"}
@@ -80,7 +84,7 @@ def server_of(configs: Sequence[Path], index: int) -> ServerProcess:
             f"{len(options.endpoints) - 1}"
         )
     key_file = key_file_of(options, options.coordinator)
-    address = Address(options.coordinator, SERVER, index, 0, options.heartbeat, options.timeout, APPEAR)
+    address = Address(options.coordinator, SERVER, index, 0, options.heartbeat, options.timeout, wait)
     return ServerProcess(
         address, _bound(options.endpoints[index], options.coordinator), key_file, options.security == "none"
     )

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from ports import free_port
 
-from cnnstrategies.commands.server import main, server_of
+from cnnstrategies.commands.server import APPEAR, main, server_of
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -59,6 +59,16 @@ def test_refuses_configurations_without_such_a_server():
     path = configuration(endpoints=["tcp://127.0.0.1:4000"], coordinator="tcp://127.0.0.1:4001")
     with pytest.raises(ConfigurationError, match="--index 1: the configuration names 1 endpoints"):
         server_of([path], 1)
+
+
+def test_the_run_is_waited_for_as_long_as_its_configuration_says():
+    path = configuration(endpoints=["tcp://127.0.0.1:4000"], coordinator="tcp://127.0.0.1:4001")
+    waits = [Path(f"{seconds}.yaml") for seconds in (20, 30)]
+    for file in waits:
+        file.write_text(f"network: {{wait: {file.stem}}}")
+    assert server_of([path, *waits], 0).address.appear == 30
+    assert server_of([*waits, path], 0).address.appear == 30
+    assert server_of([path], 0).address.appear == APPEAR
 
 
 def test_a_name_is_listened_to_on_the_route_and_not_where_the_machine_itself_finds_it():
