@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -61,6 +62,7 @@ class CoordinatorProcess:
         allow_memory(memory_of_coordinator())
         journal = None if self.journal is None else JournalFile(Path(self.journal))
         with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
+            pass_on_termination("the coordinator", coordinator.announce)
             coordinator.run(lambda: os.getppid() != self.starter)
         if os.getppid() != self.starter and self.directory is not None:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -110,7 +112,7 @@ class ServerProcess:
             reached = f"tcp://{self.known_as}:{reached.rpartition(':')[2]}"
         membership = Membership(self.address, reached, run_keys)
         views = membership.source()
-        pass_on_termination(membership)
+        pass_on_termination(f"server {self.address.id}", membership.announce)
         try:
             membership.wait_registered()
             (text,) = membership.ask("get", {"name": SPECIFICATION}).frames
@@ -264,13 +266,13 @@ def _outlive_signals() -> None:
         signal.signal(signum, signal.SIG_IGN)
 
 
-def pass_on_termination(membership: Membership) -> None:
-    """Have the run stop with a checkpoint on SIGTERM: a server's may be the only machine, or process, that ends."""
+def pass_on_termination(who: str, announce: Callable[[str, int], None]) -> None:
+    """Have the run stop with a checkpoint on SIGTERM: this may be the only machine, or process, that ends."""
 
     def ask(signum: int, frame: FrameType | None) -> None:
-        print(f"server {membership.address.id}: SIGTERM: asking the run to stop", file=sys.stderr, flush=True)
+        print(f"{who}: SIGTERM: asking the run to stop", file=sys.stderr, flush=True)
         # Not in this thread, which may hold a lock that this takes.
-        threading.Thread(target=membership.announce, args=(STOP, signum), daemon=True).start()
+        threading.Thread(target=announce, args=(STOP, signum), daemon=True).start()
 
     signal.signal(signal.SIGTERM, ask)
 

@@ -29,10 +29,10 @@ from torch.optim import Optimizer
 from cnnstrategies.paramserver.combiner.board import Board
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.drivers.snapshot_files import DamagedSnapshotError, SnapshotFiles, read
 from cnnstrategies.paramserver.limits import allow_files, allow_threads
-from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
 from cnnstrategies.paramserver.services import pass_on_termination
 from cnnstrategies.paramserver.slicing import Slice
@@ -255,5 +255,17 @@ def who_was_stopped_is_called_killed(right: Callable[[Watched], None], one: Watc
     killed_by=test_control_sockets.test_a_server_that_is_told_to_end_has_the_run_stop,
     dedicated=False,
 )
-def a_server_does_not_hear_that_it_is_to_end(right: Callable[[Membership], None], membership: Membership) -> None:
+def a_server_does_not_hear_that_it_is_to_end(
+    right: Callable[[str, Callable[[str, int], None]], None], who: str, announce: Callable[[str, int], None]
+) -> None:
+    pass
+
+
+@replaces(
+    CoordinatorService.announce,
+    killed_by=test_control_sockets.test_a_coordinator_that_is_told_to_end_has_the_run_stop,
+)
+def a_coordinator_does_not_pass_on_that_it_is_to_end(
+    right: Callable[[CoordinatorService, str, int], None], self: CoordinatorService, name: str, value: int
+) -> None:
     pass

@@ -222,6 +222,18 @@ def test_a_server_that_is_told_to_end_has_the_run_stop(tmp_path: Path, dedicated
         member.close()
 
 
+def test_a_coordinator_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/coordinator"
+    coordinator = start(CoordinatorProcess(CoordinatorSettings(endpoint, 1, 0)), "fork")
+    member = worker(endpoint, 0)
+    member.wait_registered()
+    coordinator.send_signal(signal.SIGTERM)
+    until(lambda: member.announced(STOP) == signal.SIGTERM, timeout=5)
+    assert coordinator.poll() is None
+    member.close()
+    coordinator.send_signal(signal.SIGKILL)
+
+
 @pytest.mark.warm
 def test_a_spare_becomes_what_it_is_told_and_is_ended_if_it_is_not_needed(tmp_path: Path) -> None:
     spares = Spares()

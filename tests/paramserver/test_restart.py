@@ -16,7 +16,7 @@ from simulation.sameness import differing
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.core.node import Call, Message, Peer
 from cnnstrategies.paramserver.drivers.journal_file import JournalFile
 
 pytestmark = pytest.mark.light
@@ -36,6 +36,7 @@ def told(store: Store, most: int = 10_000, count: int = 6) -> Journaled:
     for worker in range(2):
         about = {"session": 0, "floor": 1, "process": 1, "host": "here", "endpoint": "", "public_key": ""}
         role.on_message(1.0, Peer("worker", worker), Message("hello", about, request=1))
+    role.on_call(1.5, Call(0, "notice", {"name": "stop", "value": 15}))
     for value in range(2, count):
         fields = {"session": 0, "floor": 1, "name": f"number {value}"}
         role.on_message(2.0 + value, Peer("worker", 0), Message("put", fields, (b"x",), value))

@@ -149,8 +149,9 @@ class Coordinator:
         return [*self._take_effects(), Timer(TICK, now + self._tick)]
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Nothing is asked of it by its own process."""
-        return []
+        """Its own process has something to tell all."""
+        self.handouts.tell_all(call.fields["name"], call.fields["value"])
+        return self._take_effects()
 
     def _awake(self, now: float) -> float:
         """The time without that in which this process was stopped: then not the others were silent."""

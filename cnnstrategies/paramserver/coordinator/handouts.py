@@ -74,9 +74,13 @@ class Handouts:
     def notice(self, now: float, member: Member, message: Message) -> None:
         """A member has something to tell all."""
         name, value = message.string("name"), message.integer("value")
+        self._answer(member.peer, Message(DONE, request=message.request))
+        self.tell_all(name, value)
+
+    def tell_all(self, name: str, value: int) -> None:
+        """Tell all a number; the first under a name counts."""
         if len(self.notices) < NOTICES:
             self.notices.setdefault(name, value)
-        self._answer(member.peer, Message(DONE, request=message.request))
         self._roster.tell_all(self.news())
 
     def news(self) -> Message:

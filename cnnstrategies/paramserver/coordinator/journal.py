@@ -83,8 +83,9 @@ class Journaled:
         return self.coordinator.on_timer(now, name)
 
     def on_call(self, now: float, call: Call) -> Effects:
-        """Nothing is asked of it by its own process."""
-        return []
+        """Its own process has something to tell all."""
+        self._write((now, tuple(call)))
+        return self.coordinator.on_call(now, call)
 
     def _write(self, record: tuple[object, ...]) -> None:
         if self._records >= self._most or self._bytes > MOST_BYTES:
@@ -101,8 +102,10 @@ class Journaled:
                 self.coordinator = record
             case (now,):
                 self.coordinator.start(now)
-            case (now, name):
+            case (now, str(name)):
                 self.coordinator.on_timer(now, name)
+            case (now, call):
+                self.coordinator.on_call(now, Call(*call))
             case (now, sender, message):
                 with contextlib.suppress(ControlError):  # As it was then.
                     self.coordinator.on_message(now, Peer(*sender), Message(*message))

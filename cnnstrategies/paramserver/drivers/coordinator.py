@@ -1,5 +1,6 @@
 """The process of a coordinator: its socket, and who may connect."""
 
+import queue
 import socket
 import time
 from collections import OrderedDict
@@ -12,7 +13,7 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import WATCHER
-from cnnstrategies.paramserver.core.node import ControlError, End, Message, Peer
+from cnnstrategies.paramserver.core.node import Call, ControlError, End, Message, Peer
 from cnnstrategies.paramserver.drivers.control import LARGEST_MESSAGE, Arrived, encode, parse, receive
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.drivers.registration import DESK, REGISTER, REGISTERED, Bindings
@@ -75,6 +76,7 @@ class CoordinatorService:
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT))
         self.dropped = 0
         self._stopped = False
+        self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self.routes: OrderedDict[Peer, bytes] = OrderedDict()
         self._encoded: tuple[Message | None, bytes] = None, b""
         self.loop = Loop(role, self.send, on_end=self._end)
@@ -126,7 +128,13 @@ class CoordinatorService:
                         self.handle(receive(self._socket, True, self._bindings is not None))
                     except zmq.Again:
                         break
+            while not self._calls.empty():
+                self.loop.call(self._calls.get())
             self.loop.fire()
+
+    def announce(self, name: str, value: int) -> None:
+        """Tell every member a number, as :meth:`.Membership.announce` does; from any thread."""
+        self._calls.put(Call(0, "notice", {"name": name, "value": value}))
 
     def handle(self, arrived: Arrived) -> None:
         """Act on one message; what is not one, or not its sender's, is counted and dropped."""
