@@ -1,6 +1,7 @@
 """What was loaded first, against what the start panel has said of it."""
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,11 +19,15 @@ BYTES = 1 << 16  # of each tensor that are looked at
 
 
 class FirstBatch(Callback):
-    """Warns when the processes of a run have loaded other batches than the start panel says.
+    """Warns when the processes of a run have loaded other batches than the start panel says, or refuses these.
 
     The global batch has another size, as with a sampler that deals to another number of processes; or two processes
     have the same samples, as with an ``IterableDataset`` that does not ask which process reads it: each then trains on
-    all of the data, and more devices bring nothing. Once in a run, by an exchange of two numbers.
+    all of the data, and more devices bring nothing. Where one has fewer batches than another, that would wait for it at
+    the end. Once in a run, by an exchange of three numbers.
+
+    Raises:
+        ConfigurationError: The processes have different numbers of batches.
     """
 
     @override
@@ -42,8 +47,11 @@ class FirstBatch(Callback):
         found = int(
             strategy.reduce(torch.tensor(float(count_samples(batch)), device=strategy.root_device), reduce_op="sum")
         )
-        marks = strategy.all_gather(torch.tensor([_fingerprint(batch)], device=strategy.root_device))
-        alike = _first_pair(marks.flatten().tolist())
+        batches = trainer.num_training_batches
+        own = [_fingerprint(batch), -1 if batches == float("inf") else int(batches)]
+        of_all = strategy.all_gather(torch.tensor(own, device=strategy.root_device)).reshape(-1, 2)
+        alike = _first_pair(of_all[:, 0].tolist())
+        check_lengths(of_all[:, 1].tolist())
         if expected is not None and found != expected and _is_full(trainer):
             rank_zero_warn(
                 f"The first global batch has {found} samples, and not {expected} ({panel.loading(trainer)} processes x "
@@ -55,6 +63,24 @@ class FirstBatch(Callback):
                 "data: an IterableDataset must give each process its own part (torch.distributed.get_rank()), a "
                 "loader's own sampler likewise (DistributedSampler)"
             )
+
+
+def check_lengths(lengths: Sequence[int]) -> None:
+    """Refuse an epoch that is longer for one process than for another: they would wait for each other for ever.
+
+    Args:
+        lengths: How many batches each process has; -1 where it cannot know.
+
+    Raises:
+        ConfigurationError: They differ.
+    """
+    most, least = max(lengths), min(lengths)
+    if most != least and least >= 0:
+        raise ConfigurationError(
+            f"process {lengths.index(least)} has {least} batches an epoch, process {lengths.index(most)} has {most}: "
+            "give each process as many, as a DistributedSampler does, or cut all with "
+            f"--trainer.limit_train_batches={least}"
+        )
 
 
 def _fingerprint(batch: Any) -> int:

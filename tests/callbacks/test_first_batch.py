@@ -62,7 +62,7 @@ LOADERS = {
 }
 
 
-def warned(monkeypatch, tmp_path: Path, strategy, loader, **options) -> str:
+def warned(monkeypatch, tmp_path: Path, strategy, loader, module=None, **options) -> str:
     said = tmp_path / "said"
     monkeypatch.setattr(first_batch, "rank_zero_warn", lambda text: said.write_text(text))
     trainer = Trainer(
@@ -77,7 +77,7 @@ def warned(monkeypatch, tmp_path: Path, strategy, loader, **options) -> str:
         callbacks=[FirstBatch()],
         **options,
     )
-    trainer.fit(Small(), loader)
+    trainer.fit(module or Small(), loader)
     return said.read_text() if said.exists() else ""
 
 
@@ -91,6 +91,18 @@ def test_what_each_has_loaded(name, monkeypatch, tmp_path):
 
 def test_a_stream_that_is_shared(monkeypatch, tmp_path):
     assert not warned(monkeypatch, tmp_path, "ddp_fork", DataLoader(Shared(), 4))
+
+
+class Unequal(Small):
+    def train_dataloader(self):
+        return DataLoader(samples(32 + 4 * dist.get_rank()), 4)
+
+
+def test_processes_with_different_numbers_of_batches_are_refused_before_they_wait_for_each_other(monkeypatch, tmp_path):
+    refusal = "process 0 has 8 batches an epoch, process 1 has 9: .* --trainer.limit_train_batches=8"
+    with pytest.raises(Exception, match=refusal):
+        warned(monkeypatch, tmp_path, "ddp_fork", None, Unequal(), use_distributed_sampler=False)
+    warned(monkeypatch, tmp_path, "ddp_fork", None, Unequal(), use_distributed_sampler=False, limit_train_batches=8)
 
 
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "ddp"])

@@ -1,12 +1,22 @@
 """Data parallel: what is sent, and what is measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import test_data_parallel
+import test_first_batch
 from lightning.pytorch.strategies import DDPStrategy
 from mutants.faulty import replaces
 
+from cnnstrategies.callbacks.first_batch import check_lengths
 from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy
+
+
+@replaces(
+    check_lengths,
+    killed_by=test_first_batch.test_processes_with_different_numbers_of_batches_are_refused_before_they_wait_for_each_other,
+)
+def epochs_may_have_different_lengths(right: Callable[[Sequence[int]], None], lengths: Sequence[int]) -> None:
+    pass
 
 
 @replaces(
