@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -15,6 +16,18 @@ from conftest import run_forked
 from cnnstrategies.commands.run import interrupt
 from cnnstrategies.commands.run.interrupt import heeds_signals
 
+FORKED = """
+import os, signal, time
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+from cnnstrategies.commands.run.interrupt import heeds_signals
+signal.signal(signal.SIGTERM, lambda *_: None)
+with heeds_signals(lambda: print("ended"), seconds=0.1):
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+    time.sleep(0.5)
+print("went on")
+"""
 both = pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 
 
@@ -83,3 +96,9 @@ def test_a_forked_ranks_signals_are_its_own_and_another_handler_has_its_own_grac
             time.sleep(0.3)
 
     assert run_forked(run) == (0, "told\n")
+
+
+def test_a_signal_to_a_process_that_is_just_forked_does_not_end_the_one_that_forked_it():
+    """As to a rank whose other one was killed as soon as it was there: the run then ended without a word."""
+    run = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=100)
+    assert run.stdout == "went on\n"

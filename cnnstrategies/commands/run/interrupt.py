@@ -62,10 +62,17 @@ def heeds_signals(end: Callable[[], None], seconds: float = 2.0) -> Iterator[Non
             watcher.join()
 
 
-def _forget() -> None:
-    """A forked process has its parent's socket, and its signals are its own."""
+def _let_go() -> None:
+    """A forked process has its parent's socket, and its signals are its own, from the first on."""
+    global _parents
     if threading.current_thread() is threading.main_thread():
-        signal.set_wakeup_fd(-1)
+        _parents = signal.set_wakeup_fd(-1)
 
 
-os.register_at_fork(after_in_child=_forget)
+def _take_again() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(_parents, warn_on_full_buffer=False)
+
+
+_parents = -1
+os.register_at_fork(before=_let_go, after_in_parent=_take_again, after_in_child=_let_go)
