@@ -1,6 +1,7 @@
 """However a run ends, nothing of it is left: no process, no socket, no temporary file, no half a checkpoint."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -11,7 +12,10 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import PYTHON, Program, fit
 from conftest import alive
+from lightning.pytorch.strategies import DDPStrategy
 
+from cnnstrategies._lightning_private import MultiProcessingLauncher
+from cnnstrategies.commands.run.outcome import own_temporary_folder
 from cnnstrategies.paramserver.private_directory import let_go, make_run_directory
 
 # What a callback does on the ranks named; the run itself is far too long to end by itself.
@@ -70,6 +74,25 @@ def test_nothing_is_left(tmp_path, temporary, strategy, end):
     assert left == [], program.output()
     assert [str(path) for path in temporary.rglob("*")] == []
     assert [str(path) for path in Path("runs").rglob("*.partial")] == []
+
+
+def test_the_temporary_folder_goes_though_a_rank_still_writes_there_when_it_is_killed(monkeypatch, temporary):
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    launcher = MultiProcessingLauncher(DDPStrategy(), "fork")
+    until = time.monotonic() + 0.5
+
+    def write():
+        for number in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
+            place = Path(tempfile.gettempdir(), str(number))
+            place.parent.mkdir(exist_ok=True)
+            place.touch()
+
+    with own_temporary_folder(launcher):
+        launcher.procs = [multiprocessing.get_context("fork").Process(target=write)]
+        launcher.procs[0].start()
+        time.sleep(0.1)
+    assert [str(path) for path in temporary.rglob("*")] == []
 
 
 def test_sockets_find_a_place_where_the_temporary_directory_has_a_long_path(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """The processes of a run end with the one that has started them."""
 
+import multiprocessing.util
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from cnnstrategies import ImageClassifier
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank
+from cnnstrategies.runtime.processes import STARTER, end_with_parent, killed_rank, spawned_by_a_thread
 from cnnstrategies.strategies import HybridPipelineStrategy, ParameterServerStrategy
 
 
@@ -45,6 +46,47 @@ def test_a_rank_that_is_killed_or_stopped_is_named(signum, said):
         program.kill()
         program.wait()
     assert found == (said and f"rank 2 {said}")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_nobody_waits_for_a_spawned_process_that_dies_or_stops_during_its_imports(monkeypatch, signum):
+    """For the others, and for whoever watches them: what it is sent is more than a pipe takes."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def hit(path, args, files):
+        if "--multiprocessing-fork" not in map(os.fsdecode, args):
+            return spawn(path, args, files)
+        return spawn(b"/bin/sh", [b"sh", b"-c", f"kill -{signum:d} $$".encode()], files)
+
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", hit)
+    process = multiprocessing.get_context("spawn").Process(target=len, args=(bytes(1 << 20),))
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the start waits for a process that will not read"))
+    signal.alarm(5)
+    with spawned_by_a_thread():
+        process.start()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.warm
+def test_what_a_spawned_process_is_sent_arrives():
+    """Whole, with a connection; and its parent is known to it."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=answer, args=(there, bytes(range(256)) * (1 << 12)), name="spawned")
+    with spawned_by_a_thread():
+        process.start()
+    there.close()
+    assert here.recv() == ("spawned", os.getpid(), 1 << 20, True)
+    process.join()
+    assert process.exitcode == 0
+
+
+def answer(connection, data):
+    parent = multiprocessing.parent_process()
+    about = multiprocessing.current_process().name, parent.pid, len(data), parent.is_alive()
+    connection.send(about)
 
 
 @pytest.mark.warm

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
@@ -33,6 +34,7 @@ from cnnstrategies.runtime.processes import (
     forget_failure,
     killed_rank,
     one_refusal,
+    spawned_by_a_thread,
 )
 
 PATIENCE = 20.0  # Seconds in which a rank notices that another one has failed, and ends.
@@ -51,13 +53,14 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
         RunEnded: A rank was killed, and this one has lost its connection to it.
         SystemExit: Another rank has said what is wrong; the exit code is that rank's.
     """
-    with one_refusal(), _own_temporary_folder(trainer.strategy.launcher):
+    with one_refusal(), own_temporary_folder(trainer.strategy.launcher):
         try:
             trainer.callbacks.insert(0, FirstToFail())  # type: ignore[attr-defined]  # set by the callback connector
             with (
                 heeds_signals(partial(_end_others, trainer)),
                 own_store(getattr(trainer.strategy, "finds_hosts", False)),
                 across_hosts(trainer, network),
+                spawned_by_a_thread(),
             ):
                 yield
             end_at_exit()
@@ -88,7 +91,7 @@ def ends_together(trainer: Trainer, network: Network) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_temporary_folder(launcher: object) -> Iterator[None]:
+def own_temporary_folder(launcher: Any) -> Iterator[None]:
     """Remove what ranks that are spawned or forked leave in the temporary folder when they are killed, torch's too.
 
     The next run removes what is left when this process itself is killed.
@@ -101,6 +104,8 @@ def _own_temporary_folder(launcher: object) -> Iterator[None]:
     try:
         yield
     finally:
+        for rank in launcher.procs:  # One that was killed just now may still write there.
+            rank.join(PATIENCE)
         tempfile.tempdir = None  # It is asked for again.
         os.environ.pop("TMPDIR")
         if before is not None:
