@@ -117,7 +117,7 @@ long-run: $(INSTALLED)
 RUNS ?= 200
 faults: $(INSTALLED)
 	CNNSTRATEGIES_FAULTS=$(RUNS) CNNSTRATEGIES_FAULTS_FROM=$(FIRST) \
-		$(PYTEST) tests/strategies/test_parameter_server_random_faults.py tests/paramserver/test_wires.py
+		$(PYTEST) tests/strategies/test_random_faults.py tests/paramserver/test_wires.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

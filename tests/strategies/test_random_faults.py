@@ -1,0 +1,310 @@
+"""A process of a run is killed or stopped at a random moment, set-up, checkpoints and the end included.
+
+What must follow depends on the strategy, its options and how far the run was: see `promised`. More runs, about 5 s
+each: ``make faults RUNS=200``; ``FIRST`` is the seed of the first. Each adds a line to the file that
+``CNNSTRATEGIES_FAULTS_LOG`` names; none begins after ``CNNSTRATEGIES_FAULTS_UNTIL``, in seconds of the epoch.
+"""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import warm
+from conftest import leaves_no_sockets
+from digit_commands import COMMON, checkpoint, served
+from lightning.pytorch import Callback
+
+from cnnstrategies.callbacks import mistake_report, run_members, summary
+from cnnstrategies.runtime.processes import one_refusal
+
+pytestmark = [pytest.mark.cluster, pytest.mark.warm]  # They wait for time-outs, and train meanwhile.
+
+RUNS = int(os.environ.get("CNNSTRATEGIES_FAULTS", "2"))
+FIRST = int(os.environ.get("CNNSTRATEGIES_FAULTS_FROM", "0"))
+UNTIL = float(os.environ.get("CNNSTRATEGIES_FAULTS_UNTIL", "inf"))
+EPOCHS, STEPS = 3, 6  # of each epoch
+LATEST = 3.0  # seconds after the coordinator's start; a run takes two to four
+EQUAL = ("sync", "local")  # modes whose result does not depend on the timing
+GOES_ON, ENDS = "goes on", "ends and says who died"
+
+
+@dataclass
+class Fault:
+    """What happens to a run.
+
+    Attributes:
+        strategy: Its name.
+        start: How its ranks are started.
+        options: Of the strategy.
+        processes: Names of the run's processes in the order in which they are started.
+        victim: One of them.
+        how: The signal that it gets.
+        after: So many seconds after the first of them was there.
+    """
+
+    strategy: str
+    start: str
+    options: dict
+    processes: list
+    victim: str
+    how: signal.Signals
+    after: float
+
+    @property
+    def words(self):
+        """For the command line."""
+        if self.strategy == "ddp":
+            suffix = {"popen": "", "fork": "_fork", "spawn": "_spawn"}[self.start]
+            return [f"--trainer.strategy=ddp{suffix}"]
+        if self.strategy == "parameter_server":
+            return served(**self.options, start_method=self.start)
+        options = {**self.options, "start_method": self.start}
+        return [
+            "--trainer.strategy.class_path=HybridPipelineStrategy",
+            f"--trainer.devices={len(self.processes)}",
+            *(f"--trainer.strategy.init_args.{name}={value}" for name, value in options.items()),
+        ]
+
+
+def draw(seed):
+    chance = random.Random(seed)
+    start = chance.choice(["fork", "spawn", "popen"])
+    strategy = chance.choice(["ddp", "hybrid_pipeline", "parameter_server", "parameter_server"])
+    if strategy == "parameter_server":
+        return draw_for_servers(chance, start)
+    options = {}
+    ranks = 2
+    if strategy == "hybrid_pipeline":
+        replicas = chance.choice([[1, 1], [2, 1], [1, 2]])
+        ranks = sum(replicas)
+        options = {"replicas": replicas, "cuts": ["2"], "microbatches": 4, "timeout": "0:00:30"}
+    processes = [f"rank {rank}" for rank in range(ranks)]
+    return Fault(
+        strategy, start, options, processes, chance.choice(processes), signal.SIGKILL, chance.uniform(0, LATEST)
+    )
+
+
+def draw_for_servers(chance, start):
+    mode = chance.choice(["sync", "async", "ssp", "local"])
+    servers = chance.choice([1, 2])
+    options = {
+        "mode": mode,
+        "servers": servers,
+        "replication": chance.randint(1, servers),
+        "max_restarts": chance.choice([0, 1]),
+        "timeout": 3,
+    }
+    if mode == "ssp":
+        options |= {"staleness": 2}
+    if mode in ("async", "ssp"):
+        options |= {"data_dispatch": chance.choice(["static", "dynamic"])}
+    if chance.random() < 0.5:
+        options |= {"snapshot_every": 5, "snapshot_directory": "snapshots"}
+    victim = chance.choice(["worker 0", "worker 1", "worker 1", "server 0", f"server {servers - 1}", "coordinator"])
+    how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+    processes = ["coordinator", *(f"server {n}" for n in range(servers)), "worker 0", "worker 1"]
+    return Fault("parameter_server", start, options, processes, victim, how, chance.uniform(0, LATEST))
+
+
+def children(parent):
+    """Number and name of the processes that a process has started, in order."""
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        name, _, rest = rest.rpartition(") ")
+        if int(rest.split()[1]) == parent:
+            found.append((int(rest.split()[19]), int(number), name))
+    return [(number, name) for _, number, name in sorted(found)]
+
+
+class Marks(Callback):
+    """Says by files how far each rank is, and has none draw pictures, which takes longer than most of these runs."""
+
+    def setup(self, trainer, pl_module, stage):
+        mistake_report.draw_confusion = mistake_report.draw_mistakes = summary.draw_curves = lambda *_: None
+        run_members.draw_membership = lambda *_: None
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        Path(f"epoch-{trainer.current_epoch}-{trainer.global_rank}").touch()
+
+    def on_train_end(self, trainer, pl_module):
+        Path(f"trained-{trainer.global_rank}").touch()
+
+
+@dataclass
+class Moment:
+    """How far the run was when a process got its signal.
+
+    Attributes:
+        process: Which one.
+        training: Both ranks had begun.
+        last: A rank was in its last epoch, or after it.
+        over: A rank had trained to the end.
+        saved: Every server had a snapshot on the disk.
+    """
+
+    process: int
+    training: bool
+    last: bool
+    over: bool
+    saved: bool
+
+    @classmethod
+    def of(cls, process, servers):
+        return cls(
+            process,
+            all(Path(f"epoch-0-{rank}").exists() for rank in range(2)),
+            any(Path(f"epoch-{EPOCHS - 1}-{rank}").exists() for rank in range(2)),
+            any(Path(f"trained-{rank}").exists() for rank in range(2)),
+            len(list(Path("snapshots").glob("run-*/server-*/newest"))) == servers,
+        )
+
+
+class Sender(threading.Thread):
+    """Finds the run below this process, and sends the signal."""
+
+    def __init__(self, fault):
+        super().__init__(daemon=True)
+        self.fault = fault
+        self.moment = None
+        self.looked = self.over = False
+
+    def run(self):
+        began = None
+        while not self.over:
+            for run, _ in children(os.getpid()):
+                processes = self.of(run)
+                if began is None and processes:
+                    began = time.monotonic()
+                    self.looked = True
+                if began is not None and time.monotonic() - began >= self.fault.after:
+                    place = self.fault.processes.index(self.fault.victim)
+                    if place < len(processes):
+                        self.moment = Moment.of(processes[place], self.fault.options.get("servers", 0))
+                        os.kill(self.moment.process, self.fault.how)
+                        return
+            time.sleep(0.01)
+
+    def of(self, run):
+        """Numbers of a run's processes, so far."""
+        found = [(number, name) for number, name in children(run) if name != warm.HELPER]
+        numbers = [number for number, _ in found]
+        if self.fault.strategy == "parameter_server":
+            names = [name for _, name in found]
+            if "ps-coordinator" not in names:
+                return []
+            numbers = numbers[names.index("ps-coordinator") :]
+        elif self.fault.start == "popen":
+            return [run, *numbers] if numbers else []
+        if self.fault.start == "spawn":
+            # Beside the first of the ranks multiprocessing starts a process of its own.
+            first = len(self.fault.processes) - len(
+                [one for one in self.fault.processes if one[:4] in ("work", "rank")]
+            )
+            del numbers[first : first + 1]
+        return numbers
+
+
+def promised(fault, moment):
+    """What docs/parameter-server.md says follows; both only where the moment may have been before or after a border."""
+    options, victim = fault.options, fault.victim
+    if moment is None:
+        return {GOES_ON}
+    if fault.strategy != "parameter_server":
+        return {GOES_ON, ENDS} if moment.over else {ENDS}
+    restarted = options["max_restarts"] > 0
+    if victim.startswith("server"):
+        if options["replication"] > 1:
+            return {GOES_ON}
+        if restarted and "snapshot_every" in options:
+            return {GOES_ON} if moment.saved and not moment.over else {GOES_ON, ENDS}
+    elif victim == "worker 1":
+        return {GOES_ON} if restarted or moment.training else {GOES_ON, ENDS}
+    elif victim == "coordinator" and restarted:
+        return {GOES_ON, ENDS} if moment.over else {GOES_ON}
+    elif victim == "worker 0" and restarted:
+        return {GOES_ON, ENDS} if moment.last else {GOES_ON}
+    return {GOES_ON, ENDS} if moment.over else {ENDS}
+
+
+def keeps_everything(options, victim, moment):
+    """Whether nothing may be lost that was acknowledged."""
+    return moment is None or victim == "coordinator" or (victim.startswith("server") and options["replication"] > 1)
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
+def test_a_run_keeps_what_its_options_promise(run_cli, quick, seed, tmp_path):
+    if time.time() > UNTIL:
+        return
+    fault = draw(seed)
+    print(fault)
+
+    def fit(name):
+        marks = "--trainer.callbacks+=test_random_faults.Marks"
+        about = [marks, f"--trainer.logger.init_args.name={name}", f"--trainer.max_epochs={EPOCHS}"]
+        return run_cli("fit", *quick, *COMMON, *fault.words, *about)
+
+    sender = Sender(fault)
+    with leaves_no_sockets():
+        sender.start()
+        code, output = fit("run")
+        sender.over = True
+        sender.join()
+        with one_refusal():
+            pass  # What a starter that was killed has left, the next run removes.
+    moment = sender.moment
+    print(moment, output, sep="\n")
+    log_how(fault, moment, code)
+    assert sender.looked, "the run's processes were not seen"
+    assert (GOES_ON if code == 0 else ENDS) in promised(fault, moment)
+    for path in Path().rglob("*.ckpt"):
+        torch.load(path, weights_only=True)
+    if code != 0:
+        is_named(fault, moment, output)
+    elif fault.strategy == "parameter_server":
+        keeps_what_it_has(fault, moment, output, fit, tmp_path.parent / f"whole-{fault.options['mode']}.ckpt")
+
+
+def log_how(fault, moment, code):
+    if path := os.environ.get("CNNSTRATEGIES_FAULTS_LOG"):
+        how = fault.how.name if moment is not None else "none in time"
+        line = [fault.strategy, fault.start, fault.victim.split()[0], how, GOES_ON if code == 0 else ENDS]
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def is_named(fault, moment, output):
+    if fault.strategy == "parameter_server":
+        assert f"{fault.victim} (process {moment.process}" in output
+    elif (fault.start, fault.victim) != ("popen", "rank 0"):  # Whose shell says so.
+        lightning = f"[{fault.victim.replace(' ', ': ')}] Child process with PID {moment.process} terminated"
+        assert f"{fault.victim} was ended by SIGKILL" in output or lightning in output
+
+
+def keeps_what_it_has(fault, moment, output, fit, kept):
+    options = fault.options
+    versions = [checkpoint("run", version) for version in range(3) if checkpoint("run", version).exists()]
+    got = torch.load(versions[-1], weights_only=True)
+    assert got["epoch"] == EPOCHS - 1
+    if not keeps_everything(options, fault.victim, moment):
+        return
+    assert "updates since then are lost" not in output
+    if options.get("data_dispatch") != "dynamic":
+        assert got["global_step"] == EPOCHS * STEPS
+    if options["mode"] in EQUAL:
+        if not kept.exists():
+            code, output = fit("whole")
+            assert code == 0, output
+            kept.write_bytes(checkpoint("whole").read_bytes())
+        for name, value in torch.load(kept, weights_only=True)["state_dict"].items():
+            assert torch.allclose(got["state_dict"][name], value, rtol=1e-9, atol=1e-12), name
