@@ -78,7 +78,7 @@ def gradients_are_added_up_only_after_the_last_backward(
     pass
 
 
-@replaces(RunningStatistics.__init__, killed_by=test_engine.test_running_statistics_of_batch_norm, replicas=(2, 1))
+@replaces(RunningStatistics.__init__, killed_by=test_engine.test_running_statistics_of_batch_norm)
 def deferred_statistics_are_those_of_microbatches_in_turn(
     right: Callable[[RunningStatistics, nn.Module, BatchNormMode, ProcessGroup | None, Mapping[str, int]], None],
     self: RunningStatistics,

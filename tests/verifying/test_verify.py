@@ -138,7 +138,7 @@ def test_runs_without_training_or_that_fail_are_not_equal() -> None:
         cnnstrategies.verify(Fails(), Data(), "ddp", steps=2)
 
 
-QUICK = ("verify", "--config=quickstart", "--steps=3")
+QUICK = ("verify", "--config=quickstart", "--steps=3", "--model.init_args.network.init_args.widths=[4, 8]")
 
 
 def test_the_command_says_so_by_its_exit_code_and_leaves_nothing_behind(run_cli: Any, tmp_path: Path) -> None:
