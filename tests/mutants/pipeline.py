@@ -100,6 +100,7 @@ def a_forward_that_runs_again_draws_other_random_numbers(
 @replaces(
     Executor.early_or_late,
     killed_by=test_compiled.test_compiled_stages_train_what_others_train,
+    backend="eager",
 )
 def compiled_stages_run_as_others_do(
     right: Callable[[Executor, Callable[[Step], None]], tuple[Callable[[Step], None], Callable[[Step], None]]],

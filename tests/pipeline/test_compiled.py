@@ -70,15 +70,16 @@ def train(replicas: tuple[int, ...], backend: str | None, recompute: Any) -> Tra
     return Trained(values, sizes, counters["frames"]["total"], sum(counters["graph_break"].values()))
 
 
-def both(replicas: tuple[int, ...]) -> tuple[Trained, Trained]:
-    return train(replicas, None, "never"), train(replicas, "aot_eager", "except_last")
+def both(replicas: tuple[int, ...], backend: str) -> tuple[Trained, Trained]:
+    return train(replicas, None, "never"), train(replicas, backend, "except_last")
 
 
-def test_compiled_stages_train_what_others_train() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_stages_train_what_others_train(backend: str) -> None:
     """With the same random numbers, also where a forward runs again."""
     import torch._dynamo  # The ranks have it from here, who would take seconds to import it.
 
-    for expected, compiled in run_ranks(2, both, (1, 1)):
+    for expected, compiled in run_ranks(2, both, (1, 1), backend):
         torch.testing.assert_close(compiled.values, expected.values, rtol=1e-12, atol=1e-14)
         assert compiled.compilations == len(compiled.sizes) + 1, "for each size, and for evaluation"
         assert expected.compilations == compiled.breaks == 0
