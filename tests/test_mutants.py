@@ -15,6 +15,7 @@ for name in (
     "licences",
     "modules",
     "own_mistakes",
+    "own_stages",
     "parameter_server",
     "pipeline",
     "planning",

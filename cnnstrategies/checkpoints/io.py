@@ -79,6 +79,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise unreadable(path, error) from error
 
 
+def load_mapped(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+    """Load the checkpoint of a file, of which only what is used comes into memory.
+
+    Raises:
+        ConfigurationError: The file is no checkpoint, or not as it was written.
+    """
+    with open(path, "rb") as file:
+        check_sums(path, file)
+    try:
+        mapped: dict[str, Any] = torch.load(path, _to_memory, weights_only=weights_only, mmap=True)
+        return mapped
+    except Exception as error:
+        raise unreadable(path, error) from error
+
+
 def _to_memory(storage: Any, location: str) -> Any:
     """Lightning's default: whatever device a tensor was on, it comes into the processor's memory."""
     return storage

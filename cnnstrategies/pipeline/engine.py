@@ -192,16 +192,17 @@ class Pipeline:
         with self.transport.collective("ending an epoch"):
             end_together(self.transport)
 
-    def collect(self, value: Any) -> list[Any] | None:
+    def collect(self, value: Any, on_disk: bool = False) -> list[Any] | None:
         """Each stage's value, from its first replica, on rank 0; a collective.
 
         Args:
             value: Nested containers of tensors and plain data; tensors arrive on the CPU.
+            on_disk: Hold those of other stages in temporary files, where memory may not hold all.
 
         Returns:
             On rank 0 the values in the order of the stages; None on the other ranks.
         """
-        return collect(value, self.placement, self.transport)
+        return collect(value, self.placement, self.transport, on_disk)
 
     def merge(self, copy: tuple[nn.Module, nn.Module] | None = None) -> dict[str, Tensor]:
         """All parameters and buffers of the network, on the CPU of every rank; a collective.

@@ -19,7 +19,8 @@ def preserved(network: nn.Module) -> Iterator[None]:
         for name, buffer in module.named_buffers(recurse=False)
     ]
     gradients = [(parameter, parameter.grad) for parameter in network.parameters()]
-    devices = {tensor.device for tensor in (*network.parameters(), *network.buffers()) if tensor.device.type != "cpu"}
+    tensors = (*network.parameters(), *network.buffers())
+    devices = {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
     device_type = next(iter(devices)).type if devices else "cuda"
     try:
         with torch.random.fork_rng(devices=list(devices), device_type=device_type):

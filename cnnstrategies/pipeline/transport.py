@@ -188,11 +188,18 @@ class Transport:
             if part.numel()
         ]
 
-    def receive_object(self, source: int, what: str) -> Any:
-        """Receive what :meth:`send_object` sent; tensors arrive on the CPU."""
+    def receive_object(self, source: int, what: str, allocate: Callable[[int], Tensor] | None = None) -> Any:
+        """Receive what :meth:`send_object` sent; tensors arrive on the CPU.
+
+        Args:
+            source: The rank that sent it.
+            what: What it is, for the error message.
+            allocate: Gives so many bytes to receive into; by default of memory.
+        """
+        allocate = allocate or partial(torch.empty, dtype=torch.uint8)
         count = self._control_receive(torch.empty(1, dtype=torch.int64), source, what)
         sizes = self._control_receive(torch.empty(int(count), dtype=torch.int64), source, what)
-        frames = [self._control_receive(torch.empty(size, dtype=torch.uint8), source, what) for size in sizes.tolist()]
+        frames = [self._control_receive(allocate(size), source, what) for size in sizes.tolist()]
         return decode([frames[0].numpy().tobytes(), *frames[1:]])
 
     @contextmanager

@@ -215,18 +215,18 @@ def test_an_example_is_taken_from_a_plain_loader_and_nothing_is_used_up(monkeypa
         (None, None),
     ):
         monkeypatch.setattr(example, "train_loader", lambda trainer, given=given: given)
-        found = example.example_images(trainer, "net", 3)
+        found = example.example_images(module, "net", 3)
         assert found is None if expected is None else torch.equal(found, expected.double())
     own = DataLoader(data, 4, collate_fn=lambda items: SimpleNamespace(images=torch.stack([one for _, one in items])))
     monkeypatch.setattr(example, "train_loader", lambda trainer: own)
     with pytest.raises(ConfigurationError, match=r"a batch is a SimpleNamespace, .* collate_fn return a tuple"):
-        example.example_images(trainer, "net", 3)
+        example.example_images(module, "net", 3)
     trainer.datamodule = SimpleNamespace(image_shape=(1, 5, 5))  # type: ignore[attr-defined]
-    found = example.example_images(trainer, "net", 3)
+    found = example.example_images(module, "net", 3)
     assert isinstance(found, Tensor)
     assert found.shape == (3, 1, 5, 5)
     assert torch.equal(generator.get_state(), before)
     assert torch.equal(torch.get_rng_state(), numbers)
     module.example_input_array = images[:1]
-    repeated = example.example_images(trainer, "net", 3)
+    repeated = example.example_images(module, "net", 3)
     assert torch.equal(repeated, images[:1].expand(3, 1, 1, 1)), "batch normalisation needs several"

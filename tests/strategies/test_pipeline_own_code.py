@@ -170,7 +170,7 @@ def test_what_would_need_all_stages_is_refused_by_name() -> None:
 
 
 def test_callbacks_that_need_the_whole_network_are_refused() -> None:
-    check_callbacks([EMAWeightAveraging(), Asking(Module())])
+    check_callbacks([EMAWeightAveraging(), Asking(Module())], whole=True)
     for callback in (StochasticWeightAveraging(1e-2), Pruning()):
         with pytest.raises(ConfigurationError, match=f"{type(callback).__name__} .* whole network"):
-            check_callbacks([callback])
+            check_callbacks([callback], whole=True)

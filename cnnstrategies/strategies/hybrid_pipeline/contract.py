@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -106,11 +106,12 @@ def compile_backend_of(module: LightningModule) -> str | None:
     return backend
 
 
-def check_callbacks(callbacks: Iterable[Callback]) -> None:
+def check_callbacks(callbacks: Iterable[Callback], whole: bool) -> None:
     """Refuse callbacks that need the whole network.
 
     Args:
         callbacks: The trainer's.
+        whole: Whether each rank has built it.
 
     Raises:
         ConfigurationError: There is one.
@@ -125,6 +126,11 @@ def check_callbacks(callbacks: Iterable[Callback]) -> None:
             raise ConfigurationError(
                 f"{type(callback).__name__} chooses among the weights of the whole network and puts others in their "
                 "places: train with strategy hybrid_pipeline first, and prune with strategy ddp from the checkpoint"
+            )
+        if isinstance(callback, BaseFinetuning) and not whole:
+            raise ConfigurationError(
+                f"{type(callback).__name__} sees the whole network, of which each rank has its own stage alone where "
+                "configure_model builds it: build it in __init__, or freeze there what is not to be trained"
             )
 
 

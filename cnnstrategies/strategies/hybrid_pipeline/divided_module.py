@@ -28,12 +28,15 @@ class DividedModule:
         path: The path of its submodule that is divided.
         pipeline: The stages of that.
         callbacks: Those of the trainer; the copies of the network that they average are divided, too.
+        built_whole: Whether every rank has built the whole network, and not its own stage alone.
 
     Attributes:
         stand_in: What has the submodule's place now.
     """
 
-    def __init__(self, module: LightningModule, path: str, pipeline: Pipeline, callbacks: Iterable[Any]) -> None:
+    def __init__(
+        self, module: LightningModule, path: str, pipeline: Pipeline, callbacks: Iterable[Any], built_whole: bool = True
+    ) -> None:
         network = network_at(module, path)
         self.module = module
         self.path = path
@@ -41,6 +44,7 @@ class DividedModule:
         self._place = f"{path or PLACE}."
         self.pipeline = pipeline
         self.network = network
+        self._on_disk = not built_whole
         self.names = list(network.state_dict())
         # Layers that the network has in two places have two names there, and one in the graph.
         self._twins: dict[int, list[str]] = {}
@@ -50,7 +54,7 @@ class DividedModule:
         self._groups: dict[Optimizer, Groups] = {}
         own = set(pipeline.blueprint.state[pipeline.place.stage])
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            if name not in own:
+            if built_whole and name not in own:
                 tensor.data = torch.empty(0, dtype=tensor.dtype)  # Another rank holds it; `restore` brings it back.
         self.stand_in = NetworkStandIn(pipeline.module, path, network)
         put_network(module, path, self.stand_in)
@@ -153,7 +157,7 @@ class DividedModule:
         """Replace this stage's part of a state dict of the module by that of all stages on rank 0; a collective."""
         there = [name for name in state if name.startswith(self._place)]
         own = {self.prefix + name.removeprefix(self._place): state[name] for name in there}
-        parts = self.pipeline.collect(own)
+        parts = self.pipeline.collect(own, self._on_disk)
         if parts is None:
             return state
         merged = {name: value for part in parts for name, value in part.items()}
@@ -176,7 +180,7 @@ class DividedModule:
         if optimizer not in self._groups:
             return optimizer.state_dict()  # Of a fit that has ended: it is whole.
         groups = self._groups[optimizer]
-        parts = self.pipeline.collect(named_state(optimizer, self.own, groups))
+        parts = self.pipeline.collect(named_state(optimizer, self.own, groups), self._on_disk)
         return {} if parts is None else merge_state(optimizer, parts, groups)
 
     def load_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from cnnstrategies.models.own_forward import network_at
@@ -33,7 +34,9 @@ def broadcast_weights(network: nn.Module, timeout: timedelta) -> None:
             tensor.copy_(whole)
 
 
-def choose_layout(request: LayoutRequest, trainer: Trainer, path: str, device: torch.device) -> ChosenLayout:
+def choose_layout(
+    request: LayoutRequest, trainer: Trainer, path: str, device: torch.device, whole: bool
+) -> ChosenLayout:
     """A layout, whose stages compute what the whole network computes where that will be trained; a collective.
 
     Args:
@@ -41,14 +44,20 @@ def choose_layout(request: LayoutRequest, trainer: Trainer, path: str, device: t
         trainer: The trainer.
         path: The path of the network.
         device: That of this rank.
+        whole: Whether each rank has the whole network, without which nothing is compared.
 
     Raises:
         ConfigurationError: There is none, or they compute something else.
     """
     network = network_at(trainer.lightning_module, path)
-    example = partial(example_images, trainer, path)
+    example = partial(example_images, trainer.lightning_module, path)
     layout = request.choose(network, trainer, trainer.world_size, device, example)
-    if trainer.state.fn == TrainerFn.FITTING and layout.cuts:
+    if trainer.state.fn == TrainerFn.FITTING and layout.cuts and not whole:
+        rank_zero_warn(
+            f"{type(network).__name__} was not compared with its stages, as no rank has built the whole: compare a "
+            "small one of its kind, built in __init__"
+        )
+    elif trainer.state.fn == TrainerFn.FITTING and layout.cuts:
         images = example(COMPARED) if trainer.is_global_zero else None
         compare_on_rank_zero(network, layout.cuts, images, trainer, device)
     if device.type == "cuda":

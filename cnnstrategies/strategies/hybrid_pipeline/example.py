@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,13 +21,13 @@ from cnnstrategies.strategies.hybrid_pipeline.wiring import find_wiring
 _CPU = torch.device("cpu")
 
 
-def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
+def example_images(module: LightningModule, path: str, size: int) -> Images | None:
     """One microbatch of the network's inputs.
 
     It is the module's own example, repeated, noise of the size of the data's images, or samples of the training data.
 
     Args:
-        trainer: The trainer, of which no loader has been iterated.
+        module: The module, of whose trainer no loader has been iterated.
         path: The path of the network.
         size: How many samples, where that is open.
 
@@ -35,11 +35,10 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
         The images; None where they cannot be known without taking them from what is trained with.
     """
     size = max(2, size)  # Batch normalisation refuses to train on one, which many examples have.
-    module = trainer.lightning_module
     network = network_at(module, path)
     names = network_inputs(network)
     example = module.example_input_array
-    shape = getattr(getattr(trainer, "datamodule", None), "image_shape", None)
+    shape = getattr(getattr(module.trainer, "datamodule", None), "image_shape", None)
     given: tuple[Any, ...] = example if isinstance(example, tuple) else (example,)
     if len(given) == len(names) and all(isinstance(one, Tensor) for one in given):
         images: Images = given[0] if len(names) == 1 else given
@@ -47,13 +46,13 @@ def example_images(trainer: Trainer, path: str, size: int) -> Images | None:
     with same_random_numbers(_CPU):
         if shape is not None and len(names) == 1:
             return torch.randn(size, *shape)
-        batch = _samples(train_loader(trainer), size)
+        batch = _samples(train_loader(module.trainer), size)
         return None if batch is None else _inputs(module, path, network, batch)
 
 
 def example_on_device(module: LightningModule, path: str, size: int) -> Images | None:
     """The same on the network's device and of its type; None before the module has a trainer, too."""
-    images = example_images(module.trainer, path, size) if is_attached(module) else None
+    images = example_images(module, path, size) if is_attached(module) else None
     return None if images is None else on_device_of(network_at(module, path), images)
 
 

@@ -51,7 +51,7 @@ def _outermost(module: LightningModule) -> str:
     if not having:
         raise ConfigurationError(
             f"strategy hybrid_pipeline divides one submodule of {kind}, and none has parameters to train: build it in "
-            "__init__ (setup and configure_model run in each process, after it is looked at)"
+            "__init__ or configure_model (setup runs in each process, after it is looked at)"
         )
     if own:
         raise ConfigurationError(

@@ -70,13 +70,19 @@ def shadow_of(
     """
     standing = dict(module.named_children()).get(PLACE) if path == WHOLE else module.get_submodule(path)
     made: dict[int, Any] = {**metrics, id(standing): network}
-    shadow = _copy_of_module(module, made)
+    shadow = _copied_module(module, made)
     if standing is None:
         vars(shadow)["forward"] = network
     shadow.trainer = MutedTrainer(module.trainer)
     for name in ("log", "log_dict", "print"):
         vars(shadow)[name] = _say_nothing
     result: LightningModule = shadow
+    return result
+
+
+def copy_of_module(module: LightningModule) -> LightningModule:
+    """A copy of a module as it is now, of which all but parameters and data are copies, for hooks that change it."""
+    result: LightningModule = _copied_module(module, {})
     return result
 
 
@@ -124,14 +130,14 @@ class NoCollectives(OperationMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _copy_of_module(module: nn.Module, made: dict[int, Any]) -> Any:
+def _copied_module(module: nn.Module, made: dict[int, Any]) -> Any:
     if id(module) in made:
         return made[id(module)]
     made[id(module)] = shadow = object.__new__(type(module))
     attributes = dict(vars(module))
     children = attributes.pop("_modules")
     buffers = attributes.pop("_buffers")
-    vars(shadow)["_modules"] = {name: child and _copy_of_module(child, made) for name, child in children.items()}
+    vars(shadow)["_modules"] = {name: child and _copied_module(child, made) for name, child in children.items()}
     vars(shadow)["_buffers"] = {name: buffer if buffer is None else buffer.clone() for name, buffer in buffers.items()}
     vars(shadow)["_parameters"] = dict(attributes.pop("_parameters"))
     vars(shadow).update({name: _copied(value, made) for name, value in attributes.items()})

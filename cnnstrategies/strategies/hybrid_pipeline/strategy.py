@@ -1,6 +1,8 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
 import sys
+import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from cnnstrategies._lightning_private import asks_of_sigterm, check_start, leave_samplers
+from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
@@ -51,6 +54,15 @@ from cnnstrategies.strategies.hybrid_pipeline.finetuning import show_own_stage, 
 from cnnstrategies.strategies.hybrid_pipeline.layout import ChosenLayout, LayoutRequest
 from cnnstrategies.strategies.hybrid_pipeline.loader import NoBatch, StageLoader, stage_loader
 from cnnstrategies.strategies.hybrid_pipeline.lost_rank import after_the_lost_rank
+from cnnstrategies.strategies.hybrid_pipeline.own_stage import (
+    Plan,
+    check_plan,
+    own_stage_alone,
+    plan_network,
+    refuse_meta,
+    share_stage,
+    values_alone_to_cpu,
+)
 from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
@@ -69,6 +81,9 @@ class HybridPipelineStrategy(DDPStrategy):
     On every rank the module's steps see the same: the targets of the global batch, its images only by shape, and from
     ``self.network(images)`` the outputs for it, sent from the last stage. So what they log is the same everywhere and
     as in one process; a sum over ranks is the value itself.
+
+    A network that the module builds in ``configure_model`` is on no rank as a whole: each keeps the parameters of its
+    own stage. That needs named ``cuts``.
 
     Args:
         stages: Number of stages; by default as many as ``replicas`` or ``cuts`` say, else 2.
@@ -146,6 +161,8 @@ class HybridPipelineStrategy(DDPStrategy):
         self._failed = False
         self._callbacks: list[Any] = []  # the trainer's own, while it trains
         self._in_parts = False
+        self._plan: Plan | None = None
+        self._apart: LightningModule | None = None  # the module, where each rank has built its own stage alone
 
     # Before the processes start
 
@@ -154,17 +171,29 @@ class HybridPipelineStrategy(DDPStrategy):
     def launcher(self) -> Any:
         """Lightning's launcher. It is asked for right before processes are started: the last place for checks."""
         if not self._in_parts:  # After a failure it is asked to end the ranks; `setup` refuses to go on.
-            self._check()
+            self._check(before_setup=True)
         return super().launcher
 
-    def _check(self) -> None:
+    def _check(self, before_setup: bool = False) -> None:
         module = self.lightning_module
         if module is None or module is self._checked:
             return
         check_start(self._start_method, self.root_device)
+        owner = module
+        try:
+            self._plan = plan_network(module, self.root_device if is_attached(module) else torch.device("cpu"))
+        except Exception:
+            if before_setup:
+                return  # It may need what its setup makes in the ranks, which check again.
+            raise
+        if self._plan is not None:
+            check_plan(self.request, self._start_method)
+            module = self._plan.module
         path = check_module(module, self.network_path)
         compile_backend_of(module)
         network = network_at(module, path)
+        if self._plan is None:
+            refuse_meta(module, path)
         if self.root_device.type == "cuda" and self.process_group_backend == "gloo":
             raise ConfigurationError(
                 "process_group_backend=gloo: gloo sends no messages from one GPU to another; leave it out for NCCL"
@@ -178,7 +207,7 @@ class HybridPipelineStrategy(DDPStrategy):
         if not decide_by_shapes(network, partial(example_on_device, module, path)) and not is_attached(module):
             return  # The ranks, which have the data, check again.
         self.request.check(network, self.num_nodes * self.num_processes)
-        self._checked = module
+        self._checked = owner
 
     # Devices and data
 
@@ -228,6 +257,30 @@ class HybridPipelineStrategy(DDPStrategy):
         if not existed:
             end_at_exit()
 
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each rank has built the whole network, and not its own stage alone."""
+        return self._apart is None or self._apart is not self.lightning_module
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Inside, the module's `configure_model` builds the network."""
+        assert self.lightning_module is not None
+        self._check()
+        plan, self._plan = self._plan, None
+        if plan is None:
+            yield
+            return
+        path = check_module(plan.module, self.network_path)
+        stage = self.placement.place(self.global_rank).stage
+        with own_stage_alone(plan, self.lightning_module, path, self.request, stage) as built:
+            yield
+        if built:
+            self._apart = self.lightning_module
+        else:
+            self._checked = None
+
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -239,21 +292,25 @@ class HybridPipelineStrategy(DDPStrategy):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]  # set outside the class
         path = check_module(self.lightning_module, self.network_path)
         network = network_at(self.lightning_module, path)
-        broadcast_weights(network, self.time_limit)
+        whole = self._is_whole
+        if whole:
+            broadcast_weights(network, self.time_limit)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            check_callbacks(callbacks)
+            check_callbacks(callbacks, whole)
             # On the whole network: its groups are those of a checkpoint.
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self.root_device)
             summarise_whole(trainer, self.lightning_module, callbacks)
         if self._layout is None or self._layout[0] is not network:
-            self._layout = (network, choose_layout(self.request, trainer, path, self.root_device))
+            self._layout = (network, choose_layout(self.request, trainer, path, self.root_device, whole))
         backend = compile_backend_of(self.lightning_module)
         self.pipeline = build_pipeline(
             network, self._layout[1], self.request, self.root_device, self.time_limit, backend
         )
-        self._divided = divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks)
+        if not whole:
+            share_stage(self.pipeline)
+        self._divided = divided = DividedModule(self.lightning_module, path, self.pipeline, callbacks, whole)
         self.model_to_device()
         if fitting:
             divided.divide_optimizers(self.optimizers)
@@ -387,15 +444,29 @@ class HybridPipelineStrategy(DDPStrategy):
                 "the run has failed, and each rank has the weights of its own stage alone: there is nothing whole to "
                 "save; go on from the last checkpoint"
             )
+        if self._divided is None and not self._is_whole:
+            raise ConfigurationError(
+                "the run has ended, and each rank has the weights of its own stage alone, as configure_model has built "
+                "the network: have ModelCheckpoint save it during fit"
+            )
         if self._divided is None:
             return self.lightning_module.state_dict()
         with self.watch.paused():
             return self._divided.whole_state(self.lightning_module.state_dict())
 
     @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint; a rank that has its own stage alone reads no more of it than that."""
+        if self._is_whole or not zipfile.is_zipfile(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        return load_mapped(checkpoint_path, weights_only)
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._divided is None:
-            super().load_model_state_dict(checkpoint, strict)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*to a meta parameter", UserWarning)  # That of another rank's stage.
+                super().load_model_state_dict(checkpoint, strict)
             return
         assert self.lightning_module is not None
         with self.watch.paused():
@@ -471,7 +542,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._callbacks = []
         if self._divided is not None:
             show_own_stage(self._divided.callbacks)
-            self._divided.restore(merge=not self._failed)
+            self._divided.restore(merge=not self._failed and self._is_whole)
             self._in_parts = self._failed
             if self._failed:
                 self._checked = None
@@ -479,4 +550,5 @@ class HybridPipelineStrategy(DDPStrategy):
                 self._pipeline.close()
         self.pipeline = self._divided = self._steps = self._watch = None
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)  # Another Trainer may be given the same plugin.
-        super().teardown()
+        with values_alone_to_cpu(self.lightning_module):
+            super().teardown()

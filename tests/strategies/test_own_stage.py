@@ -1,0 +1,218 @@
+"""What `configure_model` builds is trained as in one process, and no rank holds more of it than its own stage."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from ranks import run_apart, run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.strategies import HybridPipelineStrategy
+
+
+class Network(nn.Sequential):
+    """Of three stages; what branches on a shape is decided without values."""
+
+    def __init__(self, norm: bool) -> None:
+        middle = nn.BatchNorm2d(40) if norm else nn.Identity()
+        super().__init__(nn.Conv2d(1, 40, 3), middle, nn.Tanh(), nn.Conv2d(40, 4, 3), nn.Tanh(), nn.Linear(16, 3))
+        nn.init.trunc_normal_(self[0].weight, std=0.3)
+        nn.init.trunc_normal_(self[3].weight, std=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in list(self)[:5]:
+            x = layer(x)
+        if x.shape[-1] < 2:
+            raise ValueError("the images are too small")
+        return self[5](x.flatten(1))
+
+
+class Module(LightningModule):
+    """What a user writes."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.norm = norm
+        self.network: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            self.network = self.build()
+
+    def build(self) -> nn.Module:
+        return Network(self.norm)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", F.cross_entropy(self.network(batch[0]), batch[1]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class BuiltByOthers(Module):
+    def build(self) -> nn.Module:
+        network = super().build()
+        with torch.no_grad():
+            network[0].bias.copy_(network[5].weight.norm() + torch.zeros(40))
+            network[3].bias.copy_(network[0].bias.norm() + torch.zeros(4))
+        return network
+
+
+class OnMeta(Module):
+    def build(self) -> nn.Module:
+        with torch.device("meta"):
+            return super().build()
+
+
+class OnMetaAtOnce(OnMeta):
+    def __init__(self) -> None:
+        super().__init__()
+        self.configure_model()
+
+
+class AnotherEachTime(Module):
+    count = 0
+
+    def build(self) -> nn.Module:
+        type(self).count += 1
+        return nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(type(self).count + 3)))
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        pass
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 1, 6, 6, generator=generator, dtype=torch.float64)
+    return DataLoader(TensorDataset(images, torch.randint(3, (32,), generator=generator)), 16)
+
+
+def trainer_of(replicas: list[int], epochs: int, name: str, callbacks: Any = (), **options: Any) -> Trainer:
+    strategy: Any = "auto"
+    if dist.is_initialized():  # As a launcher of the cluster's starts them.
+        os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "NODE_RANK": "0", "WORLD_SIZE": str(sum(replicas))}
+    if replicas:
+        options = {"cuts": ["1", "3"][: len(replicas) - 1], "microbatches": replicas[0], **options}
+        strategy = HybridPipelineStrategy(replicas=replicas, **options)
+    return Trainer(
+        accelerator="cpu",
+        devices=sum(replicas) or 1,
+        strategy=strategy,
+        max_epochs=epochs,
+        precision="64-true",
+        callbacks=[ModelCheckpoint(dirpath=name, filename="last", enable_version_counter=False), *callbacks],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+    )
+
+
+def fit(
+    replicas: list[int], epochs: int, norm: bool, name: str, resume: str | None = None
+) -> tuple[Any, Any, set[str]]:
+    """What is logged, after the fit and when it is evaluated again; and the names of what this rank holds."""
+    module, trainer = Module(norm), trainer_of(replicas, epochs, name)
+    trainer.fit(module, loader(), loader(), ckpt_path=resume)
+    held = {name for name, parameter in module.named_parameters() if not parameter.is_meta}
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    (again,) = trainer.validate(module, loader(), ckpt_path=f"{name}/last.ckpt", verbose=False)
+    return logged, again["val_loss"], held
+
+
+def first_run(folder: Path, replicas: list[int], norm: bool) -> Any:
+    torch.manual_seed(7)
+    return fit(replicas, 2, norm, f"{folder}/{replicas}")
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+
+
+def saved(name: str) -> dict[str, Any]:
+    checkpoint = torch.load(f"{name}/last.ckpt", weights_only=True)
+    states = checkpoint["optimizer_states"][0]["state"]
+    return checkpoint["state_dict"] | {f"{index}.{key}": one for index in states for key, one in states[index].items()}
+
+
+def test_stages_that_are_built_apart_are_those_of_one_process(tmp_path: Path) -> None:
+    expected = run_apart(first_run, tmp_path, [], True)
+    ranks = run_ranks(3, first_run, tmp_path, [1, 1, 1], True)
+    assert_same(saved(f"{tmp_path}/[1, 1, 1]"), saved(f"{tmp_path}/[]"))
+    for logged, again, _ in ranks:
+        assert_same((logged, again), expected[:2])
+    held = [one for *_, one in ranks]
+    assert set.union(*held) == expected[2]
+    assert sum(map(len, held)) == len(expected[2]), "no two ranks hold the same"
+
+
+def go_on(folder: Path, replicas: list[int]) -> Any:
+    """Go on from the checkpoint of one process, and before that from nothing, where each replica draws its own."""
+    torch.manual_seed(dist.get_rank() if replicas else 0)
+    module = Module()
+    trainer_of(replicas, 1, f"{folder}/drawn").fit(module, loader())
+    own = {name: one.detach() for name, one in module.named_parameters() if not one.is_meta}
+    return own, fit(replicas, 3, False, f"{folder}/on {replicas}", f"{folder}/[]/last.ckpt")
+
+
+def test_replicas_begin_alike_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    run_apart(first_run, tmp_path, [], False)
+    _, expected = run_apart(go_on, tmp_path, [])
+    one, other, last = run_ranks(3, go_on, tmp_path, [2, 1])
+    assert one[0].keys() == other[0].keys() != last[0].keys()
+    for name in one[0]:
+        assert torch.equal(one[0][name], other[0][name]), name
+    assert_same(saved(f"{tmp_path}/on [2, 1]"), saved(f"{tmp_path}/on []"))
+    for _, (logged, again, _) in (one, other, last):
+        assert_same((logged, again), expected[:2])
+
+
+def refused(module: LightningModule, callbacks: Any = (), **options: Any) -> str:
+    trainer = trainer_of([1, 1], 1, "never", callbacks, **options)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(module, loader())
+    return str(caught.value)
+
+
+def test_what_needs_the_whole_network_is_refused_before_the_ranks_start() -> None:
+    assert "name the cuts, or build it in __init__" in refused(Module(), cuts=None)
+    assert "use start_method popen" in refused(Module(), start_method="fork")
+    assert "OnMetaAtOnce.network.0.weight is on the meta device" in refused(OnMetaAtOnce())
+
+
+def refusals_of_ranks() -> list[str]:
+    said = [refused(module) for module in (BuiltByOthers(), OnMeta(), AnotherEachTime())]
+    said.append(refused(Module(), [Finetuning()]))
+    module, trainer = Module(), trainer_of([1, 1], 1, "ended")
+    trainer.fit(module, loader())
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.save_checkpoint("late.ckpt")
+    return [*said, str(caught.value)]
+
+
+def test_what_a_rank_cannot_build_or_give_is_refused_by_name() -> None:
+    for of_others, on_meta, another, finetuning, late in run_ranks(2, refusals_of_ranks):
+        assert " is of another rank's stage" in of_others
+        assert "on the meta device: build it without torch.device('meta')" in on_meta
+        assert "AnotherEachTime.configure_model builds another network each time" in another
+        assert "Finetuning sees the whole network" in finetuning
+        assert "have ModelCheckpoint save it during fit" in late
