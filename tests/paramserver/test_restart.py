@@ -3,6 +3,7 @@
 import pickle
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from simulation.control import Plan, run
 from simulation.faults import Network
 from simulation.sameness import differing
 
+from cnnstrategies.paramserver.coordinator import journal
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
@@ -76,6 +78,20 @@ def test_all_that_it_was_told_is_there_again_however_often_it_is_written_anew(mo
     role = told(sheet, most)
     assert differing(role.coordinator, follows(sheet)) is None
     assert differing(role.coordinator, Coordinator(SETTINGS)) is not None
+
+
+def test_what_is_large_is_written_anew_when_as_much_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest of these journals is twice the state and what it may have beside it, and a message."""
+    monkeypatch.setattr(journal, "MOST_BYTES", 1 << 12)
+    sheet, sizes = toys.Sheet(), []
+    role = told(sheet, count=2)
+    for number in range(2, 60):
+        fields = {"session": 0, "floor": number, "name": "first" if number > 2 else "large"}
+        role.on_message(9.0, Peer("worker", 0), Message("put", fields, (bytes(1 << 14),), number))
+        sizes.append(len(sheet.read()))
+    assert max(sizes) < 2 * (len(pickle.dumps(role.coordinator)) + (1 << 14)) + (1 << 12)
+    assert 4 < sum(after < before for before, after in pairwise(sizes)) < 30, "now and then"
+    assert differing(role.coordinator, follows(sheet)) is None
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.999])

@@ -89,8 +89,9 @@ class Journaled:
 
     def _write(self, record: tuple[object, ...]) -> None:
         if self._records >= self._most or self._bytes > MOST_BYTES:
-            self._store.replace(_packed(self.coordinator))
-            self._records = self._bytes = 0
+            whole = _packed(self.coordinator)
+            self._store.replace(whole)
+            self._records, self._bytes = 0, -len(whole)  # What is large is not written anew for little.
         packed = _packed(record)
         self._store.append(packed)
         self._records += 1
