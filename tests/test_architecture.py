@@ -1,0 +1,131 @@
+"""What the page on the architecture tells is what happens: its functions are called, in its order."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import test_traces
+import torch
+from conftest import ROOT
+from lightning.pytorch import Callback, Trainer
+from simulation import traces
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from cnnstrategies import ImageClassifier
+from cnnstrategies.strategies import HybridPipelineStrategy
+
+PAGE = (ROOT / "docs/development/architecture.md").read_text()
+GLOSSARY = (ROOT / "docs/development/glossary.md").read_text()
+
+
+def told(title: str) -> list[str]:
+    """The functions of a section, in order."""
+    (section,) = re.findall(rf"^#+ {title}\n(.*?)(?=^#|\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^\d+\. `([\w.]+)`", section, re.MULTILINE)
+
+
+@contextmanager
+def noting(wanted: list[str]) -> Iterator[list[str]]:
+    """Which of some functions are called meanwhile in this thread, in order."""
+    calls: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            module = str(frame.f_globals.get("__name__", "")).removeprefix("cnnstrategies.")
+            name = f"{module}.{frame.f_code.co_qualname}"
+            if name in wanted:
+                calls.append(name)
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def check(wanted: list[str], calls: list[str]) -> None:
+    """Each is called after the one before it."""
+    rest = iter(calls)
+    for name in wanted:
+        assert name in rest, f"{name} is not called after what stands before it, of {list(dict.fromkeys(calls))}"
+
+
+class Notes(Callback):
+    """Notes in rank 0, from the second batch on, what is called, in a file."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 1 and trainer.is_global_zero:
+            self.noting = noting(told("The life of a batch"))
+            self.calls = self.noting.__enter__()
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            self.noting.__exit__(None, None, None)
+            Path("calls").write_text("\n".join(self.calls))
+
+
+def test_the_life_of_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2))
+    strategy = HybridPipelineStrategy(replicas=[1, 1], cuts=["2"], microbatches=2, start_method="fork")
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=Notes(),
+    )
+    data = TensorDataset(torch.randn(16, 3, 2, 2), torch.randint(2, (16,)))
+    trainer.fit(ImageClassifier(network, 2, partial(torch.optim.SGD, lr=0.1)), DataLoader(data, 8))
+    check(told("The life of a batch"), Path("calls").read_text().split())
+
+
+def simulated(text: str) -> Callable[[], Any]:
+    (trace,) = traces.read(text)
+    return lambda: test_traces.simulate(trace)
+
+
+@pytest.mark.parametrize(
+    ("title", "trace"),
+    [
+        ("The life of a gradient", "a step\n  data: servers 2, workers 2, replication 2\n  pace: 10\n"),
+        (
+            "The death of a server",
+            "it is killed\n  control: workers 2, servers 2, survivable 1, restarts 1\n  pace: 10\n"
+            "  0.5 s: kill server 0\n",
+        ),
+        (
+            "The others",
+            "it is killed\n  data: servers 2, workers 2, replication 2, restarts 1\n  pace: 10\n"
+            "  0.5 s: kill server 0\n",
+        ),
+    ],
+)
+def test_what_happens_in_a_parameter_server(title: str, trace: str) -> None:
+    run = simulated(trace)
+    with noting(told(title)) as calls:
+        outcome = run()
+    assert outcome.violation is None
+    check(told(title), calls)
+
+
+@pytest.mark.light
+def test_each_word_of_the_glossary_leads_to_a_file_that_is_there() -> None:
+    rows = re.findall(r"^\| \*\*(.+?)\*\* \| .+ \| `(.+?)` \|$", GLOSSARY, re.MULTILINE)
+    assert rows
+    assert len(rows) <= 40, "what one person can hold"
+    missing = [path for _, path in rows if not (ROOT / "cnnstrategies" / path).exists()]
+    assert not missing
+    words = [word for word, _ in rows]
+    assert words == sorted(words, key=str.lower)
