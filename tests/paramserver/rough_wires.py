@@ -61,19 +61,21 @@ class Wires(threading.Thread):
         seed: What is done to which connection depends on it.
         faults: Which there are.
         faulty: How many connections of each wire are hit, the first ones: so every run comes to an end.
+        lost: Which part of the pieces that come is lost, whatever the connection.
 
     Attributes:
         met: The faults that have come to pass, and when.
         starved: Seconds in which this thread did not get to run: nor, then, did the processes.
     """
 
-    def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS, faulty: int = 6) -> None:
+    def __init__(self, seed: int, faults: tuple[str, ...] = FAULTS, faulty: int = 6, lost: float = 0.0) -> None:
         super().__init__(daemon=True)
         self.met: list[tuple[str, float]] = []
         self.starved = 0.0
         self._chance = random.Random(seed)
         self._faults = faults
         self._faulty = faulty
+        self._lost = lost
         self._selector = selectors.DefaultSelector()
         self._connections: list[Connection] = []
         self._counts: dict[int, int] = {}
@@ -155,7 +157,9 @@ class Wires(threading.Thread):
                     connection.ends[1 - side].socket.shutdown(socket.SHUT_WR)
             else:
                 connection.held = now + STALL
-        if not end.deaf:
+        if self._chance.random() < self._lost:
+            self.met.append(("lost", now))
+        elif not end.deaf:
             end.waiting.append((now + connection.delay, data))
 
     def _hand_over(self, connection: Connection, now: float) -> None:

@@ -112,6 +112,12 @@ def test_any_harm_that_wires_do(seed: int, tmp_path: Path) -> None:
     run(seed, Wires(seed), tmp_path)
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + RUNS))
+def test_one_in_a_hundred_pieces_is_lost(seed: int, tmp_path: Path) -> None:
+    run(seed, Wires(seed, ("nothing",), lost=0.01), tmp_path)
+
+
 def test_bytes_that_change_and_connections_that_break(tmp_path: Path) -> None:
     """The same in some seconds."""
     run(0, Wires(0, ("byte", "drop", "half"), faulty=2), tmp_path)
