@@ -60,6 +60,25 @@ def nothing_is_drawn_for_what_belongs_elsewhere(
     return args[0] if drawn else right(self, func, types, args, kwargs)
 
 
+@replaces(
+    Turns.__torch_dispatch__,
+    killed_by=test_held_in_turn.test_of_a_checkpoint_that_is_loaded_while_it_is_built_what_is_kept_is_read_alone,
+    noticed_by=(RuntimeError,),
+)
+def a_checkpoint_is_read_for_other_ranks_as_well(
+    right: Callable[..., Any],
+    self: Turns,
+    func: Any,
+    types: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    if func.overloadpacket.__name__ != "copy_" or not self.is_elsewhere(args[0]):
+        return right(self, func, types, args, kwargs)
+    self.hold({id(args[0].untyped_storage())})
+    return func(*args, **(kwargs or {}))
+
+
 @replaces(own_stage_alone, killed_by=test_own_stage.test_stages_that_are_built_apart_are_those_of_one_process)
 @contextmanager
 def each_rank_builds_the_whole_network(
