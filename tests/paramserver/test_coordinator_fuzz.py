@@ -146,7 +146,7 @@ def test_nothing_that_a_peer_says_fails_later(kind: type) -> None:
                 getattr(role, name)(*args)
                 continue
             now, sender, message = args
-            rare = message.kind in ("leave", "view")
+            rare = message.kind in ("leave", "stop", "view")
             changes = CHANGES if rare else chance.random() < 0.02
             for one in (*(wrong(message, chance) for _ in range(changes)), message):
                 with contextlib.suppress(ControlError):
