@@ -10,9 +10,15 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from cnnstrategies import ImageClassifier
+from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.pipeline.microbatches import Split
-from cnnstrategies.strategies import CompressedDDPStrategy, LocalSGDStrategy, ParameterServerStrategy
+from cnnstrategies.strategies import (
+    CompressedDDPStrategy,
+    HybridPipelineStrategy,
+    LocalSGDStrategy,
+    ParameterServerStrategy,
+)
 from cnnstrategies.strategies.differences import OWN_MEANS, RANK_ZERO, differences_of_replicas
 from cnnstrategies.strategies.hybrid_pipeline.description import differences_of_pipeline, warn_of_small_microbatches
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
@@ -155,3 +161,11 @@ def test_small_microbatches_are_warned_of_where_they_are_normalised():
 def test_others_are_not():
     warn_of_small_microbatches(NORMALISED, Split((64,), 8))
     warn_of_small_microbatches(PlainCNN(), Split((8,), 8))
+
+
+@pytest.mark.parametrize("strategy", [HybridPipelineStrategy, ParameterServerStrategy])
+@pytest.mark.parametrize("name", ["takeover", "find_unused_parameters", "ddp_comm_hook"])
+def test_an_argument_that_would_do_nothing_is_refused(strategy, name):
+    with pytest.raises(ConfigurationError, match=rf"{strategy.__name__}\({name}=\.\.\.\): it has no such argument"):
+        strategy(**{name: 1})
+    assert strategy(parallel_devices=[torch.device("cpu")]).root_device.type == "cpu"

@@ -67,6 +67,7 @@ from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
+from cnnstrategies.strategies.keywords import check_keywords
 from cnnstrategies.strategies.metric_states import own_metric_states
 from cnnstrategies.strategies.resumable import warn_of_weights_alone
 
@@ -135,6 +136,7 @@ class HybridPipelineStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
+        check_keywords(type(self).__name__, kwargs)
         super().__init__(
             process_group_backend=process_group_backend, timeout=timeout, start_method=start_method, **kwargs
         )

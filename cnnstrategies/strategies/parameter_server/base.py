@@ -15,6 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.membership import STOP
 from cnnstrategies.paramserver.supervision import Supervision
+from cnnstrategies.strategies.keywords import check_keywords
 from cnnstrategies.strategies.metric_states import own_metric_states
 from cnnstrategies.strategies.parameter_server.group import WorkerGroup
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
@@ -42,6 +43,7 @@ class CoordinatedStrategy(DDPStrategy):
     wait = WAIT
 
     def __init__(self, options: Options, start_method: Literal["popen", "spawn", "fork"], **kwargs: Any) -> None:
+        check_keywords(type(self).__name__, kwargs)
         super().__init__(start_method=start_method, timeout=timedelta(seconds=options.timeout), **kwargs)
         self.options = options
         self.group = WorkerGroup()
