@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.strategies import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from cnnstrategies.errors import ConfigurationError
 
@@ -16,12 +17,12 @@ def check_keywords(strategy: str, given: Mapping[str, Any]) -> None:
 
     Args:
         strategy: Its name.
-        given: The arguments. The command line gives all that DDPStrategy has, most with its own defaults.
+        given: The arguments. The command line gives all that DDPStrategy and DDP have, most with their own defaults.
 
     Raises:
         ConfigurationError: One of them is none of the strategy's, or is for DDP's wrapper, of which there is none.
     """
-    defaults = inspect.signature(DDPStrategy).parameters
+    defaults = {**inspect.signature(DistributedDataParallel).parameters, **inspect.signature(DDPStrategy).parameters}
     for name, value in given.items():
         is_default = name in defaults and value == defaults[name].default
         if name not in OF_DEVICES and not is_default:
