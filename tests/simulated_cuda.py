@@ -107,7 +107,7 @@ def _simulate_cuda(devices: int) -> None:
         "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
+        "is_initialized": lambda: False,  # It may be used after a fork.
         "device_count": lambda: devices,
         "current_device": lambda: DEVICE.name.index,
         "set_device": lambda device: None,

@@ -1,5 +1,6 @@
 """`strategy: hybrid_pipeline`: the network is cut into stages, each of them replicated as often as it needs."""
 
+import os
 import sys
 import warnings
 import zipfile
@@ -22,7 +23,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from cnnstrategies._lightning_private import asks_of_sigterm, check_start, leave_samplers
+from cnnstrategies._lightning_private import asks_of_sigterm, check_start, leave_samplers, ranks_are_children
 from cnnstrategies.checkpoints.io import load_mapped
 from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.errors import ConfigurationError
@@ -163,6 +164,7 @@ class HybridPipelineStrategy(DDPStrategy):
         self._failed = False
         self._callbacks: list[Any] = []  # the trainer's own, while it trains
         self._in_parts = False
+        self._made_in = os.getpid()
         self._plan: Plan | None = None
         self._apart: LightningModule | None = None  # the module, where each rank has built its own stage alone
 
@@ -172,15 +174,17 @@ class HybridPipelineStrategy(DDPStrategy):
     @override
     def launcher(self) -> Any:
         """Lightning's launcher. It is asked for right before processes are started: the last place for checks."""
+        launcher = super().launcher
         if not self._in_parts:  # After a failure it is asked to end the ranks; `setup` refuses to go on.
+            if os.getpid() == self._made_in and ranks_are_children(launcher):  # In a rank nothing is started any more.
+                check_start(self._start_method, self.root_device)
             self._check(before_setup=True)
-        return super().launcher
+        return launcher
 
     def _check(self, before_setup: bool = False) -> None:
         module = self.lightning_module
         if module is None or module is self._checked:
             return
-        check_start(self._start_method, self.root_device)
         owner = module
         try:
             self._plan = plan_network(module, self.root_device if is_attached(module) else torch.device("cpu"))
