@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import test_coordinator
 import test_dispatch
 import test_join
 import test_restart
@@ -174,3 +175,15 @@ def who_has_ended_its_epoch_is_waited_for_without_end(
     figures: Mapping[int, Mapping[str, float]],
 ) -> list[Wait]:
     return []
+
+
+@replaces(
+    Admission.admit,
+    killed_by=test_coordinator.test_a_server_that_training_has_begun_without_is_filled_and_one_that_it_has_waited_for_is_not,
+    dies=True,
+)
+def a_server_that_training_has_begun_without_counts_as_one_of_the_first(
+    right: Callable[[Admission, float, Peer, Message], None], self: Admission, now: float, peer: Peer, message: Message
+) -> None:
+    self._roster.lost_servers.discard(peer.id)
+    right(self, now, peer, message)

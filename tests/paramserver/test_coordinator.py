@@ -36,6 +36,24 @@ def test_who_comes_after_all_have_left_is_told() -> None:
     assert run.ended(run.member("worker", 1, life=1)) == over
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_server_that_training_has_begun_without_is_filled_and_one_that_it_has_waited_for_is_not(dies: bool) -> None:
+    """The first process of its place has never registered."""
+    run = Run(1, 2, survivable=1)
+    run.member("server", 1)
+    worker = run.member("worker", 0)
+    if dies:
+        about = {"role": "server", "id": 0, "incarnation": 0, "process": 4711}
+        run.call(run.supervision, "died", **about, how="was killed", replaced=True)
+    run.collect(worker, "start", seal=True)
+    run.passes(2.0)
+    run.member("server", 0, life=int(dies))
+    roster = run.coordinator.roster
+    (came,) = (member.since for member in roster.members if member.peer[:2] == ("server", 0))
+    assert roster.sealed
+    assert (came > roster.begun > 0) == dies
+
+
 def test_a_process_that_nobody_expects_is_not_let_in() -> None:
     run = Run(1)
     worker = run.member("worker", 0)

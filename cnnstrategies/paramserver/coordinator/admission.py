@@ -88,15 +88,16 @@ class Admission:
         if self._roster.find(peer) is not None:
             return
         member = Member.of(peer, message, now)
-        is_first = not self._roster.has_appeared(peer.role, peer.id)
+        was_waited_for = not self._roster.has_appeared(peer.role, peer.id) and peer.id not in self._roster.lost_servers
         self._roster.add(member)
         self.history.came(now, member, returns=not self._roster.is_elastic(peer.role, peer.id))
         self._watchdog.kept(peer.role, peer.id)
         if peer.role == SERVER:
             # A server that another replaces without having been missed has lost its state all the same.
             self._roster.lost_servers.discard(peer.id)
-            # Training has waited for one that comes late: it is as old as the others.
-            member.since = (self._roster.begun if is_first else 0) or self._roster.number + 1
+            # Training has waited for one that comes late: it is as old as the others. Not so where one had died in its
+            # place before: then it may have begun with the copies.
+            member.since = (self._roster.begun if was_waited_for else 0) or self._roster.number + 1
             self._roster.publish()
 
     # Losing
