@@ -17,6 +17,8 @@ import torch
 from conftest import ROOT, leaves_no_sockets
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from ports import free_port
+from rough_wires import FAR, HERE, Wires
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -30,6 +32,7 @@ from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.places import OVER, find_place
 from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
@@ -154,6 +157,40 @@ def test_workers_come_in_mid_epoch_and_go_in_every_way(run_cli, mode):
     again = Counter(sample for _, sample in done["killed"])
     for sample, count in last.items():
         assert EPOCHS * count <= times[sample] <= EPOCHS * count + again[sample], sample
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("fault", ["byte", "half"])
+def test_one_joins_over_wires_that_do_harm(run_cli, fault):
+    """Those to the coordinator; what it asks the servers goes past them."""
+    port = free_port()
+    KeyPair.create().save(Path("keys"))
+    keys = f"--trainer.strategy.init_args.key_file={Path('keys').resolve()}"
+    wires = Wires(0, (fault,), faulty=2)
+    wires.lay(port)
+    wires.start()
+    joins = ["--run", f"tcp://{FAR}:{port}", "--key_file", "keys"]
+    pid = start_joiner("stays", *joins, *diary("stays", ["own"]))
+    coordinator = f"--trainer.strategy.init_args.coordinator=tcp://{HERE}:{port}"
+    try:
+        code, output = run_cli(
+            *("fit", "--config", CONFIG, *FAST, "--trainer.max_epochs=2", "--trainer.strategy.init_args.timeout=10"),
+            *(coordinator, keys, "--trainer.strategy.init_args.start_method=fork"),
+            *diary("own", ["stays"]),
+        )
+        found = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        raise
+    finally:
+        wires.end()
+    log = Path("stays.log").read_text()
+    assert (code, found) == (0, 0), (output, log, wires.met)
+    assert wires.met, "nothing was harmed"
+    assert re.search("worked on [12] epochs?", log)
+    times = Counter(read("own") + read("stays"))
+    assert times == Counter((epoch, sample) for epoch, sample in times), "none is missed, none comes twice"
+    assert len({sample for epoch, sample in times if epoch == 1}) == len({sample for _, sample in times})
 
 
 @pytest.mark.light
