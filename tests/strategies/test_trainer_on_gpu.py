@@ -61,6 +61,20 @@ class OwnModule(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
+class BuiltLate(OwnModule):
+    """The same, whose network is on no rank as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.start = network(0.0).state_dict()  # Lightning builds on the device, by its random numbers.
+
+    def configure_model(self) -> None:
+        if isinstance(self.network, nn.Identity):
+            self.network = network(0.0)
+            self.network.load_state_dict(self.start)
+            torch.manual_seed(3)  # Nor has it drawn the host's.
+
+
 class Waits(Callback):
     """Notes where the host waits in each step, from a batch's start to the next one's."""
 
@@ -109,6 +123,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     # Of a device's own random numbers nothing is drawn where the host's are drawn, too.
     net = network(0.0 if case.own or case.options else 0.2)
     model: Any = OwnModule(net) if case.own else ImageClassifier(net, 4, **(case.options or {}))
+    model = BuiltLate() if case.strategy == "own stage" else model
     generator = torch.Generator().manual_seed(1)
     images = torch.randint(256, (8 * STEPS * world, 3, 8, 8), generator=generator, dtype=torch.uint8)
     images = images.float() if case.options else images  # Mixup takes no others.
@@ -133,7 +148,7 @@ def fit(case: Case, kind: str, world: int) -> Trained:
     trainer.fit(model, DataLoader(data if case.has_length else Endless(data), 8, pin_memory=kind == "cuda"))
     metrics = {name: value.cpu() for name, value in trainer.callback_metrics.items()}
     return Trained(
-        {n: v.cpu() for n, v in model.state_dict().items()},
+        {n: v.cpu() for n, v in model.state_dict().items() if v.device.type != "meta"},
         metrics,
         torch.load(f"waits{trainer.global_rank}", weights_only=False),
     )
@@ -142,8 +157,8 @@ def fit(case: Case, kind: str, world: int) -> Trained:
 def strategy_of(name: str) -> Any:
     if name == "ddp":
         return DDPStrategy()
-    if name in ("hybrid_pipeline", "automatic cuts"):
-        cuts = ["0"] if name == "hybrid_pipeline" else None
+    if name in ("hybrid_pipeline", "automatic cuts", "own stage"):
+        cuts = None if name == "automatic cuts" else ["0"]
         return HybridPipelineStrategy(replicas=[1, 1], cuts=cuts, microbatches=4)
     if name in ("parameter_server", "local"):
         mode: Any = "local" if name == "local" else "sync"
@@ -176,6 +191,7 @@ TOGETHER = [
     Case("automatic cuts", RECIPE),
     Case("hybrid_pipeline", precision="bf16-mixed", has_length=False),
     Case("hybrid_pipeline", own=True, precision="16-mixed", waits=2),
+    Case("own stage", own=True, waits=1),
 ]
 
 

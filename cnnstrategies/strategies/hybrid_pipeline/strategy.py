@@ -301,6 +301,10 @@ class HybridPipelineStrategy(DDPStrategy):
         whole = self._is_whole
         if whole:
             broadcast_weights(network, self.time_limit)
+        else:
+            # Of what a rank does not keep, the host may have drawn the values in place of the device: a step that draws
+            # numbers would draw others on each rank.
+            torch.set_rng_state(self.broadcast(torch.get_rng_state()).cpu())
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             check_callbacks(callbacks, whole)
