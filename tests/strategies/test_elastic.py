@@ -188,9 +188,10 @@ def test_one_joins_over_wires_that_do_harm(run_cli, fault):
     assert (code, found) == (0, 0), (output, log, wires.met)
     assert wires.met, "nothing was harmed"
     assert re.search("worked on [12] epochs?", log)
-    times = Counter(read("own") + read("stays"))
-    assert times == Counter((epoch, sample) for epoch, sample in times), "none is missed, none comes twice"
-    assert len({sample for epoch, sample in times if epoch == 1}) == len({sample for _, sample in times})
+    done = {*read("own"), *read("stays")}  # Some twice, where the joiner was cut off for the time-out.
+    samples = {sample for _, sample in done}
+    assert done == {(epoch, sample) for epoch in range(2) for sample in samples}
+    assert len(samples) == 1150
 
 
 @pytest.mark.light
