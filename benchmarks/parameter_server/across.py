@@ -45,14 +45,13 @@ def sent() -> int:
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
-def trainer_of(strategy: Any, folder: Path, epochs: int, slow_rank: int | None = None, devices: int = 1) -> Trainer:
+def trainer_of(strategy: Any, folder: Path, epochs: int, devices: int = 1) -> Trainer:
     """The trainer of one host; to be called in the process that `fit_across` has started there.
 
     Args:
         strategy: The strategy.
         folder: Where the measured goes.
         epochs: How many.
-        slow_rank: A host of a quarter of the speed.
         devices: Processes of a host.
     """
     torch.set_num_threads(1)
@@ -66,7 +65,7 @@ def trainer_of(strategy: Any, folder: Path, epochs: int, slow_rank: int | None =
         strategy=strategy,
         max_epochs=epochs,
         num_sanity_val_steps=0,
-        callbacks=[Notes(folder), Clock(folder, slow_rank)],
+        callbacks=[Notes(folder), Clock(folder)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
