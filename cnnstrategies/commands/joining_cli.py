@@ -29,7 +29,7 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.places import Place
 from cnnstrategies.paramserver.run_address import RunAddress
-from cnnstrategies.strategies.parameter_server.joiner_environment import JoinerEnvironment
+from cnnstrategies.strategies.parameter_server.joiner import JoinerEnvironment
 from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 

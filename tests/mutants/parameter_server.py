@@ -39,13 +39,11 @@ from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.supervision import Watched, end_silent
 from cnnstrategies.paramserver.worker.outgoing import check_range
-from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
-from cnnstrategies.strategies.parameter_server.group import WorkerGroup
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
-from cnnstrategies.strategies.parameter_server.module_checks import check_optimizers
+from cnnstrategies.strategies.parameter_server.base import WorkerGroup
+from cnnstrategies.strategies.parameter_server.checks import check_dispatch, check_optimizers
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader, check_order, items_of
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import WAIT, Layout, Place, choose_place
-from cnnstrategies.strategies.parameter_server.sample_order import check_order, items_of
 from cnnstrategies.strategies.parameter_server.step import Stepper
 
 # Nodes that push once

@@ -22,7 +22,7 @@ from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.server import roll_call
 from cnnstrategies.paramserver.worker.codecs import ladder
-from cnnstrategies.strategies.parameter_server.nodes import Alive
+from cnnstrategies.strategies.parameter_server.start import Alive
 
 
 def test_each_gradient_is_in_its_step_once_with_its_samples_as_weight() -> None:

@@ -17,9 +17,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
-from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server.sample_order import check_order, items_of
+from cnnstrategies.strategies.parameter_server.checks import check_dispatch
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, check_order, items_of
 
 CHOSEN = range(5, 37)
 

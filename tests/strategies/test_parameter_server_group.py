@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server import group as group_module
-from cnnstrategies.strategies.parameter_server.group import WorkerGroup
+from cnnstrategies.strategies.parameter_server import base as group_module
+from cnnstrategies.strategies.parameter_server.base import WorkerGroup
 from cnnstrategies.strategies.parameter_server.run import Place
 
 

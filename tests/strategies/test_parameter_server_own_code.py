@@ -19,8 +19,8 @@ from cnnstrategies.callbacks.throughput import SamplesPerSecond
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies import ParameterServerStrategy
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
+from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.gradient_watch import watch_gradients
-from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks, check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.verifying import verify

@@ -14,8 +14,7 @@ from ranks import run_started
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.strategies import ParameterServerStrategy
-from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, choose_place, worker_address
-from cnnstrategies.strategies.parameter_server.sessions import Sessions
+from cnnstrategies.strategies.parameter_server.run import VARIABLE, Layout, Sessions, choose_place, worker_address
 
 LAYOUT = Layout(1, 0, 2, "127.0.0.1", 29400)
 DEDICATED = {"endpoints": ["tcp://127.0.0.1:7000"], "coordinator": "tcp://127.0.0.1:7001"}

@@ -7,8 +7,7 @@ from torch import nn
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.differences import differences_of_replicas
-from cnnstrategies.strategies.parameter_server.option_checks import AVERAGING
-from cnnstrategies.strategies.parameter_server.options import Options
+from cnnstrategies.strategies.parameter_server.options import AVERAGING, Options
 
 MEGABYTE = 1e6
 

@@ -1,9 +1,10 @@
-"""A worker that joins a run: its place there, and its way in and out."""
+"""A worker that joins a run: its place there, its batches, and its way in and out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -11,6 +12,7 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.collectives import Collectives, Gathered
+from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.roster import WORKER
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.membership import Membership
@@ -18,10 +20,53 @@ from cnnstrategies.paramserver.places import ANSWER_SECONDS, Place
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.services import SPECIFICATION, load_keys
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.strategies.parameter_server.group import WorkerGroup
+from cnnstrategies.strategies.parameter_server.base import WorkerGroup
+from cnnstrategies.strategies.parameter_server.loader import BatchDispatch, DispatchedLoader
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.start import places
 from cnnstrategies.strategies.parameter_server.state import restore_trainer, seed
+
+
+class JoinerEnvironment(LightningEnvironment):
+    """One process, whose number is its place in the run; whatever has started it."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @override
+    def world_size(self) -> int:
+        return self._place.workers
+
+    @override
+    def global_rank(self) -> int:
+        return self._place.id
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    @override
+    def local_rank(self) -> int:
+        return 0
+
+    @override
+    def node_rank(self) -> int:
+        return 0
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        pass
+
 
 BEATS = 4  # signs of life in the coordinator's time-out, at least
 
@@ -167,3 +212,75 @@ def as_of_the_run(options: Options, specification: Specification) -> Options:
         specification: The run's.
     """
     return replace(options, mode=specification.mode, staleness=specification.staleness)
+
+
+class Visitor(Protocol):
+    """Who comes and goes.
+
+    Attributes:
+        group: The run's processes.
+        leaving: Whether it was told to leave.
+    """
+
+    group: JoinerGroup
+    leaving: bool
+
+    @property
+    def is_in(self) -> bool:
+        """Whether it takes part in an epoch."""
+
+    def enter(self) -> None:
+        """Wait to be let in, and for a first batch."""
+
+
+class JoinedDispatch(BatchDispatch):
+    """Takes batches while it is in the run, and none from when it is told to leave.
+
+    Args:
+        visitor: Whose.
+    """
+
+    def __init__(self, visitor: Visitor) -> None:
+        super().__init__(visitor.group)
+        self._visitor = visitor
+        self.first: Chunk | None = None  # It was taken to see whether there is one.
+        self._rests = False
+
+    @override
+    def loader(self, dataloader: object, trainer: Trainer) -> DispatchedLoader:
+        def epoch() -> int:
+            if not self._visitor.is_in:
+                self._visitor.enter()
+                # Lightning begins to iterate before training, and once more in an epoch that is not the first.
+                self._rests = trainer.current_epoch > 0
+            else:
+                self._rests = False
+            return trainer.current_epoch
+
+        super().loader(dataloader, trainer)  # Refuses what cannot be given out.
+        return DispatchedLoader(dataloader, epoch, self._begin, self._take, self._progress)
+
+    @override
+    def _begin(self, epoch: int, batches: int, done: str) -> None:
+        if self._rests:
+            return
+        self.seen = self.processed = 0
+        theirs = self._group.collectives.begin_epoch(epoch, batches, 1)
+        if theirs not in (0, batches):
+            raise ConfigurationError(
+                f"an epoch of the run has {theirs} batches and of this configuration {batches}: batches are given out "
+                "by their number, so give the run's own data and batch size"
+            )
+
+    @override
+    def _progress(self, epoch: int) -> str:
+        return ""  # It saves nothing.
+
+    @override
+    def _take(self, epoch: int) -> Chunk:
+        if self._rests:
+            return Chunk(epoch, 0, 0)
+        first, self.first = self.first, None
+        if first is not None:
+            return first
+        return Chunk(epoch, 0, 0) if self._visitor.leaving else super()._take(epoch)

@@ -16,8 +16,7 @@ from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
 from cnnstrategies.paramserver.run_address import RunAddress
-from cnnstrategies.strategies.parameter_server.joined_dispatch import JoinedDispatch
-from cnnstrategies.strategies.parameter_server.joiner import JoinerGroup, enter
+from cnnstrategies.strategies.parameter_server.joiner import JoinedDispatch, JoinerGroup, enter
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy
 

@@ -37,11 +37,9 @@ from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.runtime.processes import end_with_parent
-from cnnstrategies.strategies.parameter_server.dispatch_checks import check_dispatch
-from cnnstrategies.strategies.parameter_server.module_checks import check_callbacks
+from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch
 from cnnstrategies.strategies.parameter_server.options import Options
-from cnnstrategies.strategies.parameter_server.run import INCARNATION, Layout, choose_place, open_supervision
-from cnnstrategies.strategies.parameter_server.sessions import SESSIONS
+from cnnstrategies.strategies.parameter_server.run import INCARNATION, SESSIONS, Layout, choose_place, open_supervision
 
 ENDED = 75  # exit code of a rank whose run was ended by another's failure: EX_TEMPFAIL
 FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

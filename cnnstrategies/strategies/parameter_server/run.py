@@ -1,16 +1,20 @@
-"""Where the processes of a run meet, and which of them a node starts."""
+"""Where the processes of a session meet, and which of them a node starts."""
 
 import atexit
+import contextlib
 import json
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from cnnstrategies.cluster.torchrun import own_store
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.roster import SERVER
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
+from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.limits import allow_files, allow_threads, files_of_coordinator, files_of_server
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
 from cnnstrategies.paramserver.processes import Handle
@@ -30,6 +34,7 @@ VARIABLE = "CNNSTRATEGIES_PARAMETER_SERVER"
 INCARNATION = "CNNSTRATEGIES_INCARNATION"
 WAIT = 300.0  # seconds for all processes to be there
 LATER = 600.0  # seconds to wait for a later session: rank 0 may have something to do between two trainer functions
+OF_A_LAUNCH = 1 << 16  # sessions, at most
 
 
 @dataclass(frozen=True)
@@ -269,3 +274,55 @@ def own_address(coordinator: str) -> str:
                 "IPv4 address of rank 0's machine by which the others reach it"
             ) from error
         return str(probe.getsockname()[0])
+
+
+class Sessions:
+    """Numbers the sessions of this process, which are the same on all ranks.
+
+    Attributes:
+        lost: Ranks that were there at the beginning of the last session and not at its end.
+    """
+
+    def __init__(self) -> None:
+        self.lost: list[int] = []
+        self._launches = 0
+        self._opened = 0
+        self._store = contextlib.ExitStack()
+
+    def launch(self) -> int:
+        """Number of the first session of ranks that this process is about to start."""
+        self._launches += 1
+        return (self._launches - 1) * OF_A_LAUNCH
+
+    def open(self, options: Options, layout: Callable[[], Layout], training: bool) -> Place:
+        """Where the next session of this rank meets.
+
+        Args:
+            options: The strategy's.
+            layout: Gives the nodes.
+            training: Whether it trains.
+
+        Raises:
+            RunEnded: A rank is gone, and no launcher brings it back.
+            ConfigurationError: It trains with dedicated servers that have ended with an earlier session.
+        """
+        published = Place.published()
+        opened, self._opened = self._opened, self._opened + 1
+        if published is not None and opened == 0:
+            return published
+        if self.lost:
+            ranks = ", ".join(f"rank {rank}" for rank in self.lost)
+            raise RunEnded(f"{ranks} died before, and every rank is needed here: run this part as a script of its own")
+        if opened and training and options.endpoints:
+            raise ConfigurationError(
+                f"endpoints: dedicated servers end with the first function of a script, and this is number "
+                f"{opened + 1}: start them and a script of its own for it, or leave endpoints out"
+            )
+        first = 0 if published is None else published.session
+        directory = None if published is None else published.directory
+        if published is None:
+            self._store.enter_context(own_store(listens=True))  # torchrun's own store has the main port.
+        return choose_place(options, layout(), first + opened, directory=directory)
+
+
+SESSIONS = Sessions()

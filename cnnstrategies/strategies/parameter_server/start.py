@@ -1,7 +1,8 @@
-"""How a worker meets the servers and begins to train."""
+"""How a worker meets the servers and begins to train: for itself, or with those of its node as one."""
 
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +11,19 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.api import Worker
+from cnnstrategies.paramserver.combiner.board import Board, size_of
+from cnnstrategies.paramserver.combiner.memory import SharedMemory, open_shared
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
+from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.services import SPECIFICATION
 from cnnstrategies.paramserver.specification import Mode, Specification
-from cnnstrategies.strategies.parameter_server.group import WorkerGroup
-from cnnstrategies.strategies.parameter_server.nodes import combined_worker
+from cnnstrategies.paramserver.worker.codecs import ladder
+from cnnstrategies.strategies.parameter_server.base import WorkerGroup
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.state import restore_trainer
+
+PAUSE_SECONDS = 1e-4  # between two looks at what others of the node have written
+LOOK_SECONDS = 0.02  # between two looks at who lives
 
 
 @dataclass(frozen=True)
@@ -127,3 +134,67 @@ def _clipping(trainer: Trainer, mode: Mode) -> dict[str, float]:
         return {}
     by_value = trainer.gradient_clip_algorithm == "value"
     return {"clip_value" if by_value else "clip_norm": float(value)}
+
+
+def combined_worker(
+    group: WorkerGroup,
+    per_node: int,
+    specification: Specification,
+    parameters: Sequence[Tensor],
+    connect: Callable[[Callable[[int, Tensor], None]], Worker],
+) -> CombinedWorker:
+    """Share memory with the other workers of this node; a collective, after training has begun.
+
+    Args:
+        group: The workers of the run.
+        per_node: Workers of each node, of successive ranks.
+        specification: What all processes of the run agree on.
+        parameters: The parameters in the specification's order.
+        connect: Connects to the servers, given what to call with each parameter that has come, and its value.
+
+    Raises:
+        ConfigurationError: A worker of this node shares no memory with this one.
+    """
+    size = size_of(parameters)
+    memory = SharedMemory(size)
+    where = group.gather(memory.where, "shared memory")
+    first = group.rank // per_node * per_node
+    ranks = [rank for rank in range(first, first + per_node) if rank in where and rank != group.rank]
+    shared = {group.rank: memory.own, **open_shared(ranks, where, size)}
+    group.gather(None, "shared memory is open")
+    memory.opened()
+    boards = {rank: Board(shared[rank], parameters) for rank in sorted(shared)}
+    alive = Alive(group.membership.current, boards.keys())
+    return CombinedWorker(group.rank, boards, parameters, connect, alive, _pause, ladder(specification)[0])
+
+
+def _pause() -> None:
+    time.sleep(PAUSE_SECONDS)
+
+
+class Alive:
+    """Who of a node's workers lives, looked at now and then.
+
+    Args:
+        view: Gives the newest view. Before training has begun views name no workers.
+        ranks: Theirs.
+    """
+
+    def __init__(self, view: Callable[[], View], ranks: Collection[int]) -> None:
+        self._view = view
+        self._alive = frozenset(ranks)
+        self._next = 0.0
+
+    def __call__(self) -> frozenset[int]:
+        """Their ranks.
+
+        Raises:
+            RunEnded: The run is over.
+        """
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + LOOK_SECONDS
+            view = self._view()
+            if view.begun:
+                self._alive &= {worker.id for worker in view.workers}
+        return self._alive

@@ -24,14 +24,13 @@ from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression, Specification
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
-from cnnstrategies.strategies.parameter_server.buffers import average_buffers, take_state_of_rank_zero
+from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
 from cnnstrategies.strategies.parameter_server.gradient_watch import watch_gradients
 from cnnstrategies.strategies.parameter_server.loader import BatchDispatch
-from cnnstrategies.strategies.parameter_server.module_checks import check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.options import Dispatch, Options, Security
 from cnnstrategies.strategies.parameter_server.start import meet_servers
-from cnnstrategies.strategies.parameter_server.state import trainer_state
+from cnnstrategies.strategies.parameter_server.state import average_buffers, take_state_of_rank_zero, trainer_state
 from cnnstrategies.strategies.parameter_server.step import Stepper
 from cnnstrategies.strategies.watching import WatchedHooks
 
