@@ -236,16 +236,6 @@ def kill_servers(run: Run, index: int) -> dict[str, float]:
     return {**found, "both: copies": filled - began}
 
 
-def kill_restored(run: Run, index: int) -> dict[str, float]:
-    """A server that has a snapshot, with a spare program at hand; then at once the same without."""
-    run.wait(lambda: run.spare_waits() or None)
-    found = {}
-    for name in ("spare", "no spare"):
-        at = _kill(run, f"ps-server-{index % 2}")
-        found[f"{name}: steps"] = run.trains(at) - at
-    return found
-
-
 def kill_coordinator(run: Run, index: int) -> dict[str, float]:
     """The coordinator; the next epoch begins with a collective."""
     epoch = run.steps(0)[-1].epoch
@@ -272,7 +262,6 @@ def kill_worker(rank: int) -> Callable[[Run, int], dict[str, float]]:
 
 KINDS = {
     "copies": Kind({"servers": 2, "replication": 2}, kill_servers),
-    "snapshot": Kind({"servers": 2, "snapshot_every": 20}, kill_restored),
     "worker": Kind({}, kill_worker(1)),
     "rank 0": Kind({}, kill_worker(0)),
     "coordinator": Kind({}, kill_coordinator),
@@ -283,8 +272,6 @@ ROWS = [
     ("a server, `replication: 2`, a spare", "copies", "spare: steps", "spare: copies"),
     ("the other server then, no spare", "copies", "no spare: steps", "no spare: copies"),
     ("both, one after the other", "copies", "", "both: copies"),
-    ("a server, `snapshot_every: 20`, a spare", "snapshot", "spare: steps", "spare: steps"),
-    ("the other server then, no spare", "snapshot", "no spare: steps", "no spare: steps"),
     ("a worker", "worker", "steps", "all"),
     ("rank 0", "rank 0", "steps", "all"),
     ("the coordinator", "coordinator", "steps", ""),
@@ -297,8 +284,6 @@ def measure(kind: Kind, kills: int, deadline: float, keep: Callable[[dict[str, f
     if done >= kills or time.monotonic() > deadline:
         return
     with tempfile.TemporaryDirectory() as folder:
-        if "snapshot_every" in kind.options:
-            kind.options["snapshot_directory"] = f"{folder}/snapshots"
         run = Run(kind, Path(folder))
         try:
             for index in range(done, kills):

@@ -22,12 +22,6 @@ class Parcel(NamedTuple):
     wait: bool
 
 
-class Save(NamedTuple):
-    """Write a snapshot; the answer is :meth:`~cnnstrategies.paramserver.server.server.Server.on_saved`."""
-
-    contents: dict[str, Any]
-
-
 class Say(NamedTuple):
     """Tell whoever looks after the run.
 
@@ -40,4 +34,4 @@ class Say(NamedTuple):
     urgent: bool
 
 
-Effects = list[Parcel | Save | Say | End]
+Effects = list[Parcel | Say | End]

@@ -87,7 +87,7 @@ def memory_of_server(slices: int, held: int, workers: int, payload: int) -> int:
         workers: How many push.
         payload: Bytes of the largest message.
     """
-    own = slices * (2 + 2 * held)  # with the snapshot that is being written
+    own = slices * (2 + 2 * held)  # with the copies for another server that wait to leave
     pushes = 2 * 2 * workers * slices  # of this step and the next, in the largest encoding
     waiting = workers * 64 * payload  # that libzmq keeps unread
     return GIB + own + pushes + waiting

@@ -20,8 +20,6 @@ PullCompression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-RESTART_SECONDS = 60.0  # for a process that takes the place of one that has died
-
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -78,8 +76,6 @@ class Specification:
         replication: Servers that hold each slice.
         clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
         clip_value: Largest absolute value of a gradient's elements, likewise.
-        snapshot_every: Updates between two snapshots of a server; 0 for none.
-        snapshot_directory: Where snapshots are written, seen by a server that replaces another.
         slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
         timeout: Seconds of silence after which a worker gives up a server.
         elastic: Workers that may join beside these.
@@ -100,8 +96,6 @@ class Specification:
     replication: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
-    snapshot_every: int = 0
-    snapshot_directory: str | None = None
     slice_bytes: int = 1 << 21
     timeout: float = 60.0
     elastic: int = 0
@@ -134,17 +128,17 @@ class Specification:
 
     @property
     def patience(self) -> float:
-        """Seconds of silence after which a worker gives up a server: one that is started again from a snapshot is late.
+        """Seconds of silence after which a worker gives up a server.
 
         The coordinator speaks before: after the time-out it knows who has died, or is silent itself. One with copies is
         out of the view some time after that.
         """
-        return self.timeout * (2 if self.replication > 1 else 1.25) + (RESTART_SECONDS if self.snapshot_every else 0)
+        return self.timeout * (2 if self.replication > 1 else 1.25)
 
     @property
     def deaf_after(self) -> float:
         """Seconds of silence between two servers after which the connection is at fault."""
-        return 2 * self.timeout + (RESTART_SECONDS if self.snapshot_every else 0)
+        return 2 * self.timeout
 
     @classmethod
     def of(

@@ -23,7 +23,7 @@ def check_options(spec: "Specification") -> None:
 
 def _check_numbers(spec: "Specification") -> None:
     at_least: Mapping[str, float] = {
-        "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "snapshot_every": 0, "slice_bytes": 64,
+        "workers": 1, "servers": 1, "staleness": 0, "replication": 1, "slice_bytes": 64,
         "timeout": 0,
     }  # fmt: skip
     for name, least in at_least.items():
@@ -35,8 +35,6 @@ def _check_numbers(spec: "Specification") -> None:
         raise ConfigurationError(
             f"replication={spec.replication} needs as many servers, but servers={spec.servers}: change one of them"
         )
-    if spec.snapshot_every and not spec.snapshot_directory:
-        raise ConfigurationError(f"snapshot_every={spec.snapshot_every} needs a snapshot_directory: name one")
 
 
 def _check_compression(spec: "Specification") -> None:

@@ -1,11 +1,9 @@
-"""Around the parameter server: nodes that push once, compression, snapshots' files, who may say what, own steps."""
+"""Around the parameter server: nodes that push once, compression, who may say what, own steps."""
 
 import copy
-import io
 import resource
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import test_combiner
@@ -17,9 +15,7 @@ import test_outer_step
 import test_parameter_server_own_code as own_code
 import test_parameter_server_sessions as test_sessions
 import test_security
-import test_snapshots
 import test_supervision
-import torch
 import zmq
 from lightning.pytorch import Trainer
 from mutants.faulty import replaces
@@ -31,7 +27,6 @@ from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.registration import Bindings
-from cnnstrategies.paramserver.drivers.snapshot_files import DamagedSnapshotError, SnapshotFiles, read
 from cnnstrategies.paramserver.limits import allow_files, allow_threads
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
 from cnnstrategies.paramserver.services import pass_on_termination
@@ -140,27 +135,6 @@ def options_that_are_not_finite_go_to_servers(
     right: Callable[[list[Optimizer], Options], None], optimizers: list[Optimizer], options: Options
 ) -> None:
     pass
-
-
-# Snapshots' files
-
-
-@replaces(read, killed_by=test_snapshots.test_a_flipped_bit_is_refused_by_name_and_the_generation_before_is_used)
-def a_damaged_snapshot_is_loaded(right: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
-    try:
-        return right(path)
-    except DamagedSnapshotError:
-        data = path.read_bytes()
-        contents: dict[str, Any] = torch.load(io.BytesIO(data[data.index(b"PK") :]), weights_only=True)
-        return contents
-
-
-@replaces(SnapshotFiles.write, killed_by=test_snapshots.test_a_crash_at_any_write_leaves_a_whole_snapshot)
-def a_snapshot_is_written_over_the_last_one(
-    right: Callable[[SnapshotFiles, dict[str, Any]], None], self: SnapshotFiles, contents: dict[str, Any]
-) -> None:
-    self.newest.unlink(missing_ok=True)
-    right(self, contents)
 
 
 # Who may say what

@@ -1,15 +1,12 @@
 """The servers of the parameters: whose gradients make up which step, and what of it outlives whom."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import test_changes
 import test_clocks
 import test_data_simulation
-import test_leader
 import test_shard
-import test_snapshots
 import test_sync
 from mutants.faulty import replaces
 from torch import Tensor
@@ -20,12 +17,10 @@ from cnnstrategies.paramserver.server.backlog import Backlog
 from cnnstrategies.paramserver.server.changes import Changes
 from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
 from cnnstrategies.paramserver.server.gaps import Gaps
-from cnnstrategies.paramserver.server.handlers import Handlers
 from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.shard import Pull, Shard
-from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 
 HUNDRED_RUNS = test_data_simulation.test_nothing_is_violated
@@ -92,29 +87,6 @@ def what_one_server_has_missed_of_another_is_not_told_again(
     right: Callable[[Gaps, int, int], bool], self: Gaps, server: int, gaps: int
 ) -> bool:
     return False
-
-
-@replaces(Store.restore, killed_by=test_snapshots.test_a_server_goes_on_with_all_that_its_snapshot_holds)
-def a_snapshot_holds_values_alone(
-    right: Callable[[Store, Mapping[str, Any]], None], self: Store, contents: Mapping[str, Any]
-) -> None:
-    none = {"states": {key: {} for key in self.slices}, "seen": {key: [] for key in self.slices}}
-    right(self, {**contents, **none})
-
-
-@replaces(
-    Handlers.handle,
-    killed_by=test_leader.test_newcomers_do_not_wait_for_a_step_that_nobody_can_push_any_more,
-)
-def updates_that_a_snapshot_lacks_are_not_counted(
-    right: Callable[[Handlers, int, Header, memoryview], None],
-    self: Handlers,
-    peer: int,
-    header: Header,
-    payload: memoryview,
-) -> None:
-    right(self, peer, header, payload)
-    self.lost_updates = 0
 
 
 @replaces(Backlog.forget_before, killed_by=HUNDRED_RUNS)

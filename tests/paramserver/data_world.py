@@ -61,9 +61,9 @@ class Servers:
             store.put(key, torch.zeros_like(value), version)
         return store
 
-    def serve(self, number: int, store: Store | None = None, restored: bool = False) -> None:
-        """Start a server, which may go on from a snapshot, in the place of another with that number."""
-        self.roles[number] = Server(self.specification, number, store or self.store(number), restored)
+    def serve(self, number: int, store: Store | None = None) -> None:
+        """Start a server, in the place of another with that number."""
+        self.roles[number] = Server(self.specification, number, store or self.store(number))
 
     def follow(self, view: View, servers: Collection[int] | None = None) -> None:
         """Show a view to all, or to some."""

@@ -1,7 +1,7 @@
 """Traces of a whole run: its real processes, forked, with their sockets, coordinator and supervision.
 
 Each process counts what it sends, and plays its faults itself, so no moment depends on how fast the machine is. Kinds
-are those of `messages.Kind` between workers and servers, those of the control plane in small letters, and ``SNAPSHOT``.
+are those of `messages.Kind` between workers and servers, those of the control plane in small letters.
 A slow machine may ask twice, so a moment may come earlier than on a fast one: what is promised holds all the same. A
 process that is started again plays nothing. ``stop`` is for a moment.
 """
@@ -30,7 +30,7 @@ from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.links import Links
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.effects import Parcel, Save
+from cnnstrategies.paramserver.effects import Parcel
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import SERVER
 from cnnstrategies.paramserver.processes import Forked, Handle
@@ -107,8 +107,6 @@ class Player:
                 if isinstance(effect, Parcel):
                     to = _server(effect.to) if isinstance(effect.to, int) else _worker(service, effect.to)
                     kind = effect.header.kind.name
-                elif isinstance(effect, Save):
-                    to, kind = "", "SNAPSHOT"
                 else:
                     act(service, [effect])
                     continue
@@ -119,8 +117,6 @@ class Player:
 
                 if player.passes(kind, to, lambda effect=effect: service.cut(effect.to), last):
                     act(service, [effect])
-                    while isinstance(effect, Save) and service.saves:
-                        time.sleep(0.001)  # What it holds must not depend on how fast the disk is.
 
         ServerService.act = played  # type: ignore[method-assign]
 
@@ -204,13 +200,12 @@ class Plan:
     mode: str = "sync"
     replication: int = 1
     staleness: int = 0
-    snapshot_every: int = 0
     clip_norm: float = 0.0
 
     @property
     def options(self) -> dict[str, Any]:
         """Of the specification."""
-        given = {name: getattr(self, name) for name in ("mode", "replication", "snapshot_every")}
+        given = {name: getattr(self, name) for name in ("mode", "replication")}
         given |= {"staleness": self.staleness} if self.mode == "ssp" else {}
         return given | ({"clip_norm": self.clip_norm} if self.clip_norm else {})
 
@@ -304,8 +299,7 @@ def replay(plan: Plan, cues: Sequence[Cue], places: Places) -> Outcome:
     log = (directory / "log").open("w+b")
     listens = places.listens(COORDINATOR)
     address = Address(places.reached(listens), "supervision", 0, 0, HEARTBEAT, timeout)
-    saved = {"snapshot_directory": str(directory)} if plan.snapshot_every else {}
-    options = {"timeout": timeout, "slice_bytes": 8 * SLICE, "servers": plan.servers, **saved, **plan.options}
+    options = {"timeout": timeout, "slice_bytes": 8 * SLICE, "servers": plan.servers, **plan.options}
     started = zeros()
     named = [(str(number), parameter) for number, parameter in enumerate(started)]
     specification = Specification.of(named, plan.optimizer(started), plan.workers, **options)
@@ -343,12 +337,11 @@ def replay(plan: Plan, cues: Sequence[Cue], places: Places) -> Outcome:
     def coordinate(life: int) -> int:
         return serve(dataclasses.replace(coordinator, follows=life > 0))
 
-    recoverable = specification.replication > 1 or specification.snapshot_every
     with supervision:
         supervision.start(Watched(COORDINATOR, 0, partial(fork, COORDINATOR, coordinate), plan.coordinates))
         for number in range(plan.servers):
             main = partial(serve_one, number)
-            restarts = plan.restarts if recoverable else 0
+            restarts = plan.restarts if specification.replication > 1 else 0
             supervision.start(Watched("server", number, partial(fork, f"server {number}", main), restarts))
         for number in range(plan.workers):
             main = partial(work_one, number)

@@ -53,22 +53,6 @@ def test_a_change_goes_only_to_who_has_what_it_was_made_from() -> None:
 
 
 @pytest.mark.light
-def test_values_that_jump_have_another_history() -> None:
-    """Two servers that go on from the same snapshot count differently, unless they lack the same."""
-    marks = []
-    for version, to in ((3, 5), (3, 6), (4, 5), (3, 5)):
-        changes, value = changes_of(1.0, 2.0)
-        value.add_(1.0)
-        changes.make(0)
-        changes.jump(0, version, to)
-        assert torch.equal(changes.known[0], value), "workers get all anew"
-        assert changes.answer(0, changes.mark(0), True)[1] == Encoding.DENSE
-        marks.append(changes.mark(0))
-    assert len(set(marks)) == 3
-    assert marks[0] == marks[3]
-
-
-@pytest.mark.light
 def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
     slices = cut(specify(SGD, 1))
     had, change = Had(slices), torch.ones(slices[0].numel, dtype=torch.float64)
@@ -83,21 +67,6 @@ def test_a_worker_adds_a_change_only_to_what_it_was_made_from() -> None:
 
 
 @pytest.mark.light
-def test_a_snapshot_has_what_workers_have() -> None:
-    specification = specify(SGD, 1, pull_compression="topk", compression_ratio=0.1)
-    store, other = (Store(specification, cut(specification)) for _ in range(2))
-    assert store.changes is not None
-    assert other.changes is not None
-    store.values[0].add_(torch.arange(store.values[0].numel()).view_as(store.values[0]))
-    store.changes.make(0)
-    store.skip(1, 2)
-    other.restore(store.contents())
-    assert torch.equal(other.changes.known[0], store.changes.known[0])
-    assert not torch.equal(other.changes.known[0], other.values[0])
-    assert other.changes.lineages == store.changes.lineages
-
-
-@pytest.mark.light
 def test_who_wants_a_change_that_nobody_else_wants_gets_the_values_alone() -> None:
     """Also from a copy: what was known is that of many steps before."""
     specification = specify(SGD, 1, pull_compression="auto")
@@ -106,7 +75,10 @@ def test_who_wants_a_change_that_nobody_else_wants_gets_the_values_alone() -> No
     for value in store.values.values():
         value.add_(1.0)
     assert not store.changes.make(0, {Encoding.DENSE})
-    other.restore(store.contents())
+    for key, value in store.values.items():
+        other.put(key, value, 0)
+        assert other.changes is not None
+        other.changes.take_over(key, store.changes.known[key], 0, key in store.changes.behind)
     for one in (store, other):
         assert one.changes is not None
         answer = one.changes.answer(0, one.changes.mark(0), True, Encoding.ONEBIT)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
+from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS, RollCall, StaleClock, SyncClock
 
 pytestmark = pytest.mark.light
 
@@ -94,3 +94,21 @@ def test_clocks_go_on_after_all_workers_have_left_for_a_while() -> None:
     clock.leave(0)
     clock.leave(1)
     assert clock.join(0) == clock.join(1) == 7
+
+
+def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
+    """Of a server that begins to lead: it may have met only some of the members."""
+    roll = RollCall()
+    roll.follow({0, 1, 2, 3})
+    assert roll.complete
+    roll.call({1, 2, 3})
+    assert not roll.expire(5.0)
+    roll.here(2)
+    roll.follow({0, 1, 2})
+    assert not roll.complete
+    roll.call({1})
+    assert not roll.expire(5.0 + PATIENCE_SECONDS), "the patience begins anew"
+    assert not roll.complete
+    assert roll.expire(5.0 + 2 * PATIENCE_SECONDS)
+    assert roll.complete
+    assert not roll.expire(50.0), "only once"

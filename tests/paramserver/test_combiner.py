@@ -20,7 +20,7 @@ from cnnstrategies.paramserver.combiner.step_sum import StepSum
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import WorkerInfo
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
-from cnnstrategies.paramserver.server import roll_call
+from cnnstrategies.paramserver.server import clocks
 from cnnstrategies.paramserver.worker.codecs import ladder
 from cnnstrategies.strategies.parameter_server.start import Alive
 
@@ -112,7 +112,7 @@ class Node:
 def test_with_real_servers_the_next_worker_pushes_what_a_dead_leader_has_not(
     tmp_path: Path, pipelined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", 1e3)  # For who is in the view, and does not say where it is.
+    monkeypatch.setattr(clocks, "PATIENCE_SECONDS", 1e3)  # For who is in the view, and does not say where it is.
     with PlainRoles(tmp_path, sizes=(40, 7), workers=2, servers=2, pipelined=pipelined) as cluster:
         everyone = tuple(WorkerInfo(rank) for rank in range(4))
         cluster.publish(workers=everyone, begun=1)

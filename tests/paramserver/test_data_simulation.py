@@ -18,7 +18,7 @@ def test_nothing_is_violated(pytestconfig: pytest.Config) -> None:
         assert outcome.violation is None, f"seed {seed}: {outcome.violation}"
         counts += outcome.counts
     kinds = [f"{kind} {role}" for kind in ("kill", "pause", "cut", "deaf", "mute") for role in ("worker", "server")]
-    for kind in (*kinds, "kill coordinator", "sleep", "full disk", "lost with a connection", "delayed"):
+    for kind in (*kinds, "kill coordinator", "sleep", "lost with a connection", "delayed"):
         assert counts[kind], kind
 
 

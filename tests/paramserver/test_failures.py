@@ -184,3 +184,15 @@ def test_the_optimizer_state_is_whole_when_a_server_dies_while_it_is_fetched(tmp
         threading.Timer(0.1, run.publish, kwargs={"servers": run.view.servers[1:]}).start()
         state = worker.optimizer_state()["state"]
     assert [entry["momentum_buffer"].tolist() for entry in state.values()] == [[1.0] * 40, [1.0] * 30]
+
+
+@pytest.mark.light
+def test_a_worker_that_has_left_hears_that_a_server_was_started_again_without_values(tmp_path: Path) -> None:
+    with PlainRoles(tmp_path, mode="ssp", staleness=2) as run:
+        worker, _ = run.joined()
+        run.step(worker)
+        worker.leave()
+        run.kill(0)
+        threading.Timer(0.1, run.serve_again, args=(0,)).start()
+        with pytest.raises(ServersUnreachableError, match="server 0 was started again, but its slices"):
+            worker.refresh()

@@ -82,10 +82,10 @@ def test_a_worker_waits_for_the_version_that_it_asks_for() -> None:
 
 
 def test_a_copy_is_no_copy_of_its_primary_before_that_has_sent_it() -> None:
-    """Its values may be those of a snapshot, which are others of that version."""
+    """Its values may be first ones of a worker, which are others of that version."""
     run = fresh(specify(PLAIN, 1, servers=2, replication=2))
     run.without(1)
-    run.serve(1, run.store(1, 0), restored=True)
+    run.serve(1, run.store(1, 0))
     run.lost = lambda sender, header: header.kind == Kind.COPY
     run.follow(View(3, (run.view.servers[0], ServerInfo(1, "1", since=3)), run.view.workers))
     run.push(0)
@@ -141,7 +141,7 @@ def test_a_push_that_comes_twice_counts_once(mode: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", ALONE, ids=["async", "ssp"])
 def test_a_push_is_not_applied_to_values_that_lack_those_before_it(mode: dict[str, Any]) -> None:
-    """Those of a start or a snapshot, of a server that was started again: the worker has said, or will, what it has."""
+    """Those of a start, of a server that was started again: the worker has said, or will, what it has."""
     run = fresh(specify(PLAIN, 1, **mode), workers=())
     dropped = run.roles[0].dropped
     reason = "a push of a worker that has not said yet what must be here"

@@ -153,7 +153,6 @@ REFUSALS = {
     "a missing key file": ({"key_file": "nowhere"}, "does not exist; make it with"),
     "combining in another mode": ({"combine": True, "mode": "async"}, "combine: true is for mode: sync"),
     "combining with restarts": ({"combine": True, "max_restarts": 1}, "who comes back has no node"),
-    "snapshots to nowhere": ({"snapshot_every": 10}, "needs a snapshot_directory"),
 }
 
 

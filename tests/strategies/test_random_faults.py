@@ -105,8 +105,6 @@ def draw_for_servers(chance, start):
         options |= {"staleness": 2}
     if mode in ("async", "ssp"):
         options |= {"data_dispatch": chance.choice(["static", "dynamic"])}
-    if chance.random() < 0.5:
-        options |= {"snapshot_every": 5, "snapshot_directory": "snapshots"}
     victim = chance.choice(["worker 0", "worker 1", "worker 1", "server 0", f"server {servers - 1}", "coordinator"])
     how = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
     processes = ["coordinator", *(f"server {n}" for n in range(servers)), "worker 0", "worker 1"]
@@ -150,23 +148,20 @@ class Moment:
         training: Both ranks had begun.
         last: A rank was in its last epoch, or after it.
         over: A rank had trained to the end.
-        saved: Every server had a snapshot on the disk.
     """
 
     process: int
     training: bool
     last: bool
     over: bool
-    saved: bool
 
     @classmethod
-    def of(cls, process, servers):
+    def of(cls, process):
         return cls(
             process,
             all(Path(f"epoch-0-{rank}").exists() for rank in range(2)),
             any(Path(f"epoch-{EPOCHS - 1}-{rank}").exists() for rank in range(2)),
             any(Path(f"trained-{rank}").exists() for rank in range(2)),
-            len(list(Path("snapshots").glob("run-*/server-*/newest"))) == servers,
         )
 
 
@@ -190,7 +185,7 @@ class Sender(threading.Thread):
                 if began is not None and time.monotonic() - began >= self.fault.after:
                     place = self.fault.processes.index(self.fault.victim)
                     if place < len(processes):
-                        self.moment = Moment.of(processes[place], self.fault.options.get("servers", 0))
+                        self.moment = Moment.of(processes[place])
                         os.kill(self.moment.process, self.fault.how)
                         return
             time.sleep(0.01)
@@ -226,8 +221,6 @@ def promised(fault, moment):
     if victim.startswith("server"):
         if options["replication"] > 1:
             return {GOES_ON}
-        if restarted and "snapshot_every" in options:
-            return {GOES_ON} if moment.saved and not moment.over else {GOES_ON, ENDS}
     elif victim == "worker 1":
         return {GOES_ON} if restarted or moment.training else {GOES_ON, ENDS}
     elif victim == "coordinator" and restarted:

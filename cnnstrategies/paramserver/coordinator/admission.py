@@ -124,7 +124,7 @@ class Admission:
                 self._miss(now, member, f"was silent for {timeout:g} s")
         view, blind = overdue
         for member in self._roster.members:
-            # One that has not seen any yet is being set up: it imports, and loads a snapshot.
+            # One that has not seen any yet is being set up: it imports.
             set_up = member.acknowledged > 0 or now - member.came > self._settings.appear
             if str(member.peer) in blind and set_up:
                 self._miss(now, member, f"has not taken up view {view} for {PATIENCE * timeout:g} s")
@@ -213,7 +213,7 @@ class Admission:
         if self._roster.copies_are_left:
             self._roster.publish()  # Its copies take over; if it returns, it is a new one.
             return None
-        return f"{member} {how}: its parameters are lost; with replication: 2 or snapshots a run survives this"
+        return f"{member} {how}: its parameters are lost; with replication: 2 a run survives this"
 
     def _of_worker(self, member: Member, how: str) -> str | None:
         if self._roster.is_elastic(*member.peer[:2]):

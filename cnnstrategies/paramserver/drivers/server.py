@@ -1,4 +1,4 @@
-"""The process of a server: its sockets, who may connect, the thread that writes its snapshots."""
+"""The process of a server: its sockets, and who may connect."""
 
 import contextlib
 import logging
@@ -13,7 +13,6 @@ import zmq
 
 from cnnstrategies.paramserver.core.node import End
 from cnnstrategies.paramserver.core.view import RunEnded, ServerInfo, View, ViewSource
-from cnnstrategies.paramserver.drivers.snapshots import SnapshotWriter
 from cnnstrategies.paramserver.drivers.sockets import (
     DRAIN_MS,
     IO_THREADS,
@@ -28,7 +27,7 @@ from cnnstrategies.paramserver.drivers.sockets import (
     reconnect,
     server_socket,
 )
-from cnnstrategies.paramserver.effects import Effects, Parcel, Save
+from cnnstrategies.paramserver.effects import Effects, Parcel
 from cnnstrategies.paramserver.limits import allow_files, files_of_server, memory_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
@@ -56,8 +55,7 @@ WORK_SECONDS = 0.002  # on slices, between two looks at the messages
 class ServerService:
     """Runs the role :class:`~cnnstrategies.paramserver.server.server.Server` over a ROUTER socket.
 
-    It is meant to have a process for itself, and is single-threaded but for the writing of snapshots; libzmq's own
-    threads move the bytes.
+    It is meant to have a process for itself, and is single-threaded; libzmq's own threads move the bytes.
 
     Args:
         specification: What all processes of the run agree on.
@@ -106,8 +104,7 @@ class ServerService:
         self._dealers: dict[int, tuple[ServerInfo, Socket]] = {}
         self._bundles: dict[int | bytes, Bundle] = {}
         store = Store(specification, [slice_ for slice_ in slices if id in slice_.servers])
-        self._snapshots = SnapshotWriter(specification, id)
-        self.role = Server(specification, id, store, self._snapshots.load(store), keys is not None)
+        self.role = Server(specification, id, store, keys is not None)
         self._sent = self._received = 0  # bytes
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -146,8 +143,6 @@ class ServerService:
                 if self._router in ready:
                     self._receive_waiting()
                     self.act(role.flush())
-                if self._snapshots.done:
-                    self.act(role.on_saved(self._snapshots.result()))
                 now = time.monotonic()
                 self.act(role.on_time(now))
                 until = now + WORK_SECONDS
@@ -155,9 +150,6 @@ class ServerService:
                     self.act(role.work())
                 for bundle in self._bundles.values():
                     bundle.flush()
-        except RunEnded as ended:
-            self._snapshots.close(remove=ended.clean)
-            raise
         finally:
             self._close()
 
@@ -177,17 +169,11 @@ class ServerService:
         return self.role.dropped
 
     @property
-    def lost_updates(self) -> int:
-        """Updates that were made after the snapshot that this server began with, as far as workers told."""
-        return self.role.handlers.lost_updates
-
-    @property
     def log(self) -> list[Any]:
         """The mode's log: see `SyncClock.log` and `StaleClock.log`."""
         return self.role.log
 
     def _close(self) -> None:
-        self._snapshots.close()
         for _, dealer in self._dealers.values():
             dealer.close()
         self._router.close()
@@ -236,11 +222,6 @@ class ServerService:
             bundle.flush()
         self._context.destroy(DRAIN_MS)
 
-    @property
-    def saves(self) -> bool:
-        """Whether a snapshot is being written."""
-        return not self._snapshots.done
-
     # Messages
 
     def _receive_waiting(self) -> None:
@@ -275,9 +256,6 @@ class ServerService:
                 bundle = self._bundles.get(to) or self._bundle_for(to)
                 bundle.send(header, payload, wait)
                 self._sent += HEADER_BYTES + len(payload)
-            elif isinstance(effect, Save):
-                _LOG.info("server %d writes a snapshot after %d updates", self.role.id, self.role.mode.finished)
-                self._snapshots.begin(effect.contents)
             elif isinstance(effect, End):
                 raise RunEnded(effect.reason, effect.clean)
             elif effect.urgent:

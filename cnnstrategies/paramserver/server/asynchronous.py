@@ -11,9 +11,8 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import check_length, decode
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError
-from cnnstrategies.paramserver.server.clocks import StaleClock
+from cnnstrategies.paramserver.server.clocks import RollCall, StaleClock
 from cnnstrategies.paramserver.server.pushes import Begin, Who, check_absent
-from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.updater import TOGETHER_BYTES
 from cnnstrategies.paramserver.specification import Specification
@@ -28,8 +27,7 @@ class Asynchronous:
 
     Attributes:
         clock: The workers' clocks.
-        roll: The workers that have not said yet where they are, after this server has come back, or has come later
-            than they.
+        roll: The workers that have not said yet where they are, if this server has come later than they.
         updates: Updates of single slices so far.
     """
 

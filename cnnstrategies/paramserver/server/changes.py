@@ -2,9 +2,9 @@
 
 A change is compressed from the difference of the values to what workers have, so what one leaves out is in the next:
 error feedback on the way back (Tang et al., "DoubleSqueeze", ICML 2019). It adds up to what the workers have only where
-they have what it was made from. So what workers have goes wherever the values go, to copies and to snapshots, and has a
-lineage: another one where values jump, and where a server goes on from a snapshot or from first values, since the steps
-that workers have seen may be made anew there, of others' pushes.
+they have what it was made from. So what workers have goes wherever the values go, to copies, and has a
+lineage: another one where a server goes on from first values, since the steps that workers have seen may be made anew
+there, of others' pushes.
 
 Where workers choose while they train, they say with each step how they will pull what comes of it. If nobody wants
 changes they get the values, rounded, and these are what the next change is made from. Where all want the exact values
@@ -77,19 +77,13 @@ class Changes:
         self._rounded.pop(key, None)
         self._behind.discard(key)
 
-    def jump(self, key: int, version: int, to: int) -> None:
-        """A slice's version goes up without an update: what workers have of that version is not what is here."""
-        lineage = zlib.crc32(f"{version} {to}".encode(), self.lineages[key])
-        self.begin(key)
-        self.lineages[key] = lineage
-
     @property
     def behind(self) -> list[int]:
         """The slices of which workers have other values than :attr:`known`, which nobody has any more."""
         return sorted(self._behind)
 
     def take_over(self, key: int, known: Tensor, lineage: int, behind: bool) -> None:
-        """Go on where another server, or a snapshot, was."""
+        """Go on where another server was."""
         self.known[key].copy_(known.view(self.known[key].shape))
         self.lineages[key] = lineage
         self._forget(key)

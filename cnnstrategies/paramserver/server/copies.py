@@ -159,8 +159,8 @@ class Copies:
         check_length(len(update), header.encoding, slice_.numel, slice_.dtype)
         if primary not in self._relayed_options:
             raise InvalidMessageError("an update without hyper-parameters")
-        # After lost messages a whole copy comes before updates go on. What a snapshot has brought back, or another
-        # primary, may be another history with the same number.
+        # After lost messages a whole copy comes before updates go on. What another primary has given may be another
+        # history with the same number.
         if header.key not in self._copied:
             return
         if self._store.versions[header.key] == header.weight - 1:
@@ -214,7 +214,7 @@ class Copies:
         if changes is not None and not (isinstance(known, Tensor) and known.numel() == slice_.numel):
             raise InvalidMessageError("a copy without what workers have")
         self._states.pop(header.key, None)
-        self._store.clear_state(header.key)  # The primary may have none of a part that a snapshot has brought here.
+        self._store.clear_state(header.key)  # The primary may have none of a part that is here.
         for name, value in state.items():
             self._store.set_state(header.key, name, value)
         self._store.seen[header.key] = {(worker, life): step for worker, life, step in seen}

@@ -33,11 +33,6 @@ class Decision:
         return dict(vars(self))  # Not `asdict`, which would copy the hyper-parameters at each step.
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Decision":
-        """The inverse of :meth:`as_dict`, of a snapshot's."""
-        return cls(**{**values, "members": tuple(values["members"]), "lives": tuple(values["lives"])})
-
-    @classmethod
     def of(cls, said: Fields, specification: Specification) -> "Decision":
         """The one that another server tells.
 

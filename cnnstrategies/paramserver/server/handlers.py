@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 from cnnstrategies.paramserver.compression import CHANGES
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.effects import Say
 from cnnstrategies.paramserver.fields import Fields
 from cnnstrategies.paramserver.messages import (
     Encoding,
@@ -43,12 +42,8 @@ class Handlers:
         mode: Applies the updates.
         outbox: Sends its messages.
         gaps: Counts the messages of other servers.
-        restored: Whether the slices come from a snapshot.
         dropped: Counts messages that were of no use, by reason.
         deaf: Tells the servers of which nothing has come for too long.
-
-    Attributes:
-        lost_updates: Updates that were made after that snapshot, as far as workers told.
     """
 
     def __init__(
@@ -59,12 +54,9 @@ class Handlers:
         mode: Mode,
         outbox: Outbox,
         gaps: Gaps,
-        restored: bool,
         dropped: Counter[str],
         deaf: Callable[[], list[int]],
     ) -> None:
-        self.lost_updates = 0
-        self._lost: Counter[int] = Counter()  # by slice: workers tell of different ones
         self._dropped = dropped
         self._specification = specification
         self._pipelined = specification.pipelined
@@ -73,7 +65,6 @@ class Handlers:
         self._mode = mode
         self._outbox = outbox
         self._gaps = gaps
-        self._restored = restored
         self._deaf = deaf
         self._view = -1
         self._text = b""
@@ -130,18 +121,15 @@ class Handlers:
         if header.base > self._view:
             return  # It knows a newer view, and asks again until this server does too.
         said = Hello.of(header, payload)
-        step, first, request = said.step, said.first, said.request
+        step, request = said.step, said.request
         behind: dict[int, int] = {}
         if step is not None:
             answered, given = said.answered, said.given
             if not given and self._is_missed(step - 1):
                 answered = self._shard.owned  # As if it were there: a newcomer cannot push it, and would wait for ever.
-            behind = self._behind((worker, header.incarnation), step if given else step - 1, answered, first)
+            behind = self._behind((worker, header.incarnation), step if given else step - 1, answered, said.first)
             if not isinstance(self._mode, Synchronous):
-                self._mode.met((worker, header.incarnation), first)
-        if behind and self._restored:
-            self._catch_up((worker, header.incarnation), behind, first)
-            behind = {}
+                self._mode.met((worker, header.incarnation), said.first)
         # Only a question, at first: a newcomer becomes a member when it says from which step on.
         begins = self._mode.join(worker, step) if said.joins else 0
         self._mode.here(worker)
@@ -165,14 +153,14 @@ class Handlers:
 
     @property
     def _values_lost(self) -> bool:
-        """Whether all who had values of own slices have died: steps are known to be made, and no snapshot was there."""
-        return self._mode.begun and not self._restored and not self._shard.ready
+        """Whether all who had values of own slices have died: steps are known to be made."""
+        return self._mode.begun and not self._shard.ready
 
     def _leads(self) -> bool:
         return not isinstance(self._mode, Synchronous) or self._mode.leader == self._server
 
     def _is_missed(self, step: int) -> bool:
-        """Whether a decided step cannot be made here any more: it came after a snapshot, or is lost for ever."""
+        """Whether a decided step cannot be made here any more: it is lost for ever."""
         return isinstance(self._mode, Synchronous) and self._mode.is_missed(step)
 
     def _behind(self, who: Who, step: int, answered: frozenset[int], first: int) -> dict[int, int]:
@@ -193,30 +181,6 @@ class Handlers:
             else:
                 missing[key] = last - max(store.seen[key].get(who, -1), first - 1)
         return {key: count for key, count in missing.items() if count > 0}
-
-    def _catch_up(self, who: Who, behind: dict[int, int], first: int) -> None:
-        """Go on from a snapshot where a worker is, and say what is missing.
-
-        Args:
-            who: The worker.
-            behind: The slices that lack updates, and how many.
-            first: The step that the worker has begun with.
-        """
-        store = self._shard.store
-        self._lost.update(behind)
-        for key, count in behind.items():
-            if isinstance(self._mode, Synchronous):
-                store.skip(key, count)
-            else:
-                store.seen[key][who] = max(store.seen[key].get(who, -1), first - 1) + count
-        if isinstance(self._mode, Synchronous):
-            self._mode.caught_up(min(store.versions[key] for key in self._shard.own))
-            self._shard.copy_to_backups()
-        lost = max(self._lost.values())
-        if lost > self.lost_updates:
-            self.lost_updates = lost
-            text = f"server {self._server} goes on from its last snapshot: {lost} updates since then are lost"
-            self._outbox.effects.append(Say(text, True))
 
     def _initialise(self, worker: int, header: Header, payload: memoryview) -> None:
         if self._values_lost and header.key in self._shard.owned:
@@ -285,10 +249,8 @@ class Handlers:
         decided = said.object("decided")
         decision = None if decided is None else Decision.of(decided, self._specification)
         self._shard.copies.copied(server, header, said, payload[header.meta :])
-        if isinstance(self._mode, Synchronous):
-            self._mode.replaced(header.base)
-            if decision is not None:
-                self._mode.adopt(decision)
+        if isinstance(self._mode, Synchronous) and decision is not None:
+            self._mode.adopt(decision)
 
     def _asked(self, server: int, header: Header, payload: memoryview) -> None:
         if self._gaps.asked(server, header.base):

@@ -14,7 +14,6 @@ from cnnstrategies.paramserver.server.handlers import Handlers, Mode
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.senders import Senders
 from cnnstrategies.paramserver.server.shard import Shard
-from cnnstrategies.paramserver.server.snapshots import Snapshots
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Specification
@@ -33,7 +32,6 @@ class Server:
         specification: What all processes of the run agree on.
         id: This server's place, 0 to `specification.servers` - 1.
         store: Its slices' values.
-        restored: Whether they come from a snapshot.
         encrypted: Whether senders have keys.
 
     Attributes:
@@ -51,7 +49,6 @@ class Server:
         specification: Specification,
         id: int,
         store: Store,
-        restored: bool = False,
         encrypted: bool = False,
     ) -> None:
         self.id = id
@@ -65,16 +62,11 @@ class Server:
             if specification.aggregates
             else Asynchronous(specification, shard)
         )
-        if restored:
-            self.mode.roll.begin()
-            if isinstance(self.mode, Synchronous):
-                self.mode.restored()
         self._gaps = Gaps()
         self._senders = Senders(encrypted, self._gaps)
         self.handlers = Handlers(
-            specification, id, shard, self.mode, self._outbox, self._gaps, restored, self.dropped, self._deaf
+            specification, id, shard, self.mode, self._outbox, self._gaps, self.dropped, self._deaf
         )
-        self._snapshots = Snapshots(specification.snapshot_every, restored)
         self._sign_seconds = min(1.0, specification.timeout / 4)
         self._deaf_after = specification.deaf_after
         self._stopped_seconds = min(STOPPED_SECONDS, specification.timeout / 2)
@@ -166,9 +158,6 @@ class Server:
                     self._outbox.to_server(server.id, Kind.PING, base=self._gaps.found.get(server.id, 0))
         if self.mode.roll.expire(now):
             self.mode.proceed()
-        save = self._snapshots.after(self.mode.finished, self.store)
-        if save is not None:
-            self._outbox.effects.append(save)
         return self._outbox.take()
 
     def flush(self) -> Effects:
@@ -180,13 +169,6 @@ class Server:
         """Do one of the things that are left to be done."""
         self.mode.work()
         return self._outbox.take()
-
-    def on_saved(self, error: str | None) -> Effects:
-        """A snapshot was written, or could not be."""
-        self._snapshots.written(error is None)
-        if error is None:
-            return []
-        return [Say(f"server {self.id} could not write a snapshot: {error}; it goes on with the last one", True)]
 
     def drop(self, reason: str) -> None:
         """Count a message that was of no use."""

@@ -93,12 +93,6 @@ class Shard:
         for key in self.own:
             self.answer(key)
 
-    def copy_to_backups(self) -> None:
-        """Bring the backups to the own slices' values and versions, which have jumped."""
-        for key in self.own:
-            self.copies.send_to_all(key)
-            self.answer(key)
-
     def _sort(self) -> None:
         owned = [key for key in self.store.slices if self._replicas.owns(key)]
         self.own = sorted(owned, key=lambda key: self._order[key])

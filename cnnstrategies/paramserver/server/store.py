@@ -66,13 +66,6 @@ class Store:
         if self.changes is not None:
             self.changes.begin(key)
 
-    def skip(self, key: int, count: int) -> None:
-        """Count updates of a slice that were made and are lost."""
-        version = self.versions[key]
-        self.versions[key] += count
-        if self.changes is not None:
-            self.changes.jump(key, version, self.versions[key])
-
     def apply(
         self, updates: Mapping[int, Tensor | None], options: Options, absent: Mapping[int, int] = ALL_THERE
     ) -> None:
@@ -103,28 +96,3 @@ class Store:
     def set_state(self, key: int, name: str, value: StateValue) -> None:
         """Replace one part of a slice's optimizer state."""
         self._optimizers[self._place[key]].set_state(key, name, value)
-
-    def contents(self) -> dict[str, Any]:
-        """Everything in it, as tensors and plain values."""
-        return {
-            "values": self.values,
-            "versions": self.versions,
-            "seen": {key: [[*who, step] for who, step in seen.items()] for key, seen in self.seen.items()},
-            "states": {key: self.state(key) for key in self.slices},
-            "decided": self.decided,
-            "known": {} if self.changes is None else self.changes.known,
-            "lineages": {} if self.changes is None else dict(self.changes.lineages),
-            "behind": [] if self.changes is None else self.changes.behind,
-        }
-
-    def restore(self, contents: Mapping[str, Any]) -> None:
-        """Take over what :meth:`contents` gave."""
-        for key, value in contents["values"].items():
-            self.put(key, value, contents["versions"][key])
-            self.seen[key] = {(worker, incarnation): step for worker, incarnation, step in contents["seen"][key]}
-            for name, part in contents["states"][key].items():
-                self.set_state(key, name, part)
-        if self.changes is not None:
-            for key, known in contents["known"].items():
-                self.changes.take_over(key, known, contents["lineages"][key], key in contents["behind"])
-        self.decided = contents["decided"]

@@ -18,12 +18,11 @@ from cnnstrategies.paramserver.fields import Fields
 from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.backlog import Backlog
 from cnnstrategies.paramserver.server.clipping import GlobalNorm
-from cnnstrategies.paramserver.server.clocks import SyncClock
+from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
 from cnnstrategies.paramserver.server.decision import Decision
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
 from cnnstrategies.paramserver.server.reports import Entry, Reports
-from cnnstrategies.paramserver.server.roll_call import RollCall
 from cnnstrategies.paramserver.server.shard import Shard
 from cnnstrategies.paramserver.server.updater import Updater
 from cnnstrategies.paramserver.slicing import cut
@@ -42,8 +41,7 @@ class Synchronous:
     Attributes:
         clock: Counts the steps and members.
         leader: The server that decides: the one that has been there longest.
-        roll: The workers that have not said yet where they are, after this server has come back, or
-            as it begins to lead.
+        roll: The workers that have not said yet where they are, as this server begins to lead.
     """
 
     def __init__(self, specification: Specification, shard: Shard, server: int, outbox: Outbox) -> None:
@@ -71,8 +69,6 @@ class Synchronous:
         self._expected = specification.workers
         self._begun_with = False  # A view has named workers.
         self._early: set[int] = set()
-        self._remembers = False  # Its step is a snapshot's.
-        self._remembered: Decision | None = None
 
     @property
     def finished(self) -> int:
@@ -135,8 +131,7 @@ class Synchronous:
             self._plan()
 
     def _send_status(self) -> None:
-        known = self._known
-        decision = None if known is None else known.as_dict()
+        decision = None if self._decision is None else self._decision.as_dict()
         report = {"decision": decision, "complete": [] if self._pipelined else sorted(self._voted)}
         self._outbox.to_server(self.leader, Kind.STATUS, base=self._view.number, json=report)
 
@@ -149,7 +144,7 @@ class Synchronous:
         if step is None and self.leader == self._server and not self._knows_all:
             return None
         if step is not None and step > self.clock.step and not self._shard.own:
-            # It has been through the steps before. A leader that has come back from a snapshot has no decision to tell.
+            # It has been through the steps before, of which this server may not have heard.
             self.clock.decide(step - 1, ())
             self._forget_before(step - 1)  # It may not hear of decisions, while workers tell it of their steps.
             self._ask_the_early()
@@ -177,50 +172,10 @@ class Synchronous:
         self.clock.leave(worker)
         self._consider()
 
-    def restored(self) -> None:
-        """The slices come from a snapshot, and with them what was decided by then."""
-        if self._shard.store.decided is not None:
-            self._decide(Decision.from_dict(self._shard.store.decided))
-        self._remembers, self._remembered = True, self._decision
-        self.caught_up(min(self._shard.store.versions.values(), default=0))
-
-    @property
-    def _is_past(self) -> bool:
-        """Whether this server has come back with a snapshot of slices that others are the primaries of.
-
-        They may have gone on from an older one while it was away: of what it knows of steps no value is left then.
-        """
-        return self._remembers and not self._shard.own
-
-    @property
-    def _known(self) -> Decision | None:
-        """The last decision that counts."""
-        return None if self._decision is self._remembered and self._is_past else self._decision
-
-    def replaced(self, step: int) -> None:
-        """A copy, which counts as that of a step, has taken the place of a snapshot's slice."""
-        if not self._is_past:
-            return
-        self._decision = known = self._known
-        self._shard.store.decided = None if known is None else known.as_dict()
-        self._remembers = False
-        self.clock.go_back(step if known is None else max(step, known.step + 1))
-
-    def caught_up(self, step: int) -> None:
-        """The slices come from a snapshot, and now count as those of a step."""
-        if step > self.clock.step:
-            self.clock.decide(step - 1, ())
-        self._ask_the_early()
-        self._forget_before(step - 1)
-        self._backlog.compare()
-        self._vote_for_all()  # Of slices that are past the step no push is needed any more.
-        self._plan()
-        self._consider()
-
     def is_missed(self, step: int) -> bool:
         """Whether a step that others have made cannot be made here: all who could push it once more are gone."""
-        if self._decision is not None and self._decision.step == step and not self._remembers:
-            return False  # It is made without them; after a snapshot that would not be counted as lost.
+        if self._decision is not None and self._decision.step == step:
+            return False  # It is made without them.
         if not self.roll.complete or not self.clock.all_after(step):
             return False
         return all(reached != step for reached, _ in self._backlog.all_complete())  # Else its decision is on its way.
@@ -230,14 +185,10 @@ class Synchronous:
     def begin(self, who: Who, step: int, begin: Begin) -> None:
         """A worker's pushes of a step follow."""
         known = -1 if self._decision is None else self._decision.step
-        # Workers may have told of later steps than the decision that a snapshot brought.
+        # Workers may have told a server without slices of later steps than the last decision that it has heard of.
         lowest = self._backlog.lowest(known if 0 <= known == self.clock.step - 1 else self.clock.step)
         if step > lowest + 1:
             self._early.add(who[0])  # This server is new and does not know yet how far the others are.
-        elif known < step < lowest:
-            # This server has come back from a snapshot, and the others may not know that the step was decided.
-            self._backlog.begin(who, step, begin)
-            self._vote(step, who[0])
         elif step >= lowest:
             self._backlog.begin(who, step, begin)
             if self._pipelined:
@@ -306,7 +257,7 @@ class Synchronous:
         if self.leader != self._server or not self.roll.complete:
             return
         if self._lacks_a_home:
-            return  # One that comes back with its snapshot may know a decision that nobody else has heard of.
+            return  # Nobody could make its part of the step.
         self._go_on()
         self._go_back()
         step = self.clock.step
@@ -335,7 +286,7 @@ class Synchronous:
     def _go_back(self) -> None:
         """Decide a step once more that nobody knows the decision of any more, though it was made."""
         known = -1 if self._decision is None else self._decision.step
-        if known + 1 < self.clock.step:  # It has heard of the steps between from workers, or has them in a snapshot.
+        if known + 1 < self.clock.step:  # It has heard of the steps between from workers.
             # Those that all workers are past were applied everywhere, or count as lost: nobody would make them up.
             steps = [step for step in self._reports.steps_after(known) if not self.clock.all_after(step)]
             self.clock.go_back(min(steps, default=self.clock.step))
@@ -346,7 +297,7 @@ class Synchronous:
                 self._outbox.to_server(server.id, kind, json=values, **fields)
 
     def _decide(self, decision: Decision) -> None:
-        known = self._known
+        known = self._decision
         if known is not None and (decision.step, decision.scale is not None) <= (known.step, known.scale is not None):
             return
         if known is None or decision.step > known.step:

@@ -198,8 +198,7 @@ class Connections:
             missing = sorted(set(range(self._specification.servers)) - {server.id for server in self.view.servers})
             raise ServersUnreachableError(
                 f"server {', '.join(map(str, missing))} died, and {slices_without_server} slices of the parameters "
-                f"with it; no other took its place within {limit} s: use replication=2, or snapshot_every with "
-                "servers that are restarted"
+                f"with it; no other took its place within {limit} s: use replication=2"
             )
 
     def lost(self, server: int) -> None:
@@ -209,6 +208,6 @@ class Connections:
             ServersUnreachableError: Always.
         """
         raise ServersUnreachableError(
-            f"server {server} was started again, but its slices of the parameters are lost: use replication=2 or "
-            "snapshot_every to go on after a server's death"
+            f"server {server} was started again, but its slices of the parameters are lost: use replication=2 to go "
+            "on after a server's death"
         )

@@ -42,8 +42,6 @@ class Options:
     compression_ratio: float
     pull_compression: PullCompression
     replication: int
-    snapshot_every: int
-    snapshot_directory: str | None
     data_dispatch: Dispatch
     security: Security
     key_file: str | None
@@ -157,8 +155,6 @@ class Options:
             "compression_ratio": self.compression_ratio,
             "pull_compression": self.pull_compression,
             "replication": self.replication,
-            "snapshot_every": self.snapshot_every,
-            "snapshot_directory": self.snapshot_directory,
             "elastic": self.elastic,
             "timeout": max(self.timeout, LEAST_SECONDS),
         }

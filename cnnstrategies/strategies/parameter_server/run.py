@@ -157,8 +157,7 @@ def open_supervision(
     address = Address(
         place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session
     )
-    recoverable = options.replication > 1 or options.snapshot_every > 0
-    restarts = options.max_restarts if recoverable and place.supervised and not options.endpoints else 0
+    restarts = options.max_restarts if options.replication > 1 and place.supervised and not options.endpoints else 0
     # A server that is forked has imported everything.
     spares = Spares() if servers and restarts and method == "program" else None
     supervision = Supervision(address, load_keys(place.key_file), spares)

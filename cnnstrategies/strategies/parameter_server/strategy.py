@@ -73,8 +73,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
             Tang et al., ICML 2019). ``auto`` chooses, as above, between ``none``, ``fp16`` and, where all workers
             have each step in common, ``onebit``.
         replication: Servers that hold each part; with 2, one server can be lost without losing an update.
-        snapshot_every: Updates between two snapshots of a server, from which it starts again; 0 for none.
-        snapshot_directory: Where they are written.
         data_dispatch: ``static`` divides each epoch as DDP does. ``dynamic``, for async and ssp, gives batches to
             whoever asks, so faster workers take more and a dead worker's batches are given out again.
         security: ``curve`` encrypts and authenticates, ``none`` does not; ``auto`` does wherever TCP is used, and needs
@@ -110,8 +108,6 @@ class ParameterServerStrategy(CoordinatedStrategy):
         compression_ratio: float = 0.01,
         pull_compression: PullCompression = "none",
         replication: int = 1,
-        snapshot_every: int = 0,
-        snapshot_directory: str | None = None,
         data_dispatch: Dispatch = "static",
         security: Security = "auto",
         key_file: str | None = None,

@@ -1,12 +1,10 @@
-"""Workers and servers, who says who is a member, and the disks: what the coordinator and the supervisions do.
+"""Workers and servers, and who says who is a member: what the coordinator and the supervisions do.
 
 That all members hear of all views is what the coordinator's own simulation shows; here views come for certain, but
 late, to each process at another time.
 """
 
-from collections.abc import Callable, Collection
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from cnnstrategies.paramserver.core.node import Call, Peer, Send
@@ -23,14 +21,6 @@ from simulation.world import Process, Program, Sleep, World
 STEPS = 14
 LAG = 0.4  # seconds after which all have heard of a view
 JOINED = 125  # the draw of whether a worker joins a run: none whose seeds have found faults before
-
-
-@dataclass
-class Disk:
-    """What a server's snapshots are on."""
-
-    contents: dict[str, Any] | None = None
-    full: bool = False
 
 
 class Members:
@@ -54,9 +44,6 @@ class Members:
         died_at: When one last died that no fault of the schedule has hit.
         gone: Role, id and life of each.
         over: Why the run cannot go on.
-        losses: The slices that a server with a snapshot lacks updates of which workers have seen.
-        told_of: The slices of which another server has told what is lost that has filled one, and died.
-        restored: The servers that did.
         broken: When a message between two processes was lost by chance, by their names in the alphabet's order.
     """
 
@@ -72,9 +59,6 @@ class Members:
         self.died_at = 0.0
         self.gone: set[tuple[str, int, int]] = set()
         self.over: str | None = None
-        self.losses: dict[Peer, set[int]] = {}
-        self.told_of: dict[Peer, set[int]] = {}
-        self.restored: set[int] = set()
         self.broken: dict[tuple[str, str], list[float]] = {}
         self._seed = seed
         self._stream = mixed(seed, 69)
@@ -84,7 +68,6 @@ class Members:
         self._restarts = restarts
         self._slices = cut(specification)
         self._wires = Wires()
-        self._disks = [Disk() for _ in range(specification.servers)]
         self._view = View(0, (), ())
         self._back = 0.0
         self._lost: set[int] = set()
@@ -95,9 +78,6 @@ class Members:
         world.on_fault = self._miss
         for fault in world.faults.timed:
             self._miss(fault)
-        if specification.snapshot_every and draw(seed, 68) < 0.5:
-            world.at(self._seconds(0.0, busy), lambda: self._fill(True))
-            world.at(self._seconds(0.0, 2 * busy), lambda: self._fill(False))
         if away:
             # Later than that all servers have heard of the first view: before that real workers look for none.
             world.at(max(LAG, self._seconds(0.0, busy)), self._lose_coordinator)
@@ -125,27 +105,19 @@ class Members:
         peer = Peer("server", identity, life)
         own = [slice_ for slice_ in self._slices if identity in slice_.servers]
         store = WatchedStore(self._specification, own, self.watch, late=life > 0)
-        contents = self._disks[identity].contents if self._specification.snapshot_every else None
-        if contents is not None:
-            store.restore(deepcopy(contents))
-            self.restored.add(identity)
         if life:
             alone = [key for key in store.slices if self._is_alone(identity, key)]
             for key in alone:
-                self.watch.restored(key, store.values[key], self._world.now)
-            self._count_anew(alone)
-            if contents is not None and life == 1:  # Else workers that know more than the first values end.
-                self.losses[peer] = set(alone)
+                self.watch.begun_anew(key, store.values[key], self._world.now)
             store.look(alone)
         else:
             store.look(store.slices)
-        role = Server(self._specification, identity, store, contents is not None)
+        role = Server(self._specification, identity, store)
         simulated = SimulatedServer(
             role,
             peer,
             self._wires,
             self._seconds,
-            lambda found: self._save(peer, found),
             lambda: self._world.now,
             self._world.note,
         )
@@ -156,10 +128,6 @@ class Members:
             one != identity and self.servers[one].alive and one not in self._lost for one in self._slices[key].servers
         )
 
-    def _count_anew(self, keys: Collection[int], but: Peer | None = None) -> None:
-        """Some slices go on from a snapshot: what others have counted as lost they have counted from another one."""
-        self.losses = {one: own for one, own in self.losses.items() if one == but or not own.intersection(keys)}
-
     def _unfilled(self, identity: int) -> None:
         """A server is lost before one that was started again had its copies: those are two losses at once."""
         for slice_ in self._slices:
@@ -168,15 +136,8 @@ class Members:
             roles = [process.role for process in left]
             stores = [role.server.store for role in roles if isinstance(role, SimulatedServer)]
             if not stores or any(slice_.key in store.whole for store in stores if isinstance(store, WatchedStore)):
-                if slice_.key in self.losses.get(self.servers[identity].peer, ()):
-                    for process in left:  # It may have the values without having heard what they count as.
-                        self.told_of.setdefault(process.peer, set()).add(slice_.key)
                 continue
-            peer = left[0].peer
-            self._count_anew((slice_.key,), peer)
-            self.watch.restored(slice_.key, stores[0].values[slice_.key], self._world.now)
-            if peer in self.losses:
-                self.losses[peer].add(slice_.key)
+            self.watch.begun_anew(slice_.key, stores[0].values[slice_.key], self._world.now)
 
     def _work(self, identity: int, life: int) -> Process:
         steps = STEPS // 2 if draw(self._seed, 72, identity) < 0.2 else STEPS  # Some leave before the others.
@@ -202,24 +163,6 @@ class Members:
         if draw(self._seed, 74) < 0.4:
             until = self._world.now + draw(self._seed, 75)
             self._world.at(until, lambda: self._world.kill(self.workers[identity]))
-
-    # Snapshots
-
-    def _fill(self, full: bool) -> None:
-        self._world.faults.counts["full disk"] += full
-        for disk in self._disks:
-            disk.full = full
-
-    def _save(self, peer: Peer, contents: dict[str, Any]) -> None:
-        self._world.at(self._world.now + self._seconds(0.01, 0.2), lambda: self._saved(peer, contents))
-
-    def _saved(self, peer: Peer, contents: dict[str, Any]) -> None:
-        process, disk = self.servers[peer.id], self._disks[peer.id]
-        if process.peer != peer or not process.alive:
-            return
-        if not disk.full:
-            disk.contents = contents
-        self._world.tell(process, Call(0, "saved", {"error": "the disk is full" if disk.full else None}))
 
     # Membership
 

@@ -8,7 +8,7 @@ import torch
 from cnnstrategies.paramserver.core.node import Call, Effect, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.node import Effects as NodeEffects
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.effects import Effects, Parcel, Save
+from cnnstrategies.paramserver.effects import Effects, Parcel
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind
 from cnnstrategies.paramserver.server.server import Server
@@ -81,7 +81,6 @@ class SimulatedServer:
         peer: Who it is.
         wires: The connections.
         seconds: Draws how long things take.
-        save: Begins to write a snapshot.
         clock: The world's time.
         note: Writes a line of the trace.
     """
@@ -92,7 +91,6 @@ class SimulatedServer:
         peer: Peer,
         wires: Wires,
         seconds: Draw,
-        save: Callable[[dict[str, Any]], None],
         clock: Callable[[], float],
         note: Callable[[str], None],
     ) -> None:
@@ -101,7 +99,6 @@ class SimulatedServer:
         self._peer = peer
         self._wires = wires
         self._seconds = seconds
-        self._save = save
         self._clock = clock
         self._slow = seconds(0.0, 1.0) ** 6 * 0.03
         self._working = False
@@ -132,9 +129,7 @@ class SimulatedServer:
         return self._act(now, self.server.work() if self.server.busy else [])
 
     def on_call(self, now: float, call: Call) -> NodeEffects:
-        """A view has come, or a snapshot was written."""
-        if call.kind == "saved":
-            return self._act(now, self.server.on_saved(call.fields["error"]))
+        """A view has come."""
         return self._act(now, self.server.follow(now, call.fields["view"]))
 
     def _act(self, now: float, effects: Effects) -> NodeEffects:
@@ -144,8 +139,6 @@ class SimulatedServer:
                 to = self._receiver(effect.to)
                 if to is not None:
                     done.append(Send(to, _message(effect.header, effect.payload, self._clock())))
-            elif isinstance(effect, Save):
-                self._save(effect.contents)
             elif isinstance(effect, End):
                 done.append(effect)
             else:

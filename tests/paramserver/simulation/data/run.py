@@ -44,7 +44,6 @@ class Plan(NamedTuple):
         mode: One of :data:`MODES`.
         parameters: How many there are.
         replication: Servers that have each slice.
-        snapshots: Whether servers write them.
         pipelined: Whether each slice of a step is made for itself.
         pulls: How values are encoded that workers pull.
         restarts: How often a process that is lost is started again.
@@ -56,7 +55,6 @@ class Plan(NamedTuple):
     mode: str = "sync"
     parameters: int = 2
     replication: int = 1
-    snapshots: bool = False
     pipelined: bool = False
     pulls: Literal["none", "topk", "auto"] = "none"
     restarts: int = 0
@@ -76,7 +74,6 @@ class Plan(NamedTuple):
             mode,
             parameters=2 + int(3 * draw(seed, 67)),
             replication=2 if servers > 1 and draw(seed, 64) < 0.5 else 1,
-            snapshots=draw(seed, 65) < 0.4,
             pipelined=mode == "sync" and not changes and draw(seed, PIPELINED) < 0.6,
             pulls="auto" if chosen else "topk" if changes else "none",
             restarts=int(3 * draw(seed, 66)),
@@ -100,8 +97,6 @@ class Plan(NamedTuple):
             self.servers,
             pipelined=self.pipelined,
             replication=self.replication,
-            snapshot_every=3 if self.snapshots else 0,
-            snapshot_directory="simulated" if self.snapshots else None,
             slice_bytes=64,
             timeout=TIMEOUT,
             session=1,

@@ -26,7 +26,7 @@ HEARD = 1.4  # seconds in which all have heard that a process counts as dead: un
 Token = tuple[int, int, int]
 """A worker, a step, and the worker's life."""
 Content = tuple[int, bytes]
-"""A slice, and its bytes: its version jumps where a server goes on from a snapshot."""
+"""A slice, and its bytes."""
 
 
 @cache
@@ -57,17 +57,12 @@ class Watch:
         self._made_of: dict[Content, tuple[frozenset[Token], frozenset[Token]]] = {}
         self._states: dict[Content, set[Content]] = {}
         self._visible: dict[tuple[int, int, int, bool], bytes] = {}
-        self._made: dict[int, set[Token]] = {}
-        self._unmade: dict[int, set[Token]] = {}
         self._epochs: dict[int, int] = {}
         self._forgiven: dict[int, int] = {}
         self._members: dict[tuple[int, int], tuple[frozenset[Token], set[int]]] = {}  # and the slices that have them
         self._answered: dict[int, dict[Token, float]] = {}
-        self._restored: dict[int, tuple[float, frozenset[Token]]] = {}
-        self._lost: dict[int, set[Token]] = {}
-        self._lost_before: dict[int, set[Token]] = {}
+        self._begun_anew: dict[int, tuple[float, frozenset[Token]]] = {}
         self._begun: dict[int, float] = {}
-        self._trains: dict[tuple[int, int], range] = {}  # the steps of which a worker's life is a member
         self._deaths: dict[str, list[tuple[float, Peer]]] = {"worker": [], "server": []}
 
     @property
@@ -75,10 +70,9 @@ class Watch:
         """The last step that a worker has begun."""
         return max(self._begun, default=-1)
 
-    def begun(self, worker: Peer, step: int, steps: int, now: float) -> None:
-        """A worker that leaves after a number of steps begins one."""
+    def begun(self, step: int, now: float) -> None:
+        """A worker begins a step."""
         self._begun.setdefault(step, now)
-        self._trains.setdefault((worker.id, worker.life), range(step, steps))
 
     def died(self, peer: Peer, now: float) -> None:
         """A process has died, or counts as dead."""
@@ -119,7 +113,6 @@ class Watch:
         """A server has a new content, and the optimizer's state beside it."""
         content = _content(key, value)
         self._made_of[content] = made_of
-        self._made.setdefault(key, set()).update(made_of[1])
         self._states.setdefault(content, set()).add(_content(key, state))
 
     def sent(self, key: int, known: Tensor, value: Tensor) -> None:
@@ -179,12 +172,10 @@ class Watch:
 
     def _seen(self, key: int, tokens: Iterable[Token], server: Peer, sent: float, now: float) -> None:
         """A worker has had an answer with some tokens, maybe of a server that has been replaced since."""
-        answered, (restored, kept) = self._answered.setdefault(key, {}), self._restored.get(key, (0.0, frozenset()))
-        replaced = sent < restored or any(at < restored and peer == server for at, peer in self._deaths["server"])
+        answered, (anew, kept) = self._answered.setdefault(key, {}), self._begun_anew.get(key, (0.0, frozenset()))
+        replaced = sent < anew or any(at < anew and peer == server for at, peer in self._deaths["server"])
         for token in tokens:
-            if replaced and token not in kept:
-                self._lost[key].add(token)
-            else:
+            if not replaced or token in kept:
                 answered.setdefault(token, now)
 
     def _torn(self, step: int, tokens: Iterable[Token]) -> bool:
@@ -201,14 +192,10 @@ class Watch:
         """Whether a content has everything in it that was answered."""
         return self._answered.get(key, {}).keys() <= self.made_of(key, value)
 
-    def restored(self, key: int, value: Tensor, now: float) -> None:
-        """A slice goes on from a snapshot, or from a copy that was never filled."""
+    def begun_anew(self, key: int, value: Tensor, now: float) -> None:
+        """A slice goes on from first values, or from a copy that was never filled."""
         kept = self.made_of(key, value)
-        before = self._lost.get(key, set()) | self._lost_before.get(key, set())
-        self._lost_before[key] = before - kept
-        self._lost[key] = {token for token in self._answered.get(key, {}) if token not in kept}
-        self._unmade[key] = self._made.get(key, set()) - kept
-        self._restored[key] = now, kept
+        self._begun_anew[key] = now, kept
         self._answered[key] = {token: at for token, at in self._answered.get(key, {}).items() if token in kept}
         for place, (members, keys) in list(self._members.items()):
             if not members <= kept:
@@ -217,39 +204,6 @@ class Watch:
                     del self._members[place]
         self._epochs[key] = self._epochs.get(key, 0) + 1
         self._forgiven[key] = self.highest + 1
-
-    def lost(self, key: int) -> tuple[int, int]:
-        """How many updates that workers have seen were lost when a slice was last restored.
-
-        Without those that were lost before, by another server that the last one had been filled from, that nobody could
-        make here, and that workers were only told of before their values were lost on the way, and with them.
-        """
-        lost, unmade = self._lost.get(key, set()), self._unmade.get(key, set())
-        most = lost | unmade | self._lost_before.get(key, set()) | self._stranded(key) | self._unseen(key)
-        return self._updates(lost), self._updates(most)
-
-    def _stranded(self, key: int) -> set[Token]:
-        """What workers have seen in other slices, of workers that have died: nobody can push that here again."""
-        dead = {(peer.id, 0 if self.clipped else peer.life) for _, peer in self._deaths["worker"]}
-        made = self._made_here(key)
-        elsewhere = {token for answered in self._answered.values() for token in answered} if self.aggregates else set()
-        return {(worker, step, life) for worker, step, life in elsewhere - made if (worker, life) in dead}
-
-    def _unseen(self, key: int) -> set[Token]:
-        """Common steps that nobody has seen made: decided maybe, with pushes of workers that have died since."""
-        if not self.aggregates:
-            return set()
-        steps = self._begun.keys() - {step for _, step, _ in self._made_here(key)}
-        dead = {peer[1:3] for _, peer in self._deaths["worker"]}
-        return {
-            (who[0], step, who[1]) for who, own in self._trains.items() if who in dead for step in steps if step in own
-        }
-
-    def _made_here(self, key: int) -> set[Token]:
-        return self._answered.get(key, {}).keys() | self._restored.get(key, (0.0, frozenset()))[1]
-
-    def _updates(self, tokens: set[Token]) -> int:
-        return len({step for _, step, _ in tokens}) if self.aggregates else len(tokens)
 
 
 def _content(key: int, value: Tensor | None) -> Content:
@@ -309,11 +263,6 @@ class WatchedStore(Store):
         for key in keys:
             if key not in self.whole and self._watch.holds_all(key, self.values[key]):
                 self.whole.add(key)
-
-    def restore(self, contents: Mapping[str, Any]) -> None:
-        """Begin with a snapshot, of which no primary knows."""
-        super().restore(contents)
-        self.whole.clear()
 
     def put(self, key: int, value: Tensor, version: int) -> None:
         """Replace a slice's values."""
