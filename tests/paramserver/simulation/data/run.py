@@ -73,7 +73,7 @@ class Plan(NamedTuple):
             servers,
             mode,
             parameters=2 + int(3 * draw(seed, 67)),
-            replication=2 if servers > 1 and draw(seed, 64) < 0.5 else 1,
+            replication=2 if servers > 1 and draw(seed, 64) < 0.75 else 1,
             pipelined=mode == "sync" and not changes and draw(seed, PIPELINED) < 0.6,
             pulls="auto" if chosen else "topk" if changes else "none",
             restarts=int(3 * draw(seed, 66)),
