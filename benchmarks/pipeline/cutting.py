@@ -5,9 +5,8 @@ from torch import Tensor, nn
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.tracing import find_cut, ordered_nodes, trace
 from cnnstrategies.planning.costs import GraphCosts, Link
-from cnnstrategies.planning.measure_network import profile
-from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.measure import profile
+from cnnstrategies.planning.predict import Predictor, Request
 from cnnstrategies.planning.stage_costs import StageCost
 
 LOOPBACK = Link(bandwidth=2e9, latency=2e-4)

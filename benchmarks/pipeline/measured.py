@@ -19,8 +19,8 @@ from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timeline import Span, draw_timeline
 from cnnstrategies.pipeline.tracing import trace
 from cnnstrategies.planning.costs import GraphCosts, Link
+from cnnstrategies.planning.measure import profile
 from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.planning.measure_network import profile
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.stage_costs import stage_costs
 

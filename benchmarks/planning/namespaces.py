@@ -31,12 +31,12 @@ from quotas import missing as no_quotas
 from quotas import quotas
 from ranks import report
 
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.hybrid import Hybrid
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.planning.tune.candidates import Job
 
 QUOTA = 0.6  # of a core, for each of three hosts on two cores
 RATES = (100, 300, 1000)  # Mbit/s

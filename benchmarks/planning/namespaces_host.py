@@ -29,8 +29,8 @@ from cnnstrategies.paramserver.specification import Specification, hyperparamete
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.tracing import ordered_nodes, trace
-from cnnstrategies.planning.measure_network import profile
-from cnnstrategies.planning.profile import from_two_sizes
+from cnnstrategies.planning.costs import from_two_sizes
+from cnnstrategies.planning.measure import profile
 from cnnstrategies.planning.profile_csv import write_profile
 
 SAMPLES, MICROBATCHES, REPLICAS = 24, 6, (2, 1)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import TIE, rank
 from cnnstrategies.planning.stage_costs import messages, stage_costs
-from cnnstrategies.planning.tune.candidates import Job
 
 HERE = Path(__file__).parent
 EFFICIENCY = 0.5  # of the network's line rate, the same for all

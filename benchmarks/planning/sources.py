@@ -27,11 +27,11 @@ from quotas import missing as no_quotas
 from quotas import quotas
 from ranks import report
 
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import Link
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.planning.tune.candidates import Job
 
 MEGABITS = 1000
 BATCH = 64  # of all hosts

@@ -17,8 +17,8 @@ from cnnstrategies import ImageClassifier
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.pipeline.tracing import ordered_nodes, trace
-from cnnstrategies.planning.measure_network import profile
-from cnnstrategies.planning.profile import from_two_sizes
+from cnnstrategies.planning.costs import from_two_sizes
+from cnnstrategies.planning.measure import profile
 from cnnstrategies.planning.profile_csv import write_profile
 from cnnstrategies.strategies import ParameterServerStrategy
 

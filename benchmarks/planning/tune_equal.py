@@ -16,7 +16,7 @@ from pieces import Pieces, parser
 from ranks import report
 from tune_networks import configuration
 
-from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest
 from cnnstrategies.planning.tune.settings import Setting
 

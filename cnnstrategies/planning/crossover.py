@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.rank import Ranking, rank
-from cnnstrategies.planning.tune.candidates import Job
 
 RATES = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)  # of the network's
 MOST = 64  # devices, or twice as many as there are

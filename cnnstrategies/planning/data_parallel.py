@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 from cnnstrategies.planning.collectives import BUCKET_BYTES, FIRST_BUCKET_BYTES, Time, all_reduce, reduced_at
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.stage_costs import StageCost, stage_costs
-from cnnstrategies.planning.tune.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 
 SYNC_EVERY = 8  # steps between two averages of local SGD, as its strategy has it
 ACCUMULATED = (2, 4, 8)  # batches, where a whole one does not fit into memory
@@ -65,10 +65,6 @@ class DataParallel:
                         # BatchNorm sees smaller batches.
                         changed = Effect.LEARNING if self.job.profile.batch_norm else Effect.ROUNDING
                         yield Candidate(family, {"accumulate_grad_batches": count}, changed, self.devices, samples)
-
-    def bound(self, candidate: Candidate) -> float:
-        """Forward and backward on the slowest device."""
-        return self._times(candidate)[0]
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Step time by the recurrence of the buckets."""

@@ -7,10 +7,9 @@ from typing import Any
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timetable import Order
-from cnnstrategies.planning.choose import predictor_for
-from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.predict import Predictor, predictor_for
 from cnnstrategies.planning.stage_costs import messages, stage_costs
-from cnnstrategies.planning.tune.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 
 SEARCHES = 2  # after which the layouts that are known are only tried with other numbers of microbatches
 SHOWN = 64  # devices up to which a pipeline is shown although data parallel is quicker than any
@@ -61,11 +60,6 @@ class Hybrid:
     def of(self, candidate: Candidate) -> Chosen:
         """What a candidate was chosen by."""
         return self.chosen[candidate.options["microbatches"]]
-
-    def bound(self, candidate: Candidate) -> float:
-        """One stage's work after a pass through those before it."""
-        chosen = self.of(candidate)
-        return chosen.predictor.problem(None).bound(chosen.layout)
 
     def predict(self, candidate: Candidate) -> Prediction:
         """By the simulator."""

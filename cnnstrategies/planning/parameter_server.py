@@ -4,9 +4,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
-from cnnstrategies.planning.tune.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
 
 PART = 2**22  # bytes of a layer at once
 STALENESS = 2  # of ssp, as its recipe has it
@@ -53,13 +53,6 @@ class ParameterServer:
             yield Candidate("parameter_server", {}, Effect.ROUNDING, self.workers, samples)
             yield Candidate("parameter_server_async", {}, Effect.LEARNING, self.workers, samples)
             yield Candidate("parameter_server_ssp", {"staleness": STALENESS}, Effect.LEARNING, self.workers, samples)
-
-    def bound(self, candidate: Candidate) -> float:
-        """Forward and backward: of the slowest where all wait for it, else of all together."""
-        costs = self._costs(candidate)
-        speeds = self.job.cluster.speeds
-        speed = min(speeds) if candidate.family == "parameter_server" else sum(speeds) / len(speeds)
-        return (costs.forward_time + costs.backward_time) / speed
 
     def predict(self, candidate: Candidate) -> Prediction:
         """Step time: for asynchronous modes of as many updates as there are workers."""

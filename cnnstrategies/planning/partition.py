@@ -29,7 +29,6 @@ def best_layout(
     bound: Callable[[Layout], float],
     stages: int | None = None,
     replicas: Sequence[int] | None = None,
-    spares: bool = True,
 ) -> Layout | None:
     """The layout with the least predicted step time that was found.
 
@@ -39,12 +38,11 @@ def best_layout(
         bound: What it is not below; a layout whose bound is above the best time is not predicted.
         stages: Number of stages; chosen when left out.
         replicas: Replicas of each stage; chosen when left out.
-        spares: Use only as many devices as pay, where neither stages nor replicas are given.
 
     Returns:
         The layout, or None where none fits into memory or the network has too few places to cut.
     """
-    search = _Search(problem, predict, bound, free=spares and stages is None and replicas is None)
+    search = _Search(problem, predict, bound)
     proposals = sorted(propose(problem, stages, replicas).items(), key=lambda item: item[1])
     if stages is None and replicas is None and problem.microbatches >= problem.cluster.devices:
         search.look_at([Layout((), (problem.cluster.devices,))])
@@ -54,7 +52,7 @@ def best_layout(
     if replicas is not None and math.comb(len(positions), len(replicas) - 1) <= ALL:
         search.look_at(Layout(cuts, tuple(replicas)) for cuts in itertools.combinations(positions, len(replicas) - 1))
     if stages is None and replicas is None:
-        search.look_at(_by_machines(problem))
+        search.look_at(_on_two_machines(problem))
     if replicas is None:
         search.look_at(other for layout in search.best(REFINED) for other in _with_two_stages_swapped(layout))
         if stages is None:
@@ -71,9 +69,7 @@ def best_layout(
             search.look_at(other for one in moved for other in search.neighbours(one))
     if search.shortest == math.inf:
         return None
-    # A device that gains less than 2 % is better left out.
-    good = [layout for layout, time in search.times.items() if time <= 1.02 * search.shortest]
-    return min(good, key=lambda layout: (layout.devices, search.times[layout]))
+    return min(search.times, key=search.times.__getitem__)
 
 
 class _Search:
@@ -83,13 +79,9 @@ class _Search:
         problem: Costs and limits.
         predict: Step time of a layout.
         bound: What it is not below.
-        free: Whether devices may be left out.
     """
 
-    def __init__(
-        self, problem: Problem, predict: Callable[[Layout], float], bound: Callable[[Layout], float], free: bool
-    ) -> None:
-        self.free = free
+    def __init__(self, problem: Problem, predict: Callable[[Layout], float], bound: Callable[[Layout], float]) -> None:
         self.is_large = problem.cluster.devices > SMALL
         self.problem = problem
         self.predict = predict
@@ -105,7 +97,7 @@ class _Search:
     def look_at(self, layouts: Iterable[Layout]) -> None:
         """Predict the layouts, the likeliest first, but those that cannot be better than the best."""
         every = self.problem.cluster.devices
-        new = {layout for layout in layouts if layout not in self.times and (self.free or layout.devices == every)}
+        new = {layout for layout in layouts if layout not in self.times and layout.devices == every}
         if self.is_large:
             # Each prediction takes long: only those that the model likes.
             liked = heapq.nsmallest(LIKELY, ((self.problem.model(one), one.cuts, one.replicas, one) for one in new))
@@ -118,9 +110,8 @@ class _Search:
 
     def neighbours(self, layout: Layout, most_replicas: int | None = None) -> set[Layout]:
         """Layouts that differ little."""
-        spare = self.problem.cluster.devices - layout.devices if self.free else None
         most = self.problem.microbatches if most_replicas is None else most_replicas
-        return set(_neighbours(layout, self.problem.costs.cut_positions, most, spare))
+        return set(_neighbours(layout, self.problem.costs.cut_positions, most))
 
     def descend(self, start: Layout, most_replicas: int) -> None:
         """Move to the best neighbour while that is faster."""
@@ -134,14 +125,13 @@ class _Search:
             here = best
 
 
-def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int, spare: int | None) -> Iterator[Layout]:
+def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) -> Iterator[Layout]:
     """Layouts with a run of cuts moved by some places, pushing others ahead, or with replicas moved.
 
     Args:
         layout: Where to begin.
         positions: Where cuts are possible.
         most_replicas: Of a stage; 0 where they are given.
-        spare: Devices that it leaves out; None where it must use all.
     """
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     for first, last in itertools.combinations(range(len(places) + 1), 2):
@@ -160,36 +150,25 @@ def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int, sp
                 replicas[giver] -= count
                 replicas[taker] += count
                 yield Layout(layout.cuts, tuple(replicas))
-    for stage, count in itertools.product(range(len(layout.replicas)), (-1, 1) if spare is not None else ()):
-        if 0 < layout.replicas[stage] + count <= most_replicas and count <= (spare or 0):
-            replicas = list(layout.replicas)
-            replicas[stage] += count
-            yield Layout(layout.cuts, tuple(replicas))
 
 
 def _with_a_stage_split(layout: Layout, problem: Problem) -> Iterator[Layout]:
-    """Layouts with a stage cut in two, at up to four places; replicas are divided, or devices added that are left."""
-    spare = problem.cluster.devices - layout.devices
+    """Layouts with a stage cut in two, at up to four places, and its replicas divided."""
     bounds = (0, *layout.cuts, len(problem.costs.nodes))
     for stage, count in enumerate(layout.replicas):
         places = [cut for cut in problem.costs.cut_positions if bounds[stage] < cut < bounds[stage + 1]]
         for cut in places[len(places) // 8 :: max(1, len(places) // 4)]:
-            both = [(first, count - first) for first in range(1, count, 1 + count // SMALL)]
-            both += [(count, spare), (spare, count)] if 0 < spare <= problem.microbatches else []
-            for pair in both:
-                replicas = (*layout.replicas[:stage], *pair, *layout.replicas[stage + 1 :])
+            for first in range(1, count, 1 + count // SMALL):
+                replicas = (*layout.replicas[:stage], first, count - first, *layout.replicas[stage + 1 :])
                 yield Layout(tuple(sorted((*layout.cuts, cut))), replicas)
 
 
-def _by_machines(problem: Problem) -> Iterator[Layout]:
-    """One stage on all devices of some machines, or a stage on each of two."""
-    counts = [host.devices for host in reversed(problem.cluster.hosts)]
-    for total in itertools.accumulate(counts):
-        if total <= problem.microbatches:
-            yield Layout((), (total,))
-    if len(counts) > 1 and max(counts[:2]) <= problem.microbatches:
+def _on_two_machines(problem: Problem) -> Iterator[Layout]:
+    """A stage on each of two machines."""
+    counts = tuple(host.devices for host in problem.cluster.hosts)
+    if len(counts) == 2 and max(counts) <= problem.microbatches:
         for cut in problem.costs.cut_positions:
-            yield Layout((cut,), (counts[1], counts[0]))
+            yield Layout((cut,), counts)
 
 
 def _with_two_stages_swapped(layout: Layout) -> Iterator[Layout]:

@@ -1,12 +1,13 @@
-"""Predict time and memory of a layout."""
+"""What a layout of a network takes, in time and memory, and which one takes least."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd, lcm
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout, even_replicas
 from cnnstrategies.pipeline.timetable import Order, timetable
+from cnnstrategies.planning.candidates import Checkpointing, Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.collectives import all_reduce
 from cnnstrategies.planning.costs import GraphCosts, Link
@@ -14,7 +15,6 @@ from cnnstrategies.planning.partition import best_layout
 from cnnstrategies.planning.places import one_machine, one_of_equal, orders, placed
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.propose import propose
-from cnnstrategies.planning.request import Request
 from cnnstrategies.planning.simulate import Simulation, simulate
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 
@@ -22,6 +22,75 @@ WORTH_RUNNING_AHEAD = 0.01  # of the step time, for the memory of one more micro
 WORTH_RENUMBERING = 0.01  # of the step time, for ranks that are not numbered stage by stage
 JOINED = 8  # proposals for pipelines beside each other that are simulated
 LONGEST = 3000  # tasks that are simulated; of a longer step a part is, and the rest follows from its period
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is made for.
+
+    Attributes:
+        devices: Devices to use.
+        microbatches: Microbatches of a step.
+        schedule: Name of the schedule.
+        stages: Number of stages; chosen when None.
+        replicas: Replicas of each stage; chosen when None.
+        cuts: First node of each stage but the first; chosen when None.
+        memory_limit: Bytes that a device may hold; unlimited when None.
+        activation_checkpointing: Whether a stage keeps only its inputs and runs its forward again before the
+            backward: for no microbatch, for all but the last, or for all.
+        run_ahead: Whether stages hold one microbatch more, so that messages travel while they compute; chosen when
+            None: where it gains time and fits into memory.
+        state_copies: Copies of the parameters that training holds: parameters, gradients, optimizer state.
+        placement: How ranks are numbered; chosen when None.
+    """
+
+    devices: int
+    microbatches: int
+    schedule: str = "1f1b"
+    stages: int | None = None
+    replicas: tuple[int, ...] | None = None
+    cuts: tuple[int, ...] | None = None
+    memory_limit: int | None = None
+    activation_checkpointing: Checkpointing = "never"
+    run_ahead: bool | None = None
+    state_copies: int = 3
+    placement: Order | None = None
+
+
+def check_request(costs: GraphCosts, request: Request) -> None:
+    """Refuse a request that no layout fulfils.
+
+    Raises:
+        ConfigurationError: Stages, replicas, cuts and devices do not add up, there are fewer places to cut than
+            cuts, or fewer microbatches than replicas of a stage.
+    """
+    stages = request.stages
+    for name, given in (("replicas", request.replicas), ("cuts", request.cuts)):
+        if given is not None:
+            count = len(given) + (name == "cuts")
+            if stages is not None and stages != count:
+                raise ConfigurationError(f"{name} makes {count} stages, but stages={stages}: leave one of them out")
+            stages = count
+    if request.replicas is not None and sum(request.replicas) != request.devices:
+        raise ConfigurationError(
+            f"replicas={list(request.replicas)} need {sum(request.replicas)} devices, but there are "
+            f"{request.devices}: change replicas or the number of devices"
+        )
+    if stages is not None and stages > min(request.devices, len(costs.cut_positions) + 1):
+        raise ConfigurationError(
+            f"stages={stages}: there are {request.devices} devices, and the network has {len(costs.cut_positions)} "
+            f"places to cut; use at most {min(request.devices, len(costs.cut_positions) + 1)} stages"
+        )
+    if stages is not None and request.devices > stages * request.microbatches:
+        raise ConfigurationError(
+            f"microbatches={request.microbatches} keep at most {stages * request.microbatches} devices busy with "
+            f"{stages} stages, but there are {request.devices}: use more microbatches or more stages"
+        )
+    if request.microbatches < max(request.replicas or (1,)):
+        raise ConfigurationError(
+            f"microbatches={request.microbatches} are fewer than the {max(request.replicas or ())} replicas of a "
+            "stage, some of which would idle: use at least as many microbatches"
+        )
 
 
 class Predictor:
@@ -50,7 +119,7 @@ class Predictor:
         """The layout with the least predicted time that was found and fits into memory."""
         request = self.request
         problem = self.problem(request.memory_limit)
-        found = best_layout(problem, self.time, problem.bound, request.stages, request.replicas, request.spares)
+        found = best_layout(problem, self.time, problem.bound, request.stages, request.replicas)
         joined = one_machine(self.cluster)
         if joined is None:
             return found
@@ -196,3 +265,51 @@ def find_layout(predictor: Predictor) -> Layout:
         f"microbatches a device needs {predictor.memory(smallest):.0f} bytes; raise the limit, use more stages "
         "or microbatches, or set activation_checkpointing='always'"
     )
+
+
+def predictor_for(job: Job, microbatches: int, stages: int | None = None, placement: Order | None = None) -> Predictor:
+    """What predicts the layouts of a job, in ``plan`` and in ``fit``.
+
+    Args:
+        job: What is planned for.
+        microbatches: Of a step.
+        stages: Their number; chosen when None.
+        placement: How ranks are numbered; chosen when None.
+    """
+    request = Request(
+        devices=job.cluster.devices,
+        microbatches=microbatches,
+        schedule=job.schedule,
+        stages=stages,
+        replicas=job.replicas,
+        cuts=job.cuts,
+        memory_limit=job.memory,
+        activation_checkpointing=job.activation_checkpointing,
+        run_ahead=job.run_ahead,
+        state_copies=job.state_copies,
+        placement=placement,
+    )
+    return Predictor(job.profile.at(job.samples / microbatches), job.cluster, request)
+
+
+def choose_layout(
+    job: Job, microbatches: int, stages: int | None = None, placement: Order | None = None
+) -> tuple[Layout, bool]:
+    """The layout with the least predicted step time that a job permits, and whether its stages run ahead.
+
+    Since times vary, two profiles may lead to different ones: in a distributed run one rank chooses and tells the
+    others.
+
+    Args:
+        job: The network, the machines and what the user has fixed.
+        microbatches: Of a step.
+        stages: Their number; chosen when None.
+        placement: How ranks are numbered; chosen when None.
+
+    Raises:
+        ConfigurationError: No layout fulfils the request.
+    """
+    predictor = predictor_for(job, microbatches, stages, placement)
+    check_request(predictor.costs, predictor.request)
+    layout = find_layout(predictor)
+    return layout, predictor.runs_ahead(layout)

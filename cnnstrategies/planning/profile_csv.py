@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
-from cnnstrategies.planning.profile import Profile
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value
 
 COLUMNS = ("node", "operation", "forward_ms", "backward_ms", "activation_bytes", "parameter_bytes", "inputs")
 # Ours beside those: what was measured and does not follow from the others.

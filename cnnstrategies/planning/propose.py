@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.planning.problem import Problem
-from cnnstrategies.planning.slices import Floats, Slices
+from cnnstrategies.planning.problem import Floats, Problem, Slices
 
 Integers = NDArray[np.int64]
 

@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.candidates import Candidate, Effect, Job, Prediction, price_per_hour
+from cnnstrategies.planning.costs import format_bytes
 from cnnstrategies.planning.data_parallel import DataParallel
 from cnnstrategies.planning.hybrid import Chosen, Hybrid
 from cnnstrategies.planning.parameter_server import ParameterServer
-from cnnstrategies.planning.reliability import price_per_hour
-from cnnstrategies.planning.sizes import format_bytes
-from cnnstrategies.planning.tune.candidates import Candidate, Effect, Job, Prediction, StrategyModel
 
 TIE = 0.03  # below which the simpler strategy is the better one
 
@@ -68,7 +67,7 @@ def rank(job: Job) -> Ranking:
         ConfigurationError: None fits into memory.
     """
     hybrid = Hybrid(job)
-    models: Sequence[StrategyModel] = (DataParallel(job), hybrid, ParameterServer(job))
+    models: tuple[DataParallel | Hybrid | ParameterServer, ...] = (DataParallel(job), hybrid, ParameterServer(job))
     rows, notes = [], []
     for model in models:
         for candidate in model.candidates():

@@ -1,17 +1,125 @@
 """Show a plan as a table and in plain words."""
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from cnnstrategies.planning.plan import Plan
+from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.pipeline.timeline import Span
+from cnnstrategies.pipeline.timetable import Order
+from cnnstrategies.planning.costs import format_bytes
+from cnnstrategies.planning.predict import Predictor, Request
 from cnnstrategies.planning.rank import Ranking, Row
-from cnnstrategies.planning.sizes import format_bytes
+from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
+from cnnstrategies.planning.tune.settings import write_commented
 
 COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "goodput", "cost")
+HYBRID = "cnnstrategies.strategies.HybridPipelineStrategy"
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a plan.
+
+    Attributes:
+        first: Name of its first node.
+        last: Name of its last node.
+        replicas: Its replicas.
+        cost: Its costs for one microbatch.
+        sent_bytes: Activations that it sends on for one microbatch.
+        memory: Bytes that each of its devices holds at most.
+        busy: Share of the step that each of its devices computes.
+    """
+
+    first: str
+    last: str
+    replicas: int
+    cost: StageCost
+    sent_bytes: int
+    memory: int
+    busy: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its predicted step.
+
+    Attributes:
+        layout: Cuts and replicas.
+        request: What it was made for.
+        stages: The stages.
+        placement: How ranks are numbered, and so handed out to the machines.
+        step_time: Seconds of forward, backward, transfers and reduction; without the optimizer's update.
+        samples: Samples of a step.
+        sent_bytes: Bytes that all devices together send in a step.
+        spans: The predicted timeline.
+    """
+
+    layout: Layout
+    request: Request
+    stages: tuple[StagePlan, ...]
+    placement: Order
+    step_time: float
+    samples: float
+    sent_bytes: int
+    spans: tuple[Span, ...]
+
+    @property
+    def samples_per_second(self) -> float:
+        """Predicted throughput."""
+        return self.samples / self.step_time
+
+
+def describe(predictor: Predictor, layout: Layout) -> Plan:
+    """What a layout's stages cost, and its step.
+
+    Args:
+        predictor: Of the network's costs on the devices.
+        layout: The layout.
+    """
+    costs, request = predictor.costs, predictor.request
+    run_ahead = predictor.runs_ahead(layout)
+    placement = predictor.placement(layout)
+    simulation = predictor.simulate(layout, run_ahead, placement)
+    stages = stage_costs(costs, layout.cuts)
+    passing = messages(costs, layout.cuts)
+    memory = predictor.stage_memory(layout, run_ahead)
+    bounds = list(itertools.pairwise((0, *layout.cuts, len(costs.nodes))))
+    computing = [0.0] * len(stages)
+    for span in simulation.spans:
+        if span.kind in ("forward", "backward"):
+            computing[span.stage] += span.end - span.start
+    plans = tuple(
+        StagePlan(
+            first=costs.nodes[start].name,
+            last=costs.nodes[end - 1].name,
+            replicas=layout.replicas[index],
+            cost=stages[index],
+            sent_bytes=sum(message.bytes for (source, _), message in passing.items() if source == index),
+            memory=memory[index],
+            busy=computing[index] / layout.replicas[index] / simulation.step_time,
+        )
+        for index, (start, end) in enumerate(bounds)
+    )
+    per_microbatch = sum(message.bytes + message.gradient_bytes for message in passing.values())
+    reduced = sum(2 * (count - 1) * stage.parameter_bytes for count, stage in zip(layout.replicas, stages, strict=True))
+    return Plan(
+        layout=layout,
+        request=request,
+        stages=plans,
+        placement=placement,
+        step_time=simulation.step_time,
+        samples=costs.microbatch_size * request.microbatches,
+        sent_bytes=per_microbatch * request.microbatches + reduced,
+        spans=tuple(simulation.spans),
+    )
 
 
 def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
@@ -101,3 +209,50 @@ def summary(plan: Plan) -> str:
         f"{format_bytes(plan.sent_bytes)} sent per step{placed}. In the table times and sends are those of one "
         "microbatch; memory and busy are those of one device."
     )
+
+
+def overlay(ranking: Ranking, row: Row) -> dict[str, Any]:
+    """What ``fit`` takes after the configuration that was planned for.
+
+    Args:
+        ranking: Of which it is a row.
+        row: The strategy.
+    """
+    job, candidate = ranking.job, row.candidate
+    trainer: dict[str, Any] = {}
+    counts = {host.devices for host in job.cluster.taken(candidate.devices).hosts}
+    if len(counts) == 1:
+        trainer |= {"num_nodes": candidate.devices // min(counts), "devices": min(counts)}
+    options = dict(candidate.options)
+    trainer["accumulate_grad_batches"] = options.pop("accumulate_grad_batches", 1)
+    if candidate.family == "hybrid":
+        assert ranking.hybrid is not None
+        if job.profile.nodes_have_names:
+            nodes = ranking.hybrid.predictor.costs.nodes
+            options["cuts"] = [nodes[cut - 1].name for cut in ranking.hybrid.layout.cuts]
+        options |= {"schedule": job.schedule, "activation_checkpointing": job.activation_checkpointing}
+        trainer["strategy"] = {"class_path": HYBRID, "init_args": options}
+    else:
+        trainer["strategy"] = candidate.family
+    written: dict[str, Any] = {"trainer": trainer}
+    if candidate.samples != job.samples:
+        written["data"] = {"init_args": {"global_batch_size": candidate.samples}}
+    return written
+
+
+def write_overlay(file: Path, ranking: Ranking) -> None:
+    """Write the best strategy's lines.
+
+    Args:
+        file: Where to.
+        ranking: The strategies.
+    """
+    row = ranking.best
+    made = row.prediction
+    lines = [
+        f"{row.candidate}: {made.step * 1e3:.4g} ms a step predicted, {made.rate:.4g} samples/s",
+        "  cnnstrategies fit --config YOURS --config THIS",
+    ]
+    if row.candidate.family == "hybrid" and not ranking.job.profile.nodes_have_names:
+        lines.append("The profile's nodes are not those that fit knows: it chooses the cuts by a profile of its own.")
+    write_commented(file, overlay(ranking, row), lines)

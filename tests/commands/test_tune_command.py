@@ -13,8 +13,8 @@ from cnnstrategies.commands.tune import command as tune
 from cnnstrategies.commands.tune.choices import choices, communication, compilers, decoding, loading
 from cnnstrategies.data import DigitsDataModule, ShardedImageDataModule
 from cnnstrategies.models.classifier import ImageClassifier
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune import contest
-from cnnstrategies.planning.tune.candidates import Effect
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 CPU = torch.device("cpu")

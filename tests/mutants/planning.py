@@ -8,10 +8,10 @@ import test_rank
 from mutants.faulty import replaces
 
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.predict import Predictor
 from cnnstrategies.planning.problem import Problem
 from cnnstrategies.planning.rank import Ranking, rank
-from cnnstrategies.planning.tune.candidates import Job
 
 
 @replaces(Predictor.search, killed_by=test_partition.test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit)

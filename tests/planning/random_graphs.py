@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.request import Request
+from cnnstrategies.planning.predict import Predictor, Request
 
 MOST_NODES = 6  # on machines with several devices, where there are more layouts
 
@@ -38,13 +37,11 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def all_layouts(costs: GraphCosts, request: Request) -> Iterator[Layout]:
-    free = request.stages is None and request.replicas is None
-    for devices in range(1, request.devices + 1) if free else [request.devices]:
-        for count in [request.stages] if request.stages else range(1, devices + 1):
-            for replicas in [request.replicas] if request.replicas else compositions(devices, count):
-                if max(replicas) <= request.microbatches:
-                    for cuts in itertools.combinations(costs.cut_positions, len(replicas) - 1):
-                        yield Layout(cuts, replicas)
+    for count in [request.stages] if request.stages else range(1, request.devices + 1):
+        for replicas in [request.replicas] if request.replicas else compositions(request.devices, count):
+            if max(replicas) <= request.microbatches:
+                for cuts in itertools.combinations(costs.cut_positions, len(replicas) - 1):
+                    yield Layout(cuts, replicas)
 
 
 def random_request(rng: random.Random) -> Request:

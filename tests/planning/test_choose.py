@@ -9,11 +9,11 @@ from torch import nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.tracing import cut_positions, trace
-from cnnstrategies.planning.choose import choose_layout
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.measure_profile import measure_profile, states_of
-from cnnstrategies.planning.tune.candidates import Job
+from cnnstrategies.planning.measure import measure_profile, states_of
+from cnnstrategies.planning.predict import choose_layout
 
 pytestmark = pytest.mark.light
 

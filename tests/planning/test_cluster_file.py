@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.cluster import Cluster, Failures
-from cnnstrategies.planning.cluster_file import read_cluster
+from cnnstrategies.planning.cluster import Cluster, Failures, read_cluster
 from cnnstrategies.planning.costs import Link
 
 pytestmark = pytest.mark.light

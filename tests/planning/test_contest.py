@@ -8,8 +8,8 @@ from typing import ClassVar
 import pytest
 import yaml
 
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune import contest
-from cnnstrategies.planning.tune.candidates import Effect
 from cnnstrategies.planning.tune.contest import Contest
 from cnnstrategies.planning.tune.settings import Setting, factorial, nested, write_commented
 from cnnstrategies.planning.tune.trial import TrialError

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import trace
-from cnnstrategies.planning import measure_network, measure_profile
+from cnnstrategies.planning import measure
 from cnnstrategies.planning.costs import GraphCosts
-from cnnstrategies.planning.measure_network import profile
+from cnnstrategies.planning.measure import profile
 
 
 class Network(nn.Module):
@@ -153,8 +153,8 @@ def test_a_network_that_does_not_fit_on_its_device_is_measured_apart(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return profile(*arguments, apart_on=apart_on, warm_up=0, repeats=1, **options)
 
-    monkeypatch.setattr(measure_profile, "profile", full)
-    found = measure_profile.measure_profile(trace(network), microbatch, 8, torch.device("cpu"), "bf16-mixed", False)
+    monkeypatch.setattr(measure, "profile", full)
+    found = measure.measure_profile(trace(network), microbatch, 8, torch.device("cpu"), "bf16-mixed", False)
     assert found.costs.microbatch_size == 8
     assert all(node.forward > 0 for node in found.costs.nodes)
 
@@ -176,7 +176,7 @@ def test_preserved_restores_after_an_error() -> None:
 def test_each_node_gets_the_time_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     clock = SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
-    monkeypatch.setattr(measure_network, "time", clock)
+    monkeypatch.setattr(measure, "time", clock)
 
     def takes(layer: nn.Module, forward: float, backward: float) -> nn.Module:
         def spend(seconds: float) -> None:

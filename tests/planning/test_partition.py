@@ -22,14 +22,13 @@ from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.planning.cluster import Cluster, Host
 from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
 from cnnstrategies.planning.partition import best_layout
-from cnnstrategies.planning.predict import Predictor
+from cnnstrategies.planning.predict import Predictor, Request
 from cnnstrategies.planning.propose import propose
-from cnnstrategies.planning.request import Request
 
 pytestmark = pytest.mark.light
 
-GRAPHS = 60
-CLUSTERS = 8
+GRAPHS = 30
+CLUSTERS = 5
 
 
 def test_within_5_percent_of_exhaustive_search_on_random_graphs() -> None:
@@ -72,22 +71,22 @@ def test_a_long_step_is_predicted_from_a_part_of_it() -> None:
         assert predictor.time(layout) == pytest.approx(whole.step_time, rel=0.01)
 
 
-def test_512_devices_are_planned_in_seconds() -> None:
-    """Of processor time, for a network of 430 nodes: a few; the bound is for machines of any speed."""
+def test_128_devices_are_planned_in_seconds() -> None:
+    """Of processor time, for a network of 430 nodes: one or two; the bound is for machines of any speed."""
     rng = random.Random(6)
     size = [int(10 ** rng.uniform(4, 6.5)) for _ in range(430)]
     costs = chain([rng.uniform(1e-4, 2e-3) for _ in range(430)], sent=10**7, parameters=size)
-    cluster = Cluster((Host(8, Link(6e8, 5e-5), Link(1e10, 1e-5)),) * 64)
+    cluster = Cluster((Host(8, Link(6e8, 5e-5), Link(1e10, 1e-5)),) * 16)
     start = time.process_time()
-    predictor = Predictor(costs, cluster, Request(512, 512))
+    predictor = Predictor(costs, cluster, Request(128, 128))
     assert predictor.search() is not None
-    assert time.process_time() - start < 120
+    assert time.process_time() - start < 30
 
 
 def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
     rng = random.Random(2)
     tight = 0
-    for _ in range(12):
+    for _ in range(6):
         costs, link = random_costs(rng), random_link(rng)
         request = Request(3, 4, "1f1b", stages=3)
         free = Predictor(costs, link, request)
@@ -101,7 +100,7 @@ def test_memory_limit_is_kept_and_reached_when_only_few_layouts_fit() -> None:
         best = min(map(predictor.time, all_layouts(costs, limited)))
         assert predictor.time(found) <= 1.05 * best
         tight += free.memory(free.search() or found) > limit
-    assert tight > 3, "the limit must have changed the choice in some of the graphs"
+    assert tight > 1, "the limit must have changed the choice in some of the graphs"
 
 
 def test_stages_run_ahead_where_messages_take_time_and_memory_permits() -> None:

@@ -7,17 +7,13 @@ import pytest
 import yaml
 
 from cnnstrategies.pipeline.layout import Layout
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster, Host
-from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.overlay import write_overlay
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.places import placed
-from cnnstrategies.planning.plan import describe
-from cnnstrategies.planning.predict import Predictor
-from cnnstrategies.planning.profile import Profile
+from cnnstrategies.planning.predict import Predictor, Request
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.planning.report import summary
-from cnnstrategies.planning.request import Request
-from cnnstrategies.planning.tune.candidates import Job
+from cnnstrategies.planning.report import describe, summary, write_overlay
 
 pytestmark = pytest.mark.light
 
@@ -79,7 +75,7 @@ def test_the_plan_says_and_writes_it(tmp_path: Path) -> None:
 
 def test_a_search_finds_what_pays_with_pipelines_beside_each_other() -> None:
     """With each stage on a machine of its own no cut would pay; data parallel has all parameters on the network."""
-    request = Request(8, 16, spares=False)
+    request = Request(8, 16)
     found = Predictor(replace(costs(2_000_000, 1_000_000)), TWO, request)
     layout = found.search()
     assert layout is not None

@@ -8,12 +8,9 @@ from rich.console import Console
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.layout import Layout
-from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.plan import Plan, describe
-from cnnstrategies.planning.predict import Predictor, find_layout
-from cnnstrategies.planning.report import stages_table
-from cnnstrategies.planning.request import Request, check_request
-from cnnstrategies.planning.sizes import format_bytes
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value, format_bytes
+from cnnstrategies.planning.predict import Predictor, Request, check_request, find_layout
+from cnnstrategies.planning.report import Plan, describe, stages_table
 from cnnstrategies.planning.stage_costs import StageCost
 
 pytestmark = pytest.mark.light

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
-from cnnstrategies.planning.profile import Profile, from_two_sizes
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 from cnnstrategies.planning.profile_csv import read_profile, write_profile
 
 pytestmark = pytest.mark.light

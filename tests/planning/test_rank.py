@@ -7,14 +7,13 @@ import pytest
 import yaml
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.planning.candidates import Candidate, Effect, Job
 from cnnstrategies.planning.cluster import Cluster, Failures, Host
-from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.data_parallel import DataParallel
-from cnnstrategies.planning.overlay import write_overlay
 from cnnstrategies.planning.parameter_server import ParameterServer, mean_value_analysis
-from cnnstrategies.planning.profile import Profile
 from cnnstrategies.planning.rank import Ranking, rank
-from cnnstrategies.planning.tune.candidates import Candidate, Effect, Job
+from cnnstrategies.planning.report import write_overlay
 
 pytestmark = pytest.mark.light
 
@@ -57,7 +56,6 @@ def test_ddp_takes_what_its_buckets_leave_open() -> None:
     assert half.step == pytest.approx(before + ring / 2, rel=0.01)
     local = model.predict(by_name["ddp_local_sgd"])
     assert local.step == pytest.approx(compute + ring / 8, rel=0.01)
-    assert model.bound(by_name["ddp"]) == pytest.approx(compute)
 
 
 def test_few_parameters_are_ddps_and_many_in_the_last_layer_the_pipelines() -> None:
@@ -119,7 +117,7 @@ def test_failures_and_prices_are_in_the_order() -> None:
 def test_a_synchronous_server_hides_its_transfers_or_waits_for_them() -> None:
     quick = ParameterServer(job([100] * 4))
     one = next(quick.candidates())
-    compute = quick.bound(one)
+    compute = 16 / 8 * 0.093 - 8 * 0.0001
     assert quick.predict(one).step == pytest.approx(compute, rel=0.05)
     pairs = replace(job(VGG), cluster=Cluster((Host(2, SLOW, FAST),) * 2))
     heavy = ParameterServer(pairs)

@@ -2,9 +2,9 @@
 
 import pytest
 
+from cnnstrategies.planning.candidates import checkpoint_interval, goodput, price_per_hour, slowed_by_stragglers
 from cnnstrategies.planning.cluster import Cluster, Failures, Host
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.reliability import checkpoint_interval, goodput, price_per_hour, slowed_by_stragglers
 
 pytestmark = pytest.mark.light
 

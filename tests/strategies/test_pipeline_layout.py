@@ -10,11 +10,10 @@ from conftest import PlainCNN
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import DigitsDataModule
 from cnnstrategies.networks import SmallCNN
+from cnnstrategies.planning.candidates import Job
 from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Value
-from cnnstrategies.planning.profile import Profile
+from cnnstrategies.planning.costs import GraphCosts, Link, NodeCost, Profile, Value
 from cnnstrategies.planning.rank import rank
-from cnnstrategies.planning.tune.candidates import Job
 from cnnstrategies.strategies import HybridPipelineStrategy
 from cnnstrategies.strategies.hybrid_pipeline import layout as layout_module
 

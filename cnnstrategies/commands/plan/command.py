@@ -14,13 +14,11 @@ from cnnstrategies.commands.front.options import PlanOptions
 from cnnstrategies.commands.front.refuse import in_one_line
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.timetable import Placement
-from cnnstrategies.planning.cluster_file import read_cluster
-from cnnstrategies.planning.overlay import write_overlay
-from cnnstrategies.planning.plan import describe
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster import read_cluster
 from cnnstrategies.planning.profile_csv import read_profile
 from cnnstrategies.planning.rank import Ranking, rank
-from cnnstrategies.planning.report import ranking_table, stages_table, summary
-from cnnstrategies.planning.tune.candidates import Job
+from cnnstrategies.planning.report import describe, ranking_table, stages_table, summary, write_overlay
 
 
 def main(args: Sequence[str]) -> None:

@@ -24,14 +24,12 @@ from cnnstrategies.data.batch_size import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, ordered_nodes, trace
-from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.cluster_file import read_cluster
-from cnnstrategies.planning.costs import Link
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.cluster import Cluster, read_cluster
+from cnnstrategies.planning.costs import Link, Profile
+from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_local_link
-from cnnstrategies.planning.measure_profile import USUAL_STATES, measure_profile, states_of
-from cnnstrategies.planning.profile import Profile
 from cnnstrategies.planning.profile_csv import read_profile, write_profile
-from cnnstrategies.planning.tune.candidates import Job
 from cnnstrategies.strategies.hybrid_pipeline.find_network import find_network
 from cnnstrategies.strategies.hybrid_pipeline.layout import LayoutRequest
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from cnnstrategies.data.shards.decoders import DECODERS, chosen, is_installed
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
-from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.settings import Setting
 from cnnstrategies.strategies import CompressedDDPStrategy, HybridPipelineStrategy, ParameterServerStrategy
 

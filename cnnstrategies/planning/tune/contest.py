@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.race import Look, Race, Verdict, combined
 from cnnstrategies.planning.tune.settings import Setting, nested, write_commented
 from cnnstrategies.planning.tune.trial import COMPARED_STEPS, Trial, TrialError

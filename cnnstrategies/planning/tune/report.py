@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.contest import DEFAULT, Row
 
 EFFECTS = {Effect.NONE: "", Effect.ROUNDING: "", Effect.LEARNING: "changes learning"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from cnnstrategies.planning.tune.candidates import Effect
+from cnnstrategies.planning.candidates import Effect
 
 CALLBACK = "cnnstrategies.callbacks.ComputeSettings"
 

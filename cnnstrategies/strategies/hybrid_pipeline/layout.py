@@ -19,11 +19,11 @@ from cnnstrategies.pipeline.stage import divide_by_names
 from cnnstrategies.pipeline.timetable import ORDERS, SCHEDULES, Order, Schedule
 from cnnstrategies.pipeline.tracing import cut_positions, trace
 from cnnstrategies.pipeline.transport import broadcast_value
-from cnnstrategies.planning.choose import choose_layout
+from cnnstrategies.planning.candidates import Job
+from cnnstrategies.planning.costs import Profile
+from cnnstrategies.planning.measure import USUAL_STATES, measure_profile, states_of
 from cnnstrategies.planning.measure_links import measure_cluster
-from cnnstrategies.planning.measure_profile import USUAL_STATES, measure_profile, states_of
-from cnnstrategies.planning.profile import Profile
-from cnnstrategies.planning.tune.candidates import Job
+from cnnstrategies.planning.predict import choose_layout
 from cnnstrategies.strategies.hybrid_pipeline.example import on_device_of
 
 BATCH_NORM = ("microbatch", "deferred")

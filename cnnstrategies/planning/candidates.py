@@ -1,16 +1,18 @@
 """What can be chosen, what it changes, and what is predicted of it."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal, Protocol
+from statistics import NormalDist
+from typing import Any, Literal
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.cluster import Cluster
-from cnnstrategies.planning.profile import Profile
-from cnnstrategies.planning.reliability import goodput, slowed_by_stragglers
+from cnnstrategies.planning.cluster import Cluster, Failures
+from cnnstrategies.planning.costs import Profile
 
 Bottleneck = Literal["compute", "nic", "link", "server", "fill", "straggler"]
+Checkpointing = Literal["never", "except_last", "always"]  # As the pipeline has it, whose module imports torch.
 
 
 class Effect(IntEnum):
@@ -101,7 +103,7 @@ class Job:
     replicas: tuple[int, ...] | None = None
     cuts: tuple[int, ...] | None = None
     schedule: str = "1f1b"
-    activation_checkpointing: Literal["never", "except_last", "always"] = "never"
+    activation_checkpointing: Checkpointing = "never"
     run_ahead: bool | None = None
     state_copies: int = 4
     memory_limit: int | None = None
@@ -119,22 +121,6 @@ class Job:
     def share(self, devices: int) -> int:
         """Samples of a step when each device has an equal number of them: as many as asked, or a few less."""
         return self.samples // devices * devices
-
-
-class StrategyModel(Protocol):
-    """What a family of strategies costs."""
-
-    def candidates(self) -> Iterator[Candidate]:
-        """Those worth a prediction."""
-        ...
-
-    def bound(self, candidate: Candidate) -> float:
-        """Seconds that its step cannot fall below."""
-        ...
-
-    def predict(self, candidate: Candidate) -> Prediction:
-        """What it costs; the memory is not compared with what there is."""
-        ...
 
 
 def finished(
@@ -159,3 +145,54 @@ def finished(
         staleness=made.staleness,
         goodput=goodput(job.cluster.failures, candidate.devices, survives),
     )
+
+
+def slowed_by_stragglers(cluster: Cluster, devices: int) -> float:
+    """How many times as long a step takes when all wait for the slowest of some devices.
+
+    A step's time varies from device to device with the cluster's jitter as its standard deviation; the expected maximum
+    of n normal numbers is near their quantile (n - 3/8) / (n + 1/4) (Blom, 1958).
+    """
+    if devices < 2:
+        return 1.0
+    return 1 + cluster.jitter * NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))
+
+
+def checkpoint_interval(checkpoint: float, mtbf: float) -> float:
+    """Seconds of work between two checkpoints with the least time lost.
+
+    Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), equation 37.
+
+    Args:
+        checkpoint: Seconds to write one.
+        mtbf: Mean seconds between two failures of the whole run.
+    """
+    if checkpoint >= 2 * mtbf:
+        return mtbf
+    part = checkpoint / (2 * mtbf)
+    return math.sqrt(2 * checkpoint * mtbf) * (1 + math.sqrt(part) / 3 + part / 9) - checkpoint
+
+
+def goodput(failures: Failures | None, devices: int, survives: bool = False) -> float:
+    """Share of the time that is training which is not lost again.
+
+    Args:
+        failures: How often devices fail; None for never.
+        devices: Of the run.
+        survives: Whether the others train on when a device fails, so that only its own share is lost until it is back.
+    """
+    if failures is None:
+        return 1.0
+    if survives:
+        return 1 / (1 + failures.restart / failures.device_mtbf)
+    mtbf = failures.device_mtbf / devices
+    work = checkpoint_interval(failures.checkpoint, mtbf)
+    exponent = (work + failures.checkpoint) / mtbf
+    if exponent > 500 or failures.restart / mtbf > 500:
+        return 0.0
+    return work / (mtbf * math.exp(failures.restart / mtbf) * math.expm1(exponent))
+
+
+def price_per_hour(cluster: Cluster, devices: int) -> float:
+    """Of the machines that so many devices, the last ones, are in."""
+    return sum(host.price for host in cluster.taken(devices).hosts)

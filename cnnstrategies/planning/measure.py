@@ -1,5 +1,9 @@
-"""Measure every node of a traced network on the real device with one microbatch."""
+"""Measure a traced network node by node, in the precision that it will train in, and what its optimizer holds."""
 
+import contextlib
+import gc
+import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,14 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from cnnstrategies.pipeline.batch import Images
+from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.pipeline.preserved import preserved
 from cnnstrategies.pipeline.tracing import changed_in_place, cut_positions, mode, ordered_nodes, state_names
-from cnnstrategies.planning.costs import GraphCosts, NodeCost, Value
+from cnnstrategies.planning.costs import GraphCosts, NodeCost, Profile, Value, from_two_sizes
 
 _CPU = torch.device("cpu")
+AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+# A second batch is so much smaller, since microbatches are between the two; batch normalisation refuses one sample.
+SMALLER = 4
+USUAL_STATES = 2  # Copies of the parameters that Adam holds.
 
 
 def profile(
@@ -63,12 +73,9 @@ def profile(
             if sweeps and time.monotonic() > end:
                 break
             late = time.monotonic() > end
-            if apart_on is None:
-                sweep = _sweep(traced, order, microbatch)
-                whole = _run_whole(traced, microbatch)
-            else:
-                sweep = _sweep_apart(traced, order, microbatch, apart_on)
-                whole = (sum(sweep.forward.values()), sum(sweep.backward.values()))
+            sweep = _sweep(traced, order, microbatch, apart_on=apart_on)
+            apart = sum(sweep.forward.values()), sum(sweep.backward.values())
+            whole = _run_whole(traced, microbatch) if apart_on is None else apart
             if index >= warm_up or late:
                 sweeps.append(sweep)
                 wholes.append(whole)
@@ -126,10 +133,24 @@ class _Sweep:
     sizes: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
 
 
-def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Images, count: bool = False) -> _Sweep:
-    """Run the nodes forward, then backward; with ``count`` note the saved bytes, which costs time."""
+def _sweep(
+    traced: fx.GraphModule,
+    order: Sequence[fx.Node],
+    microbatch: Images,
+    count: bool = False,
+    apart_on: torch.device | None = None,
+) -> _Sweep:
+    """Run the nodes forward, then backward.
+
+    Args:
+        traced: The network.
+        order: Its nodes.
+        microbatch: Its input.
+        count: Note the saved bytes, which costs time.
+        apart_on: Bring each node to this device alone, and run its backward at once.
+    """
     found = _Sweep()
-    device = tree_leaves(microbatch)[0].device
+    device = apart_on or tree_leaves(microbatch)[0].device
     interpreter = fx.Interpreter(traced)
     environment: dict[fx.Node, Any] = {}
     for node in traced.graph.nodes:
@@ -143,63 +164,52 @@ def _sweep(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Images,
     }
     saved: dict[int, int] = {}
     outputs: dict[fx.Node, list[Tensor]] = {}
+
+    def run_backward(node: fx.Node) -> None:
+        roots = outputs.pop(node)
+        backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
+        found.backward[node] = timed(backward, device)[0] if roots else 0.0
+
     for node in order:
         # A leaf cannot be changed in place; in training it is the producer's output, which can.
-        cut = _cut_with_copy if changed_in_place(traced, node) else _cut
-        inputs = {
-            source: environment[source] if source.op == "get_attr" else tree_map(cut, environment[source])
-            for source in node.all_input_nodes
-        }
-        call = partial(
-            getattr(interpreter, node.op),
-            node.target,
-            fx.node.map_arg(node.args, inputs.__getitem__),
-            fx.node.map_arg(node.kwargs, inputs.__getitem__),
-        )
-        with _recording(saved) if count else nullcontext():
-            found.forward[node], result = timed(call, device)
-        environment[node] = tree_map(_cut, result)
-        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        outputs[node] = [tensor for tensor in tensors if tensor.requires_grad]
+        cut = partial(_cut, device=apart_on, copied=changed_in_place(traced, node) is not None)
+        with _brought(traced, node, apart_on), _recording(saved) if count else nullcontext():
+            inputs = {
+                source: environment[source]
+                if source.op == "get_attr" and apart_on is None
+                else tree_map(cut, environment[source])
+                for source in node.all_input_nodes
+            }
+            arguments = (fx.node.map_arg(given, inputs.__getitem__) for given in (node.args, node.kwargs))
+            found.forward[node], result = timed(partial(getattr(interpreter, node.op), node.target, *arguments), device)
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            outputs[node] = [tensor for tensor in tensors if tensor.requires_grad]
+            found.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
+            if apart_on is not None:
+                run_backward(node)
+        environment[node] = tree_map(partial(_cut, device=None if apart_on is None else _CPU), result)
         for address in (*map(_address, tensors), *saved):
             owner.setdefault(address, node)
-        found.sizes[node] = (sum(t.nbytes for t in tensors), sum(t.nbytes for t in outputs[node]))
     found.saved_bytes = dict.fromkeys(order, 0)
     for address, size in saved.items():
         if (by := owner[address]) is not None:
             found.saved_bytes[by] += size
-    for node in reversed(order):
-        roots = outputs.pop(node)
-        backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
-        found.backward[node] = timed(backward, device)[0] if roots else 0.0
+    for node in reversed(order) if apart_on is None else ():
+        run_backward(node)
     return found
 
 
-def _sweep_apart(traced: fx.GraphModule, order: Sequence[fx.Node], microbatch: Images, device: torch.device) -> _Sweep:
-    """Run each node forward and at once backward, alone on the device."""
-    found = _Sweep()
-    interpreter = fx.Interpreter(traced)
-    environment: dict[fx.Node, Any] = dict.fromkeys(traced.graph.nodes, microbatch)  # Of the placeholders it stays.
-    for node in traced.graph.nodes:
-        if node.op == "get_attr":
-            environment[node] = interpreter.fetch_attr(str(node.target))
-    for node in order:
-        cut = _cut_with_copy if changed_in_place(traced, node) else _cut
-        module = traced.get_submodule(str(node.target)) if node.op == "call_module" else nn.Module()
-        home = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
-        module.to(device)
-        inputs = {
-            source: tree_map(cut, tree_map(partial(_moved, device=device), environment[source]))
-            for source in node.all_input_nodes
-        }
-        arguments = (fx.node.map_arg(given, inputs.__getitem__) for given in (node.args, node.kwargs))
-        found.forward[node], result = timed(partial(getattr(interpreter, node.op), node.target, *arguments), device)
-        roots = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        environment[node] = tree_map(partial(_moved, device=_CPU), result)
-        backward = partial(torch.autograd.backward, roots, [torch.ones_like(root) for root in roots])
-        found.backward[node] = timed(backward, device)[0] if roots else 0.0
-        module.to(home)
-    return found
+@contextmanager
+def _brought(traced: fx.GraphModule, node: fx.Node, device: torch.device | None) -> Iterator[None]:
+    """A node's own module, if it has one, on a device meanwhile."""
+    if device is None or node.op != "call_module":
+        yield
+        return
+    module = traced.get_submodule(str(node.target))
+    home = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), device)
+    module.to(device)
+    yield
+    module.to(home)
 
 
 def _run_whole(traced: fx.GraphModule, microbatch: Images) -> tuple[float, float]:
@@ -224,19 +234,12 @@ def _recording(saved: dict[int, int]) -> Iterator[None]:
         yield
 
 
-def _cut(value: Any) -> Any:
-    """The value as a stage of its own would receive it: a leaf that asks for a gradient."""
-    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _cut_with_copy(value: Any) -> Any:
-    cut = _cut(value)
-    return cut.clone() if isinstance(cut, Tensor) else cut
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """The value elsewhere, without its history; whether it asks for a gradient stays."""
-    return value.detach().to(device).requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+def _cut(value: Any, device: torch.device | None = None, copied: bool = False) -> Any:
+    """The value as a stage of its own would receive it: a leaf that asks for a gradient, or a copy of one."""
+    if not isinstance(value, Tensor):
+        return value
+    leaf = value.detach().to(device).requires_grad_(value.requires_grad)
+    return leaf.clone() if copied else leaf
 
 
 def _same_random_numbers(device: torch.device | None) -> AbstractContextManager[None]:
@@ -265,3 +268,62 @@ def _address(tensor: Tensor) -> int:
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def measure_profile(
+    traced: fx.GraphModule, images: Images, size: int, device: torch.device, precision: str, channels_last: bool
+) -> Profile:
+    """Costs by the samples, from a device's share of a step's batch and a fourth of it.
+
+    Args:
+        traced: The traced network; it comes back to where it is. What does not fit on the device is measured there
+            one node at a time.
+        images: Some of what it takes; they are repeated.
+        size: Samples of the device's share.
+        device: The device.
+        precision: The trainer's.
+        channels_last: Whether the images lie so.
+    """
+    dtype = AUTOCAST.get(precision)
+    home = next(traced.parameters()).device
+
+    def batch_of(count: int, place: torch.device) -> Images:
+        rows = torch.arange(count) % len(tree_leaves(images)[0])
+
+        def taken(one: Tensor) -> Tensor:
+            last = channels_last and one.ndim == 4
+            chosen = one[rows.to(one.device)].to(place)
+            return chosen.contiguous(memory_format=torch.channels_last) if last else chosen
+
+        result: Images = tree_map(taken, images)
+        return result
+
+    def measured(place: torch.device, apart_on: torch.device | None = None) -> Profile:
+        traced.to(place)
+        sizes = size, max(min(2, size), size // SMALLER)
+        large, small = (profile(traced, batch_of(count, place), apart_on=apart_on) for count in sizes)
+        return from_two_sizes(large, small, has_batch_norm(traced))
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(traced.to, home)
+        for kind in {device.type, _CPU.type} if dtype else ():
+            stack.enter_context(torch.autocast(kind, dtype))
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return measured(device)
+        gc.collect()  # What an exception has held, so that it goes from the device, too.
+        return measured(_CPU, apart_on=device)
+
+
+def states_of(optimizer: Optimizer) -> int:
+    """Copies of the parameters that an optimizer of this kind and these options holds; tried on a small one."""
+    parameter = torch.nn.Parameter(torch.zeros(8, 8))
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        accepted = inspect.signature(type(optimizer)).parameters
+        options = {name: value for name, value in optimizer.defaults.items() if name in accepted}
+        tried = type(optimizer)([parameter], **options)
+        tried.step()
+        held = [value for value in tried.state[parameter].values() if isinstance(value, Tensor) and value.numel() > 1]
+    except Exception:
+        return USUAL_STATES
+    return math.ceil(sum(value.numel() for value in held) / parameter.numel())
