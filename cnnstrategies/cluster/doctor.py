@@ -18,10 +18,9 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from cnnstrategies.cluster.addresses import Interface, choose_interface, interfaces, resolve
-from cnnstrategies.cluster.doctor_gpus import gpu_problems
-from cnnstrategies.cluster.doctor_place import Place
-from cnnstrategies.cluster.doctor_probe import Probe, measure
+from cnnstrategies.cluster.doctor_host import Place, gpu_problems
 from cnnstrategies.cluster.meeting import open_store
+from cnnstrategies.cluster.probe import Probe, measure
 from cnnstrategies.errors import ConfigurationError
 
 POLL = 0.05  # seconds

@@ -1,6 +1,11 @@
-"""What the launcher says about this process, where Lightning needs to be told."""
+"""What the launcher says about this process, where Lightning needs to be told; an mpirun's ranks and addresses."""
 
 import os
+import socket
+import sys
+import zlib
+from abc import abstractmethod
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
@@ -9,19 +14,169 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
 
-from cnnstrategies.cluster.mpirun import MPIRUNS
 from cnnstrategies.errors import ConfigurationError
 
-# srun's own after those of an mpirun inside its job: SLURM has started one process there, which is its number 0.
-LOCAL_RANKS = ("LOCAL_RANK", *(kind.LOCAL_RANK for kind in MPIRUNS), "SLURM_LOCALID")
-
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # From here on SLURM numbers what srun has not started: a job's script, its shell.
+FIRST_PORT, PORTS = 20000, 10000
+LONGEST_NAME = 256  # bytes of a host, more than Linux takes
+
+
+class MpirunEnvironment(ClusterEnvironment):
+    """Takes ranks from the variables that ``mpirun`` sets, so neither mpi4py nor a working MPI library is needed.
+
+    Lightning's ``MPIEnvironment`` needs mpi4py, and tells hosts apart by their names. On several hosts rank 0's
+    address is ``MASTER_ADDR``; without it mpi4py, if installed, sends round the name of rank 0's host.
+
+    Attributes:
+        RANK: The variable with the rank.
+        SIZE: That with the number of ranks.
+        LOCAL_RANK: That with the rank's number on its machine.
+        LOCAL_SIZE: That with the number of ranks on its machine.
+        PER_MACHINE: The option that starts so many ranks on each machine, one machine after the other.
+        PASS_ON: The options that set ``MASTER_ADDR``, up to its value.
+
+    Raises:
+        ConfigurationError: Ranks are not numbered host by host, or rank 0's address is unknown.
+    """
+
+    RANK: str
+    SIZE: str
+    LOCAL_RANK: str
+    LOCAL_SIZE: str
+    PER_MACHINE: str
+    PASS_ON: str
+
+    def __init__(self) -> None:
+        self._main_address: str | None = None
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @classmethod
+    @override
+    def detect(cls) -> bool:
+        """Whether this mpirun has started this process, and not only a launcher that has started it in turn."""
+        # A torchrun under mpirun hands its own variables down, beside those of mpirun.
+        return {cls.RANK, cls.LOCAL_RANK} <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ
+
+    @abstractmethod
+    def job(self) -> str:
+        """What is the same on every rank, and another for each mpirun as far as that can be known."""
+
+    @property
+    @override
+    def main_address(self) -> str:
+        if self._main_address is None:
+            self._main_address = self._find_main_address()
+        return self._main_address
+
+    def _find_main_address(self) -> str:
+        if "MASTER_ADDR" in os.environ:
+            return os.environ["MASTER_ADDR"]
+        if self.local_size() == self.world_size():
+            return "127.0.0.1"
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise ConfigurationError(
+                f"mpirun has started ranks on several machines, and rank {self.global_rank()} does not know rank 0's "
+                f"address ({error}): add `{self.PASS_ON}<the first machine in the hostfile>` to mpirun, or install "
+                "mpi4py"
+            ) from error
+        name = bytearray(socket.gethostname().encode().ljust(LONGEST_NAME, b"\0"))
+        MPI.COMM_WORLD.Bcast(name, root=0)  # As it lies in memory: `bcast` would pickle.
+        return name.rstrip(b"\0").decode()
+
+    @property
+    @override
+    def main_port(self) -> int:
+        if "MASTER_PORT" in os.environ:
+            return int(os.environ["MASTER_PORT"])
+        return FIRST_PORT + zlib.crc32(self.job().encode()) % PORTS
+
+    @override
+    def world_size(self) -> int:
+        return int(os.environ[self.SIZE])
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: mpirun has decided."""
+
+    @override
+    def global_rank(self) -> int:
+        return int(os.environ[self.RANK])
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: mpirun has decided."""
+
+    @override
+    def local_rank(self) -> int:
+        return int(os.environ[self.LOCAL_RANK])
+
+    def local_size(self) -> int:
+        """Number of ranks on this machine."""
+        return int(os.environ[self.LOCAL_SIZE])
+
+    @override
+    def node_rank(self) -> int:
+        return self.global_rank() // self.local_size()
+
+    @override
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Refuse a number of processes that the trainer does not expect."""
+        local, world = self.local_size(), self.world_size()
+        if num_devices * num_nodes != world or num_devices != local:
+            raise ConfigurationError(
+                f"trainer.devices={num_devices} and trainer.num_nodes={num_nodes}, but mpirun has started {world} "
+                f"processes, {local} of them on {socket.gethostname()}: use `mpirun -n {num_devices * num_nodes} "
+                f"{self.PER_MACHINE.format(num_devices)}`, or change trainer.devices and trainer.num_nodes"
+            )
+        if self.global_rank() % local != self.local_rank():
+            raise ConfigurationError(
+                f"rank {self.global_rank()} is process {self.local_rank()} of {local} on {socket.gethostname()}: ranks "
+                f"must be numbered machine by machine; use `mpirun {self.PER_MACHINE.format(local)}`"
+            )
+
+
+class OpenMPIEnvironment(MpirunEnvironment):
+    """Under Open MPI's."""
+
+    RANK, SIZE = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"
+    LOCAL_RANK, LOCAL_SIZE = "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+    PER_MACHINE, PASS_ON = "--map-by ppr:{}:node", "-x MASTER_ADDR="
+
+    @override
+    def job(self) -> str:
+        return os.environ["PMIX_NAMESPACE"]
+
+
+class MPICHEnvironment(MpirunEnvironment):
+    """Under MPICH's, and those that are made from it, such as Intel's: their Hydra starts the processes."""
+
+    # SLURM's srun sets PMI_RANK too, where it was built so, but none of the local ones.
+    RANK, SIZE, LOCAL_RANK, LOCAL_SIZE = "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    PER_MACHINE, PASS_ON = "-ppn {}", "-genv MASTER_ADDR "
+
+    @override
+    def job(self) -> str:
+        # Hydra has no number for a job. On one machine its process there is the parent of all ranks.
+        parent = os.getppid() if self.local_size() == self.world_size() and _is_hydra(os.getppid()) else ""
+        return repr((os.getuid(), os.getcwd(), sys.argv[1:], parent))
+
+
+MPIRUNS: tuple[type[MpirunEnvironment], ...] = (OpenMPIEnvironment, MPICHEnvironment)
 
 
 def local_rank() -> int:
     """Number of this process on its machine, known before Lightning has found its environment; 0 without a launcher."""
-    return next((int(os.environ[name]) for name in LOCAL_RANKS if name in os.environ), 0)
+    # srun's own after those of an mpirun inside its job: SLURM has started one process there, which is its number 0.
+    names = ("LOCAL_RANK", *(kind.LOCAL_RANK for kind in MPIRUNS), "SLURM_LOCALID")
+    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
 
 def environment_plugins(plugins: list[Any], num_nodes: int = 1) -> list[ClusterEnvironment]:
@@ -109,3 +264,10 @@ def check_world(trainer: Trainer) -> None:
             f"{nodes} x trainer.devices={devices} are {nodes * devices}: {remedy}, or change trainer.num_nodes and "
             "trainer.devices"
         )
+
+
+def _is_hydra(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/comm").read_text().startswith("hydra")
+    except OSError:
+        return False

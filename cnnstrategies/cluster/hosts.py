@@ -5,7 +5,10 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Trainer
@@ -15,10 +18,11 @@ from cnnstrategies._lightning_private import ranks_are_children
 from cnnstrategies.cluster.addresses import use_interface
 from cnnstrategies.cluster.loopback import on_loopback
 from cnnstrategies.cluster.meeting import interface_of, meet, open_store
-from cnnstrategies.cluster.watch import Watch
+from cnnstrategies.cluster.probe import Answer, Peer, ping
 from cnnstrategies.errors import ConfigurationError
 
 UNREACHABLE = 1  # exit code
+MOST_AT_ONCE = 16  # pings under way
 
 
 class Network:
@@ -39,6 +43,72 @@ class Network:
         self.interface = interface
         self.wait = wait
         self.timeout = timeout
+
+
+class Watch:
+    """Pings the other hosts of a run in the background.
+
+    A collective waits for a silent host until the process group's time-out, which is 30 minutes by default, and then
+    names nobody. A host whose part of the run has ended is no concern of the watch: its connections are closed, so
+    that the others' collectives fail at once.
+
+    Args:
+        me: This host's name.
+        peers: The other hosts.
+        timeout: Seconds without any answer after which a host counts as unreachable.
+        on_silent: Called once with a message, in the watch's own thread.
+    """
+
+    def __init__(self, me: str, peers: Sequence[Peer], timeout: float, on_silent: Callable[[str], None]) -> None:
+        self._me = me
+        self._peers = list(peers)
+        self._timeout = timeout
+        self._on_silent = on_silent
+        self._interval = min(2.0, timeout / 4)
+        self._heard = dict.fromkeys(self._peers, time.monotonic())
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop pinging."""
+        self._stopped.set()
+        self._thread.join()
+
+    def explain(self) -> str | None:
+        """Ask every host once; what is wrong with those that do not answer, or None if all do."""
+        lines = []
+        for peer, (answer, reason) in self._ask().items():
+            if answer == "silent":
+                lines.append(f"{self._me} cannot reach {peer}: {reason}")
+            elif answer == "refused":
+                lines.append(f"on {peer} the run has ended; look for the reason in its output")
+        return "; ".join(lines) or None
+
+    def _ask(self) -> dict[Peer, tuple[Answer, str]]:
+        with ThreadPoolExecutor(min(MOST_AT_ONCE, len(self._peers))) as pool:
+            answers = pool.map(lambda peer: ping(peer, self._interval), self._peers)
+            return dict(zip(self._peers, answers, strict=True))
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            answers = self._ask()
+            now = time.monotonic()
+            for peer, (answer, _) in answers.items():
+                if answer != "silent":
+                    self._heard[peer] = now
+            lost = [peer for peer in self._peers if now - self._heard[peer] > self._timeout]
+            if lost and not self._stopped.is_set():
+                names = ", ".join(map(str, lost))
+                reason = answers[lost[0]][1]
+                own = "; no other host answers, so it may be this one's connection" if len(lost) > 1 else ""
+                if len(lost) < len(self._peers):
+                    own = ""
+                self._on_silent(
+                    f"{self._me} has not reached {names} for {self._timeout:g} s ({reason}){own}: the run ends here. "
+                    "Mend the connection and resume from the last checkpoint; --network.timeout sets how long to wait"
+                )
+                return
 
 
 @contextlib.contextmanager
@@ -68,11 +138,11 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
             yield
         return
     _check(strategy, environment, trainer.num_nodes)
-    watch, beacon = None, None
+    watch, probe = None, None
     address, port = environment.main_address, environment.main_port
     store = open_store(address, port, strategy.global_rank == 0, network.wait)
     if environment.local_rank() == 0:
-        interface, beacon, others = meet(
+        interface, probe, others = meet(
             store,
             environment.node_rank(),
             trainer.num_nodes,
@@ -100,9 +170,9 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
             print(f"cnnstrategies: {explanation}", file=sys.stderr, flush=True)
         raise
     finally:
-        if watch is not None and beacon is not None:
+        if watch is not None and probe is not None:
             watch.close()
-            beacon.close()
+            probe.close()
         # Until here: rank 0's process shares the server with torch's own.
         del store
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from cnnstrategies.cluster.addresses import Interface, choose_interface, resolve
-from cnnstrategies.cluster.beacon import Beacon, Peer, ping
+from cnnstrategies.cluster.probe import Peer, Probe, ping
 from cnnstrategies.errors import ConfigurationError
 
 POLL = 0.05  # seconds
@@ -77,7 +77,7 @@ def _wait_for_port(address: str, port: int, seconds: float) -> None:
 
 def meet(
     store: Store, node: int, nodes: int, main_address: str, interface: str | None, seconds: float
-) -> tuple[Interface, Beacon, list[Peer]]:
+) -> tuple[Interface, Probe, list[Peer]]:
     """Make this host known, wait for the others, and try every connection between this one and them.
 
     Args:
@@ -89,7 +89,7 @@ def meet(
         seconds: How long to wait for the other hosts.
 
     Returns:
-        The interface, this host's beacon, and the other hosts.
+        The interface, this host's probe, and the other hosts.
 
     Raises:
         ConfigurationError: A host is missing, or a connection between two hosts fails; on every host that is there.
@@ -102,8 +102,8 @@ def meet(
     else:
         mine = choose_interface(interface, resolve(main_address))
         store.set("source", mine.address)
-    beacon = Beacon(mine.address)
-    store.set(f"host/{node}", json.dumps([me, mine.address, beacon.port]))
+    probe = Probe(mine.address)
+    store.set(f"host/{node}", json.dumps([me, mine.address, probe.port]))
     keys = [f"host/{number}" for number in range(nodes)]
     _wait_for(store, keys, node, nodes, seconds)
     everyone = [Peer(number, *json.loads(store.get(key))) for number, key in enumerate(keys)]
@@ -126,7 +126,7 @@ def meet(
             "another interface with --network.interface"
         )
     store.set(f"interface/{node}", mine.name)
-    return mine, beacon, others
+    return mine, probe, others
 
 
 def _wait_until_told(store: Store, nodes: int) -> None:

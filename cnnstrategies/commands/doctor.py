@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from cnnstrategies.cluster.doctor import Report, examine, examine_alone
-from cnnstrategies.cluster.doctor_place import find_place
+from cnnstrategies.cluster.doctor_host import find_place
 from cnnstrategies.cluster.doctor_report import hosts_table, links_table, mends, versions_table
 from cnnstrategies.cluster.doctor_ssh import run_over_ssh
 from cnnstrategies.cluster.torchrun import own_store

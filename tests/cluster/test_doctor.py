@@ -17,7 +17,7 @@ from cluster.two_hosts import NO_SSHD, SSHD, TwoHosts, bind, missing, start_sshd
 from cnnstrategies.cli import main
 from cnnstrategies.cluster import doctor as doctor_module
 from cnnstrategies.cluster.doctor import Facts, Findings, Report, rounds
-from cnnstrategies.cluster.doctor_gpus import gpu_problems
+from cnnstrategies.cluster.doctor_host import gpu_problems
 from cnnstrategies.cluster.doctor_report import mends
 
 reason = missing()

@@ -9,7 +9,7 @@ import pytest
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from cnnstrategies.cluster.doctor_place import find_place
+from cnnstrategies.cluster.doctor_host import find_place
 from cnnstrategies.cluster.environment import environment_plugins
 from cnnstrategies.cluster.job import Size, job_size, sbatch_script
 from cnnstrategies.cluster.options import ClusterOptions, time_limit

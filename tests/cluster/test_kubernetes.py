@@ -20,8 +20,8 @@ from conftest import ROOT
 
 from cnnstrategies.cluster.job import Size
 from cnnstrategies.cluster.kubernetes import manifests
-from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
 from cnnstrategies.cluster.kubernetes.run import Run, server_script, trainer_script
+from cnnstrategies.cluster.options import KubernetesOptions
 from cnnstrategies.errors import ConfigurationError
 
 pytestmark = pytest.mark.light

@@ -11,9 +11,14 @@ import torch
 from cluster.processes_of import PYTHON, Program, environment, fit
 from cluster.two_hosts import NO_SSHD, SSHD, missing, start_sshd, two_hosts
 
-from cnnstrategies.cluster.doctor_place import Place, find_place
-from cnnstrategies.cluster.environment import environment_plugins, local_rank
-from cnnstrategies.cluster.mpirun import MPICHEnvironment, MpirunEnvironment, OpenMPIEnvironment
+from cnnstrategies.cluster.doctor_host import Place, find_place
+from cnnstrategies.cluster.environment import (
+    MPICHEnvironment,
+    MpirunEnvironment,
+    OpenMPIEnvironment,
+    environment_plugins,
+    local_rank,
+)
 from cnnstrategies.errors import ConfigurationError
 
 NO_MPI = "mpirun is not installed (Debian: apt-get install openmpi-bin)"

@@ -12,14 +12,11 @@ from typing import Any
 import pytest
 
 from cnnstrategies.cluster.job import Size
-from cnnstrategies.cluster.options import ClusterOptions
+from cnnstrategies.cluster.options import ClusterOptions, RayOptions
 from cnnstrategies.cluster.ray import connection, node
 from cnnstrategies.cluster.ray.connection import check_nodes, demand
 from cnnstrategies.cluster.ray.driver import Driver
-from cnnstrategies.cluster.ray.lines import Lines
-from cnnstrategies.cluster.ray.options import RayOptions
-from cnnstrategies.cluster.ray.order import Order
-from cnnstrategies.cluster.ray.patience import LOSS, PATIENCE
+from cnnstrategies.cluster.ray.order import LOSS, PATIENCE, Lines, Order
 from cnnstrategies.errors import ConfigurationError
 
 CONFIG = "config.yaml"

@@ -5,8 +5,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cnnstrategies.cluster.kubernetes.manifests import TRAINER_API, objects
-from cnnstrategies.cluster.kubernetes.pods import Object
+from cnnstrategies.cluster.kubernetes.manifests import TRAINER_API, Object, objects
 from cnnstrategies.cluster.kubernetes.run import KEY, Run
 from cnnstrategies.errors import ConfigurationError
 

@@ -5,7 +5,7 @@ import signal
 from dataclasses import dataclass
 
 from cnnstrategies.cluster.job import Size
-from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
+from cnnstrategies.cluster.options import KubernetesOptions
 
 MAIN_PORT, SERVER_PORT = 29500, 29600
 CONFIGURATION, KEYS, KEY = "/run/cnnstrategies/config", "/run/cnnstrategies/keys", "run.key"

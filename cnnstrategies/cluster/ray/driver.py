@@ -12,10 +12,8 @@ from typing import Any
 from cnnstrategies.cluster import run_name
 from cnnstrategies.cluster.ray import node as node_module
 from cnnstrategies.cluster.ray.connection import in_words
-from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.node import Node, Place
-from cnnstrategies.cluster.ray.order import LOST, REFUSED, Ends, Order
-from cnnstrategies.cluster.ray.patience import Clock, Patience
+from cnnstrategies.cluster.ray.order import LOST, REFUSED, Clock, Ends, Lines, Order, Patience
 from cnnstrategies.errors import ConfigurationError
 
 FOLLOW = 0.5  # Seconds; also how long a signal waits for an actor.

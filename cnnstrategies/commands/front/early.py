@@ -34,8 +34,8 @@ ROOTS: dict[str, str | None] = {
 }
 # And those below.
 NESTED = {
-    "cluster.kubernetes": "cnnstrategies.cluster.kubernetes.options.KubernetesOptions",
-    "cluster.ray": "cnnstrategies.cluster.ray.options.RayOptions",
+    "cluster.kubernetes": "cnnstrategies.cluster.options.KubernetesOptions",
+    "cluster.ray": "cnnstrategies.cluster.options.RayOptions",
 }
 # Where the classes are that a configuration may name without their module.
 HOMES = (

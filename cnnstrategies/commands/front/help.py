@@ -10,9 +10,7 @@ from typing import Any
 
 import docstring_parser
 
-from cnnstrategies.cluster.kubernetes.options import KubernetesOptions
-from cnnstrategies.cluster.options import ClusterOptions
-from cnnstrategies.cluster.ray.options import RayOptions
+from cnnstrategies.cluster.options import ClusterOptions, KubernetesOptions, RayOptions
 from cnnstrategies.commands.front.early import ROOTS
 from cnnstrategies.commands.front.options import PlanOptions, TuneOptions, VerifyOptions
 from cnnstrategies.commands.front.options import doctor_parser as doctor_parser

@@ -12,9 +12,8 @@ from cnnstrategies.cluster.job import setup_lines
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.ray.connection import check_nodes, connected, demand, in_words
 from cnnstrategies.cluster.ray.driver import Driver
-from cnnstrategies.cluster.ray.lines import Lines
 from cnnstrategies.cluster.ray.node import PYTHON
-from cnnstrategies.cluster.ray.order import Order
+from cnnstrategies.cluster.ray.order import Lines, Order
 from cnnstrategies.cluster.run_folder import refuse_anothers
 from cnnstrategies.commands.submit.base import Target, run_name
 from cnnstrategies.commands.submit.slurm import run_folder

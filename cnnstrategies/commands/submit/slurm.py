@@ -9,10 +9,9 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from cnnstrategies.cluster.job import sbatch_script
+from cnnstrategies.cluster.job import sbatch_script, submit
 from cnnstrategies.cluster.options import ClusterOptions
 from cnnstrategies.cluster.run_folder import refuse_anothers
-from cnnstrategies.cluster.submit import submit
 from cnnstrategies.commands.submit.base import Submission, Target, run_name
 from cnnstrategies.errors import ConfigurationError
 

@@ -1,4 +1,4 @@
-"""Measure the connection between two hosts: round trip, bandwidth, and the difference between their clocks."""
+"""A small server on each host that says "I am here" and answers measurements of the connection to it."""
 
 import contextlib
 import socket
@@ -7,7 +7,9 @@ import struct
 import threading
 import time
 from dataclasses import dataclass
+from typing import Literal
 
+Answer = Literal["here", "refused", "silent"]
 CLOCK, ECHO, COUNT = b"C", b"E", b"N"
 ROUNDS = 30
 SEND_SECONDS = 0.3
@@ -30,7 +32,7 @@ class Measured:
 
 
 class Probe:
-    """Answers measurements of other hosts until it is closed.
+    """Answers questions of other hosts until it is closed.
 
     Args:
         address: The IP address to listen on.
@@ -73,6 +75,51 @@ class Probe:
                     while size := connection.recv_into(buffer):
                         received += size
                     connection.sendall(struct.pack("!Q", received))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Where a host of the run answers.
+
+    Attributes:
+        node: Number of the host in the run.
+        host: Its own name.
+        address: Its IP address towards the other hosts.
+        port: Of its :class:`Probe`.
+    """
+
+    node: int
+    host: str
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host} ({self.address}, node {self.node})"
+
+
+def ping(peer: Peer, seconds: float) -> tuple[Answer, str]:
+    """Ask a host's :class:`Probe` whether it is there.
+
+    Args:
+        peer: The host.
+        seconds: How long to wait for its answer.
+
+    Returns:
+        ``here``, ``refused`` (the host answers, but its part of the run has ended) or ``silent``; and the reason for
+        having no answer.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        with socket.create_connection((peer.address, peer.port), timeout=seconds) as connection:
+            connection.settimeout(max(0.01, deadline - time.monotonic()))
+            connection.sendall(ECHO)
+            return ("here", "") if connection.recv(1) else ("refused", "connection closed")
+    except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:
+        return "refused", str(error.strerror)
+    except TimeoutError:
+        return "silent", f"no answer in {seconds:g} s"
+    except OSError as error:
+        return "silent", str(error.strerror)
 
 
 def measure(address: str, port: int, timeout: float) -> Measured:
