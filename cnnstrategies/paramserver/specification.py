@@ -1,8 +1,9 @@
 """What workers and servers of one run agree on, as JSON."""
 
 import json
+import math
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -11,12 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.specification_checks import check_options
 
 Options = list[dict[str, Any]]  # of each parameter group
 Mode = Literal["sync", "async", "ssp", "local"]
 Compression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
-PullCompression = Literal["none", "fp16", "bf16", "topk", "onebit", "auto"]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -51,17 +50,11 @@ class Group:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Specification:
-    """What workers and servers of one run agree on; the same object everywhere.
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What a user asks of workers and servers, whatever they train.
 
     Attributes:
-        parameters: The trained parameters, in the order of their first use as far as it is known.
-        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``; in mode ``local`` the
-            outer one.
-        groups: The optimizer's parameter groups.
-        workers: Workers that the first step waits for.
-        servers: Number of servers; their ids are 0 to `servers` - 1.
         mode: ``sync``: one step on the mean gradient of all workers. ``async``: each gradient is applied as it
             comes. ``ssp``: as async, but no worker runs further ahead of the slowest than `staleness` steps.
             ``local``: workers make their own steps, and what they push is the difference to what they began with; the
@@ -71,38 +64,26 @@ class Specification:
         compression_ratio: Share of a slice's elements that ``topk`` sends.
         pull_compression: How pulled parameters are encoded, or ``auto``; with ``topk`` and ``onebit`` the changes of
             each common step. The servers' own keep their precision.
-        pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
-            answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
         replication: Servers that hold each slice.
-        clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
-        clip_value: Largest absolute value of a gradient's elements, likewise.
-        slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
         timeout: Seconds of silence after which a worker gives up a server.
         elastic: Workers that may join beside these.
-        session: Random number of this run: messages of another run are dropped.
+
+    Raises:
+        ConfigurationError: They contradict each other or are out of range.
     """
 
-    parameters: tuple[ParameterInfo, ...]
-    optimizer: str
-    groups: tuple[Group, ...]
-    workers: int
-    servers: int = 1
     mode: Mode = "sync"
     staleness: int = 0
     compression: Compression = "none"
     compression_ratio: float = 0.01
-    pull_compression: PullCompression = "none"
-    pipelined: bool = False
+    pull_compression: Compression = "none"
     replication: int = 1
-    clip_norm: float | None = None
-    clip_value: float | None = None
-    slice_bytes: int = 1 << 21
     timeout: float = 60.0
     elastic: int = 0
-    session: int = field(default_factory=lambda: secrets.randbits(63))
 
     def __post_init__(self) -> None:
-        _check(self)
+        for wrong in self._mistakes():
+            raise ConfigurationError(wrong)
 
     @property
     def aggregates(self) -> bool:
@@ -116,8 +97,55 @@ class Specification:
             return self.aggregates
         return self.pull_compression in ("topk", "onebit")
 
+    def _mistakes(self) -> Iterator[str]:
+        """Each that there is, with the remedy."""
+        yield from unknown_choices(self, {"mode": Mode, "compression": Compression, "pull_compression": Compression})
+        yield from too_small(self, {"staleness": 0, "replication": 1, "elastic": 0})
+        if not 0 < self.timeout < math.inf:
+            yield f"timeout={self.timeout}: use a number of seconds above 0; 10 is usual"
+        if self.staleness and self.mode != "ssp":
+            yield f"staleness={self.staleness} is for mode='ssp', not mode={self.mode!r}: leave it out"
+        if not 0 < self.compression_ratio <= 1:
+            yield f"compression_ratio={self.compression_ratio}: use more than 0 and at most 1"
+        if self.pulls_changes and not self.aggregates:
+            yield (
+                f"pull_compression={self.pull_compression!r} with mode={self.mode!r}: servers send one change to all "
+                "workers, which they have in common steps only: use mode='sync' or 'local', or pull_compression='fp16'"
+            )
+
+
+@dataclass(frozen=True)
+class Specification(RunOptions):
+    """What workers and servers of one run agree on; the same object everywhere.
+
+    Attributes:
+        parameters: The trained parameters, in the order of their first use as far as it is known.
+        optimizer: Class path of the user's optimizer, such as ``torch.optim.sgd.SGD``; in mode ``local`` the
+            outer one.
+        groups: The optimizer's parameter groups.
+        workers: Workers that the first step waits for.
+        servers: Number of servers; their ids are 0 to `servers` - 1.
+        pipelined: For sync: a slice's step is made as soon as its own pushes are there, and each push asks for its
+            answer, so that values come while gradients leave. A worker that dies may be in a part of its last step.
+        clip_norm: Largest global L2 norm of a gradient: of the mean gradient in sync, else of each worker's own.
+        clip_value: Largest absolute value of a gradient's elements, likewise.
+        slice_bytes: Largest slice of a parameter, except for optimizers that need whole tensors.
+        session: Random number of this run: messages of another run are dropped.
+    """
+
+    parameters: tuple[ParameterInfo, ...]
+    optimizer: str
+    groups: tuple[Group, ...]
+    workers: int
+    servers: int = 1
+    pipelined: bool = False
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    slice_bytes: int = 1 << 21
+    session: int = field(default_factory=lambda: secrets.randbits(63))
+
     @property
-    def half(self) -> PullCompression:
+    def half(self) -> Compression:
         """How parameters are halved: to the more exact fp16, having no such range as gradients; 16 bits stay."""
         return "fp16" if any(DTYPES[one.dtype].itemsize > 2 for one in self.parameters) else "none"
 
@@ -194,6 +222,50 @@ class Specification:
         values["groups"] = tuple(Group(tuple(g["parameters"]), g["options"]) for g in values["groups"])
         return cls(**values)
 
+    def _mistakes(self) -> Iterator[str]:
+        yield from super()._mistakes()
+        yield from too_small(self, {"workers": 1, "servers": 1, "slice_bytes": 64})
+        if self.replication > self.servers:
+            yield f"replication={self.replication} needs as many servers, but servers={self.servers}: change one"
+        if self.pipelined and (self.mode != "sync" or self.clip_norm is not None):
+            yield (
+                "pipelined=True is for mode='sync' without clip_norm: else something of all slices decides each step; "
+                "leave it out"
+            )
+        if self.pipelined and self.pull_compression in ("topk", "onebit", "auto"):
+            yield (
+                f"pipelined=True with pull_compression={self.pull_compression!r}: a push asks for what is the same in "
+                "all steps; use pull_compression='fp16', or leave it out"
+            )
+        if self.mode == "local" and (self.clip_norm is not None or self.clip_value is not None):
+            yield "mode='local' pushes no gradients: clip them in the worker's own optimizer step"
+        if self.clip_norm is not None and self.clip_value is not None:
+            yield f"clip_norm={self.clip_norm} and clip_value={self.clip_value}: give one of them"
+        for name in ("clip_norm", "clip_value"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{name}={value}: use a positive number, or None for no clipping"
+        for parameter in self.parameters:
+            if parameter.dtype not in DTYPES:
+                yield f"parameter {parameter.name} is {parameter.dtype}: the servers hold {', '.join(DTYPES)}"
+        listed = sorted(index for group in self.groups for index in group.parameters)
+        if listed != list(range(len(self.parameters))):
+            yield "every parameter must be in exactly one parameter group of the optimizer"
+
+
+def unknown_choices(options: object, choices: Mapping[str, Any]) -> Iterator[str]:
+    """Mistakes of options that are one of several words."""
+    for name, choice in choices.items():
+        if getattr(options, name) not in get_args(choice):
+            yield f"{name}={getattr(options, name)!r}: use one of {', '.join(get_args(choice))}"
+
+
+def too_small(options: object, least: Mapping[str, int]) -> Iterator[str]:
+    """Mistakes of options that are numbers."""
+    for name, value in least.items():
+        if getattr(options, name) < value:
+            yield f"{name}={getattr(options, name)}: use at least {value}"
+
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options of each parameter group as what JSON can hold: learning rate, momentum and so on.
@@ -217,19 +289,3 @@ def _plain(name: str, value: Any) -> Any:
     raise ConfigurationError(
         f"the optimizer's option {name}={value!r} cannot be sent to the servers: use numbers, text or lists of them"
     )
-
-
-def _check(spec: Specification) -> None:
-    choices: Mapping[str, Any] = {"mode": Mode, "compression": Compression, "pull_compression": PullCompression}
-    for name, choice in choices.items():
-        if getattr(spec, name) not in get_args(choice):
-            raise ConfigurationError(f"{name}={getattr(spec, name)!r}: use one of {', '.join(get_args(choice))}")
-    check_options(spec)
-    for parameter in spec.parameters:
-        if parameter.dtype not in DTYPES:
-            raise ConfigurationError(
-                f"parameter {parameter.name} is {parameter.dtype}: the servers hold {', '.join(DTYPES)}"
-            )
-    listed = sorted(index for group in spec.groups for index in group.parameters)
-    if listed != list(range(len(spec.parameters))):
-        raise ConfigurationError("every parameter must be in exactly one parameter group of the optimizer")

@@ -201,7 +201,7 @@ def test_one_joins_over_wires_that_do_harm(run_cli, fault):
         ({"mode": "local"}, "in mode: local all workers step together"),
         ({"mode": "ssp"}, "in mode: ssp with staleness 0 all workers step together"),
         ({"mode": "async"}, "elastic=2 with data_dispatch: static"),
-        ({"mode": "async", "elastic": -1}, "elastic=-1 is negative"),
+        ({"mode": "async", "elastic": -1}, "elastic=-1: use at least 0"),
     ],
 )
 def test_elastic_is_for_runs_whose_workers_step_for_themselves(options, message):

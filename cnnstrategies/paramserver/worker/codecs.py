@@ -9,9 +9,9 @@ import math
 from collections.abc import Generator, Sequence
 from statistics import median
 
-from cnnstrategies.paramserver.specification import Compression, PullCompression, Specification
+from cnnstrategies.paramserver.specification import Compression, Specification
 
-Codecs = tuple[Compression, PullCompression]
+Codecs = tuple[Compression, Compression]
 
 WARM_UP = 3  # steps before anything is tried
 PAIRS = 5  # steps with what is tried, at most, each beside one with what is used
@@ -33,7 +33,7 @@ def ladder(specification: Specification) -> list[Codecs]:
     servers can send changes: top-k of a like size costs more accuracy.
     """
     pushes: list[Compression] = [specification.compression]
-    pulls: list[PullCompression] = [specification.pull_compression]
+    pulls: list[Compression] = [specification.pull_compression]
     halves = specification.half != "none"
     if pushes == ["auto"]:
         pushes = ["none", "bf16", "onebit"] if halves else ["none", "onebit"]

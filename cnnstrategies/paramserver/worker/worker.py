@@ -20,7 +20,7 @@ from cnnstrategies.paramserver.messages import (
 )
 from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.slicing import Slice
-from cnnstrategies.paramserver.specification import Compression, PullCompression, Specification
+from cnnstrategies.paramserver.specification import Compression, Specification
 from cnnstrategies.paramserver.worker.connections import Connections
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
 from cnnstrategies.paramserver.worker.placement import Placement
@@ -192,7 +192,7 @@ class WorkerRole:
         """Whether this worker chooses encodings: for itself, or where steps are common for all that live."""
         return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
 
-    def encode_as(self, compression: Compression, pull_compression: PullCompression, rung: int) -> None:
+    def encode_as(self, compression: Compression, pull_compression: Compression, rung: int) -> None:
         """From the next step on push and pull in these encodings; all parameters are up to date.
 
         Args:

@@ -21,7 +21,7 @@ from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.run_address import RunAddress
-from cnnstrategies.paramserver.specification import Compression, Mode, PullCompression, Specification
+from cnnstrategies.paramserver.specification import Compression, Mode, Specification
 from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers
@@ -106,7 +106,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
         coordinator: str | None = None,
         compression: Compression = "none",
         compression_ratio: float = 0.01,
-        pull_compression: PullCompression = "none",
+        pull_compression: Compression = "none",
         replication: int = 1,
         data_dispatch: Dispatch = "static",
         security: Security = "auto",
@@ -463,7 +463,7 @@ class ParameterServerStrategy(CoordinatedStrategy):
     @property
     def steps_together(self) -> bool:
         """Whether all workers make the same steps at the same time, and may wait for each other at any of them."""
-        return self.options.steps_together
+        return self.options.aggregates
 
     # In words
 
