@@ -13,10 +13,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from cnnstrategies.callbacks.mask_pictures import write_masks
-from cnnstrategies.checkpoints.whole_file import whole_file
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.own_images import own_images
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.whole_file import whole_file
 
 GATHER_ROWS = 4096
 

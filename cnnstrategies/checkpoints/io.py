@@ -14,8 +14,8 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from typing_extensions import override
 
-from cnnstrategies.checkpoints.whole_file import whole_file
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.whole_file import whole_file
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,16 +26,10 @@ class DigitsDataModule(ImageDataModule):
     for validation.
 
     Args:
-        batch_size: Samples per batch and process; by default 64.
-        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation.
         augment: Shift training images by up to one pixel.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
-        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        seed: Seed of the split, the shuffling and the augmentation.
-        drop_last: Leave out a last, partial training batch.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is by default 64.
     """
 
     default_batch_size = 64
@@ -43,18 +38,13 @@ class DigitsDataModule(ImageDataModule):
 
     def __init__(
         self,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
+        *,
         val_split: float = 0.2,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-        drop_last: bool = False,
-        persistent_workers: bool = True,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        super().__init__(**options)
         self.val_split = val_split
         self.class_names = [str(digit) for digit in range(10)]
         self.eval_transform = to_normalised(mean=[0.3], std=[0.38])

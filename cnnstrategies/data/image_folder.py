@@ -18,6 +18,7 @@ from cnnstrategies.data.folders import (
     EXTENSIONS,
     FILES_END_IN,
     beside,
+    broken_images,
     folders_in,
     has_images,
     image_files,
@@ -27,7 +28,6 @@ from cnnstrategies.data.folders import (
 from cnnstrategies.data.loading import Batch, Transform
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
-from cnnstrategies.data.verification import broken_images
 from cnnstrategies.errors import ConfigurationError
 
 OnBroken = Literal["refuse", "skip"]
@@ -57,18 +57,13 @@ class ImageFolderDataModule(ImageDataModule):
         on_broken: ``refuse`` stops at the first file that cannot be decoded, when its turn comes, and names it.
             ``skip`` decodes all files before the first run (later only new and changed ones), names the broken ones
             and leaves them out, so that every rank knows the same data set and has the same number of batches.
-        batch_size: Samples per batch and process; by default 32.
-        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
         balanced: Draw as many training images of each class in an epoch, which stays as long as it is: images of rare
             classes come several times, and of frequent ones others in each epoch.
         augment: Crop training images at random and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        seed: Seed of the split, the shuffling and the augmentation.
-        drop_last: Leave out a last, partial training batch.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: The directory does not exist, a part or a class has no images, two parts disagree about the
@@ -81,19 +76,14 @@ class ImageFolderDataModule(ImageDataModule):
         image_size: int | None = None,
         resize: int | None = None,
         on_broken: OnBroken = "refuse",
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
         val_split: float = 0.1,
         balanced: bool = False,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
-        seed: int = 0,
-        drop_last: bool = False,
-        persistent_workers: bool = True,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        super().__init__(num_workers=num_workers, **options)
         self.root = Path(root)
         self.on_broken = on_broken
         self.val_split = val_split

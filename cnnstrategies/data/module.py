@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 
-from cnnstrategies.data.batch_size import division, share
+from cnnstrategies.cluster.environment import check_world
+from cnnstrategies.data.decoding import of_image
 from cnnstrategies.data.loading import BatchDataset, BatchLoader, Source, TensorSource, Transform
-from cnnstrategies.data.masks import of_image
 from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches, sharding
 from cnnstrategies.errors import ConfigurationError
@@ -43,7 +44,7 @@ class ImageDataModule(LightningDataModule):
         left_out: How many files are read for nothing, by the reason.
 
     Args:
-        batch_size: Samples per batch and process.
+        batch_size: Samples per batch and process; by default 32, or what the subclass says.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
         seed: Seed of the split, the shuffling and the augmentation.
         drop_last: Leave out a last, partial training batch.
@@ -80,12 +81,12 @@ class ImageDataModule(LightningDataModule):
 
     def __init__(
         self,
-        batch_size: int | None,
-        num_workers: int,
-        seed: int,
-        drop_last: bool,
-        persistent_workers: bool,
-        pin_memory: bool | None,
+        batch_size: int | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+        persistent_workers: bool = True,
+        pin_memory: bool | None = None,
         global_batch_size: int | None = None,
     ) -> None:
         super().__init__()
@@ -276,3 +277,54 @@ def split_source(images: Tensor, targets: Tensor, fraction: float, seed: int) ->
     """Split samples in memory at random into training and validation; see :func:`split`."""
     training, validation = split(len(images), fraction, seed)
     return TensorSource(images[training], targets[training]), TensorSource(images[validation], targets[validation])
+
+
+def division(trainer: Trainer | None) -> tuple[int, int]:
+    """What a trainer divides the samples of an optimizer step by.
+
+    Args:
+        trainer: The trainer; None where samples are loaded without one.
+
+    Returns:
+        The processes that load (with pipeline stages, those of the first one), and the batches that are accumulated.
+
+    Raises:
+        ConfigurationError: The batches that are accumulated change from epoch to epoch, or a launcher has started
+            another number of processes.
+    """
+    if trainer is None:
+        return 1, 1
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            "global_batch_size with GradientAccumulationScheduler: the samples of a step change with its schedule; "
+            "give batch_size, which is per process, and set global_batch_size to null"
+        )
+    check_world(trainer)
+    # The strategy's word, not the world's size: with pipeline stages not every process loads.
+    sampling = trainer.distributed_sampler_kwargs
+    return 1 if sampling is None else sampling["num_replicas"], trainer.accumulate_grad_batches
+
+
+def share(global_batch_size: int, processes: int, accumulated: int) -> int:
+    """Samples of a batch of one process.
+
+    Args:
+        global_batch_size: Samples of an optimizer step, over all processes.
+        processes: Processes that load.
+        accumulated: Batches that each of them makes a step from.
+
+    Raises:
+        ConfigurationError: The samples do not divide evenly.
+    """
+    parts = processes * accumulated
+    if global_batch_size % parts:
+        lower = global_batch_size // parts * parts
+        nearest = f"{lower} or {lower + parts}" if lower else str(parts)
+        by = f"{processes} processes that load"
+        if accumulated > 1:
+            by += f" x accumulate_grad_batches={accumulated}"
+        raise ConfigurationError(
+            f"global_batch_size={global_batch_size} does not divide evenly by {by}: use {nearest}, or batch_size, "
+            "which is per process"
+        )
+    return global_batch_size // parts

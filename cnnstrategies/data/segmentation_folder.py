@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -12,10 +13,9 @@ from torchvision.transforms.v2 import functional as tvf
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
-from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.decoding import FILL, LEAST_AREA, BrokenImageError, check_mask, decode, fitted, read_mask
 from cnnstrategies.data.folders import FILES_END_IN, beside, image_files, part_folders, readable
 from cnnstrategies.data.loading import Batch
-from cnnstrategies.data.masks import FILL, LEAST_AREA, check_mask, fitted, read_mask
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.errors import ConfigurationError
@@ -44,16 +44,11 @@ class SegmentationFolderDataModule(ImageDataModule):
         image_size: Height and width of the images that the network gets.
         ignore_index: The value of pixels in masks that count nowhere.
         class_names: Name of each class, for reports and exports; its number when left out.
-        batch_size: Samples per batch and process; by default 32.
-        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where there is no ``val``.
         augment: Crop training images at random, to a quarter of their area at least, and mirror them.
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others; masks stay.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        seed: Seed of the split, the shuffling and the augmentation.
-        drop_last: Leave out a last, partial training batch.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: The directory does not exist or has no images, an image has no mask, or a number is out of
@@ -69,18 +64,13 @@ class SegmentationFolderDataModule(ImageDataModule):
         image_size: int = 512,
         ignore_index: int = 255,
         class_names: list[str] | None = None,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
-        seed: int = 0,
-        drop_last: bool = False,
-        persistent_workers: bool = True,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        super().__init__(num_workers=num_workers, **options)
         if image_size < 1:
             raise ConfigurationError(f"image_size={image_size}: at least 1 is needed")
         self.root = Path(root)

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from cnnstrategies.data.augment import each_image, to_normalised
+from cnnstrategies.data.decoding import FILL, LEAST_AREA
 from cnnstrategies.data.loading import BatchDataset, BatchLoader
-from cnnstrategies.data.masks import FILL, LEAST_AREA
 from cnnstrategies.data.module import ImageDataModule, split
 from cnnstrategies.data.preprocessing import IMAGENET, Preprocessing
 from cnnstrategies.data.sampling import OrderedBatches, ShuffledBatches
 from cnnstrategies.data.shards.crops import Crop, Sizes, centre_crops, random_crops, whole_images
-from cnnstrategies.data.shards.decoders import DecoderName, find_decoder
 from cnnstrategies.data.shards.index import Index, read_index
-from cnnstrategies.data.shards.masked import MaskedShardSource
-from cnnstrategies.data.shards.source import Crops, ShardSource
+from cnnstrategies.data.shards.jpeg import DecoderName, find_decoder
+from cnnstrategies.data.shards.source import Crops, MaskedShardSource, ShardSource
 from cnnstrategies.errors import ConfigurationError
 
 
@@ -48,8 +47,6 @@ class ShardedImageDataModule(ImageDataModule):
             ahead: for storage that is slow with single images. By default all images are shuffled.
         normalise_on_device: Bring batches to the device as bytes, a quarter of the size, and normalise them there; by
             default where the accelerator is not the CPU.
-        batch_size: Samples per batch and process; by default 32.
-        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
         val_split: Share of the training images that is held out for validation where none are packed.
         balanced: Draw as many training images of each class in an epoch, which stays as long as it is: images of rare
             classes come several times, and of frequent ones others in each epoch.
@@ -57,10 +54,7 @@ class ShardedImageDataModule(ImageDataModule):
         transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
         num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
         prefetch: Batches that each worker has ready; a process holds up to ``num_workers * (prefetch + 2)`` batches.
-        seed: Seed of the split, the shuffling and the augmentation.
-        drop_last: Leave out a last, partial training batch.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: There are no shards, they are not those of the index, or a number is out of its range.
@@ -74,20 +68,15 @@ class ShardedImageDataModule(ImageDataModule):
         decoder: DecoderName = "auto",
         shuffle_block: int | None = None,
         normalise_on_device: bool | None = None,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
         val_split: float = 0.1,
         balanced: bool = False,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 4,
         prefetch: int = 2,
-        seed: int = 0,
-        drop_last: bool = False,
-        persistent_workers: bool = True,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        super().__init__(num_workers=num_workers, **options)
         for name, value in (("shuffle_block", shuffle_block), ("prefetch", prefetch)):
             if value is not None and value < 1:
                 raise ConfigurationError(f"{name}={value}: at least 1 is needed")

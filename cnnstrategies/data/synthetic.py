@@ -1,5 +1,7 @@
 """Images out of nothing, of any size and number, for benchmarks."""
 
+from typing import Any
+
 import torch
 from typing_extensions import override
 
@@ -21,13 +23,7 @@ class SyntheticDataModule(ImageDataModule):
         num_classes: Number of classes.
         image_size: Height and width.
         channels: Channels.
-        batch_size: Samples per batch and process; by default 32.
-        global_batch_size: Samples of an optimizer step over all processes, in place of ``batch_size``.
-        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
-        seed: Seed of the patterns, the noise and the shuffling.
-        drop_last: Leave out a last, partial training batch.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory: Copy batches to pinned memory first; by default where the accelerator is not the CPU.
+        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`.
 
     Raises:
         ConfigurationError: A number is too small.
@@ -39,15 +35,9 @@ class SyntheticDataModule(ImageDataModule):
         num_classes: int = 1000,
         image_size: int = 224,
         channels: int = 3,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-        drop_last: bool = False,
-        persistent_workers: bool = True,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        super().__init__(**options)
         for name, value, least in (("num_samples", num_samples, 10), ("num_classes", num_classes, 2)):
             if value < least:
                 raise ConfigurationError(f"{name}={value}: at least {least} are needed")

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torchvision import datasets
 from torchvision.datasets import VisionDataset
 from typing_extensions import override
 
@@ -18,8 +19,17 @@ from cnnstrategies.errors import ConfigurationError
 class TorchvisionDataModule(ImageDataModule):
     """Base of the data modules over a data set that torchvision downloads and that fits in memory.
 
-    A subclass names the data set and the statistics of its training images. The official test images are for test
-    and predict; ``val_split`` of the training images is for validation.
+    A subclass names the data set, the statistics of its training images and how they may be augmented. The official
+    test images are for test and predict; ``val_split`` of the training images is for validation.
+
+    Args:
+        root: Directory of the data set.
+        download: Download it when it is not there.
+        val_split: Share of the training images that is held out for validation.
+        augment: Shift training images by a few pixels, and mirror them where they may be (not digits).
+        transforms: Further transforms of training images, one uint8 (C, H, W) at a time, after the others.
+        num_workers: Worker processes that load batches, per process; 0 loads in the process itself.
+        **options: Those of :class:`~cnnstrategies.data.ImageDataModule`; ``batch_size`` is by default 128.
     """
 
     default_batch_size = 128
@@ -33,18 +43,13 @@ class TorchvisionDataModule(ImageDataModule):
         self,
         root: Path = Path("datasets"),
         download: bool = True,
-        batch_size: int | None = None,
-        global_batch_size: int | None = None,
         val_split: float = 0.1,
         augment: bool = True,
         transforms: Sequence[nn.Module] | None = None,
         num_workers: int = 2,
-        seed: int = 0,
-        drop_last: bool = False,
-        persistent_workers: bool = True,
-        pin_memory: bool | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(batch_size, num_workers, seed, drop_last, persistent_workers, pin_memory, global_batch_size)
+        super().__init__(num_workers=num_workers, **options)
         self.root = root
         self.download = download
         self.val_split = val_split
@@ -96,3 +101,43 @@ def tensors(dataset: VisionDataset) -> tuple[Tensor, Tensor]:
     images = torch.as_tensor(dataset.data)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     return images, torch.as_tensor(dataset.targets, dtype=torch.int64)
+
+
+class MNISTDataModule(TorchvisionDataModule):
+    """70 000 grey handwritten digits of 28 x 28 pixels in 10 classes (LeCun et al. 1998)."""
+
+    dataset_class = datasets.MNIST
+    num_classes = 10
+    image_shape = (1, 28, 28)
+    mean, std = (0.1307,), (0.3081,)
+    flip, shift = False, 2
+
+
+class FashionMNISTDataModule(TorchvisionDataModule):
+    """70 000 grey pictures of clothes, 28 x 28 pixels in 10 classes (Xiao et al. 2017)."""
+
+    dataset_class = datasets.FashionMNIST
+    num_classes = 10
+    image_shape = (1, 28, 28)
+    mean, std = (0.2860,), (0.3530,)
+    flip, shift = True, 2
+
+
+class CIFAR10DataModule(TorchvisionDataModule):
+    """60 000 colour images of 32 x 32 pixels in 10 classes (Krizhevsky 2009)."""
+
+    dataset_class = datasets.CIFAR10
+    num_classes = 10
+    image_shape = (3, 32, 32)
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    flip, shift = True, 4
+
+
+class CIFAR100DataModule(TorchvisionDataModule):
+    """60 000 colour images of 32 x 32 pixels in 100 classes (Krizhevsky 2009)."""
+
+    dataset_class = datasets.CIFAR100
+    num_classes = 100
+    image_shape = (3, 32, 32)
+    mean, std = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    flip, shift = True, 4

@@ -19,9 +19,8 @@ from torch.fx import GraphModule
 from torchvision.transforms import v2
 
 from cnnstrategies.checkpoints.model_card import CARD, Origin, model_card
-from cnnstrategies.checkpoints.whole_file import writing
 from cnnstrategies.data import ImageDataModule
-from cnnstrategies.data.masks import FILL
+from cnnstrategies.data.decoding import FILL
 from cnnstrategies.data.own_images import shorter_side
 from cnnstrategies.data.preprocessing import IMAGENET
 from cnnstrategies.deploy.inference import network_of
@@ -29,6 +28,7 @@ from cnnstrategies.deploy.portable_int8 import in_own_operators
 from cnnstrategies.deploy.quantize import Network, int8_graph, save_program
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
+from cnnstrategies.runtime.whole_file import writing
 
 Format = Literal["safetensors", "torch_export", "onnx"]
 FILES = {"safetensors": "model.safetensors", "torch_export": "model.pt2", "onnx": "model.onnx"}

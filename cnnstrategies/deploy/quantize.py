@@ -16,11 +16,11 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
-from cnnstrategies.checkpoints.whole_file import whole_file
 from cnnstrategies.deploy.inference import network_of
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.logits import giving_logits, main_logits, name_of
 from cnnstrategies.models.network_module import NetworkModule
+from cnnstrategies.runtime.whole_file import whole_file
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule

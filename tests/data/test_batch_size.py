@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from cnnstrategies import ConfigurationError
 from cnnstrategies.data import CIFAR10DataModule, DigitsDataModule, SyntheticDataModule
-from cnnstrategies.data.batch_size import share
+from cnnstrategies.data.module import share
 from cnnstrategies.strategies import HybridPipelineStrategy
 
 

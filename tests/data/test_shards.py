@@ -29,12 +29,10 @@ from cnnstrategies.data.preprocessing import Preprocessing
 from cnnstrategies.data.shards import shard_file
 from cnnstrategies.data.shards.contents import contents_of
 from cnnstrategies.data.shards.crops import random_crops
-from cnnstrategies.data.shards.decoders import find_decoder
-from cnnstrategies.data.shards.encoding import encode
 from cnnstrategies.data.shards.index import INDEX, SAMPLES, read_index
-from cnnstrategies.data.shards.jpeg import cut, read_header
+from cnnstrategies.data.shards.jpeg import cut, find_decoder, read_header
 from cnnstrategies.data.shards.packing import pack
-from cnnstrategies.data.shards.shard_file import Options
+from cnnstrategies.data.shards.shard_file import Options, encode
 
 pytestmark = pytest.mark.light
 AS_THEY_ARE = Options(None, None, 6000)
@@ -244,7 +242,7 @@ def test_an_interrupted_pack_leaves_nothing_under_the_name_and_goes_on(monkeypat
         return encode(*args)
 
     monkeypatch.setattr(shard_file, "encode", fails)
-    with pytest.raises(ConfigurationError, match=r"no space for shards.unfinished .*make room and run the same"):
+    with pytest.raises(ConfigurationError, match=r"cannot write shards.unfinished: No space .*run the same command"):
         pack(contents, Path("shards"), AS_THEY_ARE, workers=1)
     assert not Path("shards").exists()
     kept = sorted(path.name for path in Path("shards.unfinished").glob("*.tar"))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from cnnstrategies.data import verification
-from cnnstrategies.data.verification import broken_images, cache_file
+from cnnstrategies.data import folders
+from cnnstrategies.data.folders import broken_images, cache_file
 
 
 @pytest.fixture
@@ -23,13 +23,13 @@ def names():
 def decoded(monkeypatch):
     """Names of the files that are decoded, by the real decoder."""
     seen = []
-    real = verification.decode
+    real = folders.decode
 
     def decode(path):
         seen.append(path.name)
         return real(path)
 
-    monkeypatch.setattr(verification, "decode", decode)
+    monkeypatch.setattr(folders, "decode", decode)
     return seen
 
 

@@ -23,7 +23,6 @@ import test_tune_command
 import torch
 from mutants.faulty import replaces
 
-from cnnstrategies.checkpoints.whole_file import whole_file, writing
 from cnnstrategies.commands.front.early import accepted_by, check_value
 from cnnstrategies.commands.front.given import Given
 from cnnstrategies.commands.front.refuse import fail
@@ -37,6 +36,7 @@ from cnnstrategies.commands.tune.choices import choices
 from cnnstrategies.planning.tune.race import MARGIN, Verdict, verdict
 from cnnstrategies.planning.tune.settings import Setting
 from cnnstrategies.runtime.processes import is_stopped, spawned_by_a_thread
+from cnnstrategies.runtime.whole_file import whole_file, writing
 
 
 @replaces(fail, killed_by=test_submit_command.test_a_mistake_is_explained_as_by_fit)

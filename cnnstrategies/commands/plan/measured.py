@@ -20,7 +20,7 @@ from cnnstrategies.commands.front.options import PlanOptions
 from cnnstrategies.commands.run.model_and_data import ModelAndData, device_of
 from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.data import ImageDataModule
-from cnnstrategies.data.batch_size import share
+from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.pipeline.tracing import decide_by_shapes, find_cut, ordered_nodes, trace

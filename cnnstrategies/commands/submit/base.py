@@ -18,7 +18,7 @@ from cnnstrategies.cluster.run_name import checked
 from cnnstrategies.commands.run.errors import check_checkpoint, check_trainer_names
 from cnnstrategies.commands.run.lightning_cli import CLI
 from cnnstrategies.data import ImageDataModule
-from cnnstrategies.data.batch_size import share
+from cnnstrategies.data.module import share
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.own_forward import network_at
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy

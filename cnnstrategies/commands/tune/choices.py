@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from torch import nn
 
-from cnnstrategies.data.shards.decoders import DECODERS, chosen, is_installed
+from cnnstrategies.data.shards.jpeg import DECODERS, chosen, is_installed
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
 from cnnstrategies.planning.candidates import Effect
 from cnnstrategies.planning.tune.settings import Setting

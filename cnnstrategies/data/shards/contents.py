@@ -13,11 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 import cnnstrategies.data
-from cnnstrategies.data.decoding import BrokenImageError
+from cnnstrategies.data.decoding import BrokenImageError, check_mask, read_mask
 from cnnstrategies.data.folders import part_folders
 from cnnstrategies.data.image_folder import ImageFolderDataModule
 from cnnstrategies.data.loading import Source
-from cnnstrategies.data.masks import check_mask, read_mask
 from cnnstrategies.data.module import ImageDataModule
 from cnnstrategies.data.segmentation_folder import SegmentationFolderDataModule
 from cnnstrategies.errors import ConfigurationError

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-import os
+import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.whole_file import whole_file
 
 VERSION = 1
 INDEX, SAMPLES = "index.json", "samples.npz"
+REMEDY = "make room or give the right, and run the same command again: it goes on after the shards that are whole"
 UNFINISHED = ".unfinished"  # Ends the name of a folder that is being packed.
 # Of each image: which of the part's shards, first byte there, bytes, class, size when shown upright, whether it is a
 # JPEG whose header says all that decoding needs, its name in the source, and the bytes of its mask, which follows it.
 FIELDS = ("shard", "offset", "length", "target", "width", "height", "plain", "name", "mask")
 Columns = dict[str, npt.NDArray[Any]]
+TAR_BLOCK = tarfile.BLOCKSIZE
+TAR_OWNER = slice(265, 281)  # Of a header: the first 16 bytes of the owner's name, which here is the packing.
+TAR_END = b"\0" * (2 * TAR_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,9 @@ def write_index(index: Index) -> None:
         "damaged": index.damaged,
         "ignore_index": index.ignore_index,
     }
-    write_whole(index.root / SAMPLES, packed.getvalue())
-    write_whole(index.root / INDEX, json.dumps(described, indent=1).encode())
+    for name, content in ((SAMPLES, packed.getvalue()), (INDEX, json.dumps(described, indent=1).encode())):
+        with whole_file(index.root / name, REMEDY) as file:
+            file.write(content)
 
 
 def read_index(root: Path) -> Index:
@@ -195,19 +201,6 @@ def check_contents(index: Index) -> None:
                 )
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there as a whole or not at all."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with scratch.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def _check_size(path: Path, shard: Shard) -> None:
     try:
         size = path.stat().st_size
@@ -222,3 +215,16 @@ def _check_size(path: Path, shard: Shard) -> None:
             f"{path} has {size} bytes, and {INDEX} says {shard.size}: it is an index of other shards; copy all files "
             "of one packing, or pack again"
         )
+
+
+def tar_entry(name: str, content: bytes, packing: str) -> bytes:
+    """A file in a tar file.
+
+    Args:
+        name: Its name.
+        content: What it contains.
+        packing: Written into the owner's name: with it every entry says which index it belongs to.
+    """
+    info = tarfile.TarInfo(name)
+    info.size, info.uname, info.mode = len(content), packing, 0o644
+    return info.tobuf(tarfile.USTAR_FORMAT) + content + b"\0" * (-len(content) % TAR_BLOCK)

@@ -1,10 +1,8 @@
 """Packs images into shards; in parallel, and to be gone on with after an interruption."""
 
 import contextlib
-import errno
 import hashlib
 import json
-import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +16,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cnnstrategies.data.shards.contents import Contents, Images
-from cnnstrategies.data.shards.index import FIELDS, UNFINISHED, VERSION, Index, Part, Shard, write_index, write_whole
+from cnnstrategies.data.shards.index import FIELDS, REMEDY, UNFINISHED, VERSION, Index, Part, Shard, write_index
 from cnnstrategies.data.shards.shard_file import Options, ShardFile
 from cnnstrategies.errors import ConfigurationError
+from cnnstrategies.runtime.whole_file import whole_file, writing
 
 PLAN = "plan.json"
-FULL = (errno.ENOSPC, errno.EDQUOT)
 ORDER_SEED = 0
 
 
@@ -68,7 +66,7 @@ def pack(contents: Contents, out: Path, options: Options, workers: int) -> Index
     scratch = out.with_name(out.name + UNFINISHED)
     plan = {"version": VERSION, "source": contents.fingerprint, **vars(options)}
     packing = hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]
-    try:
+    with writing(scratch, REMEDY):
         _begin(scratch, plan)
         tasks = [task for name, images in contents.parts.items() for task in _tasks(name, images, options.shard_bytes)]
         _write_shards(contents, scratch, options, packing, tasks, workers)
@@ -77,8 +75,6 @@ def pack(contents: Contents, out: Path, options: Options, workers: int) -> Index
         scratch.rename(out)
         for left in (*(_notes(out, task) for task in tasks), out / PLAN):
             left.unlink()
-    except OSError as error:
-        raise ConfigurationError(_explain(error, scratch)) from error
     return replace(index, root=out)
 
 
@@ -87,7 +83,8 @@ def _begin(scratch: Path, plan: dict[str, Any]) -> None:
     try:
         before = json.loads((scratch / PLAN).read_bytes())
     except FileNotFoundError:
-        write_whole(scratch / PLAN, json.dumps(plan).encode())
+        with whole_file(scratch / PLAN, REMEDY) as file:
+            file.write(json.dumps(plan).encode())
         return
     changed = [name for name in plan if before.get(name) != plan[name]]
     if changed:
@@ -181,14 +178,3 @@ def _progress() -> Iterator[Progress]:
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         yield progress
-
-
-def _explain(error: OSError, scratch: Path) -> str:
-    if error.errno in FULL:
-        free = shutil.disk_usage(next(path for path in (scratch, *scratch.absolute().parents) if path.exists())).free
-        return (
-            f"no space for {scratch} ({free / 1e9:.1f} GB free): make room and run the same command again: it goes "
-            "on after the shards that are whole"
-        )
-    named = f": {error.filename}" if error.filename else ""
-    return f"{error.strerror or error}{named}: mend it and run the same command again, which goes on"

@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
+from torch import Tensor
 
-from cnnstrategies.data.decoding import BrokenImageError
-from cnnstrategies.data.shards import tar
+from cnnstrategies.data.decoding import BrokenImageError, decode
 from cnnstrategies.data.shards.contents import Images
-from cnnstrategies.data.shards.encoding import encode, encode_mask
-from cnnstrategies.data.shards.index import FIELDS, write_whole
+from cnnstrategies.data.shards.index import FIELDS, REMEDY, TAR_BLOCK, TAR_END, tar_entry
+from cnnstrategies.data.shards.jpeg import read_header, restart_interval
+from cnnstrategies.runtime.whole_file import whole_file
+
+ORIENTATION = 0x0112  # EXIF
+EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 
 @dataclass(frozen=True)
@@ -70,23 +75,24 @@ class ShardFile:
             self.damaged[name] = str(error)
             return
         key, target = f"{number:09}", images.targets[number]
-        at = self.size + tar.BLOCK
-        self._write(tar.entry(f"{key}.{image.extension}", image.data, self.packing))
+        at = self.size + TAR_BLOCK
+        self._write(tar_entry(f"{key}.{image.extension}", image.data, self.packing))
         mask = b"" if found is None else encode_mask(found, image.width, image.height)
         if mask:
-            self._write(tar.entry(f"{key}.mask.png", mask, self.packing))
+            self._write(tar_entry(f"{key}.mask.png", mask, self.packing))
         else:
-            self._write(tar.entry(f"{key}.cls", str(target).encode(), self.packing))
+            self._write(tar_entry(f"{key}.cls", str(target).encode(), self.packing))
         shown = image.width, image.height, image.plain
         self.rows.append((at, len(image.data), target, *shown, os.fsencode(name), len(mask)))
 
     def finish(self, notes: Path) -> None:
         """Give it its name."""
-        self._write(tar.END)
+        self._write(TAR_END)
         self.file.flush()
         os.fsync(self.file.fileno())
         # First what is known of it: a shard that is there is whole, and known.
-        write_whole(notes, self._notes())
+        with whole_file(notes, REMEDY) as file:
+            file.write(self._notes())
         self.scratch.rename(self.path)
 
     def _write(self, content: bytes) -> None:
@@ -102,3 +108,77 @@ class ShardFile:
         file = io.BytesIO()
         np.savez(file, **arrays)  # type: ignore[arg-type]  # numpy's keyword `allow_pickle` is no array
         return file.getvalue()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """An image in a shard.
+
+    Attributes:
+        data: Its file.
+        extension: That of the file.
+        width: When shown upright.
+        height: When shown upright.
+        plain: Whether it is a JPEG whose header says all that decoding needs.
+        original: Height and width before it was shrunk.
+    """
+
+    data: bytes
+    extension: str
+    width: int
+    height: int
+    plain: bool
+    original: tuple[int, int]
+
+
+def encode(data: bytes, size: int | None, quality: int | None) -> Encoded:
+    """Look at an image, and make it what is packed.
+
+    Args:
+        data: Its file.
+        size: The shorter side to shrink it to; a smaller image keeps its size, and None every image.
+        quality: Of the JPEG that it becomes; None leaves the file as it is.
+
+    Raises:
+        BrokenImageError: It cannot be decoded.
+    """
+    pixels = decode(io.BytesIO(data))
+    height, width = pixels.shape[1:]
+    if quality is None:
+        with Image.open(io.BytesIO(data)) as opened:
+            extension = EXTENSIONS.get(opened.format or "")
+            turned = opened.getexif().get(ORIENTATION, 1) != 1
+        if extension is None:  # A PNG file loses nothing, and is smaller than BMP, TIFF and PNM.
+            file = io.BytesIO()
+            Image.fromarray(pixels.permute(1, 2, 0).numpy()).save(file, "PNG")
+            return Encoded(file.getvalue(), "png", width, height, False, (height, width))
+        header = read_header(data)
+        plain = header is not None and not turned and (header.width, header.height) == (width, height)
+        return Encoded(data, extension, width, height, plain, (height, width))
+    image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    if size is not None and min(width, height) > size:
+        shorter = size / min(width, height)
+        image = image.resize(
+            (max(size, round(width * shorter)), max(size, round(height * shorter))), Image.Resampling.LANCZOS
+        )
+    file = io.BytesIO()
+    # Of 4:2:0 and with restart markers, which let a reader decode no more than a crop; see jpeg.py.
+    interval = restart_interval(image)
+    image.save(file, "JPEG", quality=quality, subsampling="4:2:0", optimize=True, restart_marker_blocks=interval)
+    return Encoded(file.getvalue(), "jpg", *image.size, True, (height, width))
+
+
+def encode_mask(mask: Tensor, width: int, height: int) -> bytes:
+    """A mask as a PNG file of grey values, which loses nothing.
+
+    Args:
+        mask: Its classes (H, W).
+        width: That it becomes: of each pixel, the class of the nearest one.
+        height: Likewise.
+    """
+    image = Image.fromarray(mask.numpy())
+    if image.size != (width, height):
+        image = image.resize((width, height), Image.Resampling.NEAREST)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

@@ -13,15 +13,16 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
-from cnnstrategies.data.decoding import BrokenImageError, decode
+from cnnstrategies.data.decoding import BrokenImageError, decode, fitted, read_mask
 from cnnstrategies.data.folders import readable
 from cnnstrategies.data.loading import Batch
 from cnnstrategies.data.sampling import WINDOW
-from cnnstrategies.data.shards import jpeg, tar
+from cnnstrategies.data.shards import jpeg
 from cnnstrategies.data.shards.crops import Crop, Sizes
-from cnnstrategies.data.shards.decoders import SCALES, TALKATIVE, DecoderName, find_decoder
-from cnnstrategies.data.shards.index import INDEX, Index, Part
+from cnnstrategies.data.shards.index import INDEX, TAR_BLOCK, TAR_OWNER, Index, Part
+from cnnstrategies.data.shards.jpeg import SCALES, TALKATIVE, DecoderName, find_decoder
 from cnnstrategies.errors import ConfigurationError
 
 MOST_OPEN = 256  # Shards that a process has open.
@@ -131,17 +132,17 @@ class ShardSource:
         shard, offset, length = self._place(number)
         length += behind
         # With the entry's header before it, which says whose it is.
-        content = os.pread(self._file(shard), tar.BLOCK + length, offset - tar.BLOCK)
-        if len(content) < tar.BLOCK + length:
+        content = os.pread(self._file(shard), TAR_BLOCK + length, offset - TAR_BLOCK)
+        if len(content) < TAR_BLOCK + length:
             raise ConfigurationError(
                 f"{self._path(number)} is truncated: it ends within {self.name(number)}; copy it again, or pack again"
             )
-        if content[tar.OWNER] != self.owner:
+        if content[TAR_OWNER] != self.owner:
             raise ConfigurationError(
                 f"{self._path(number)} is not of the packing that {INDEX} describes: it is an index of other shards; "
                 "copy all files of one packing, or pack again"
             )
-        return content[tar.BLOCK :]
+        return content[TAR_BLOCK:]
 
     def ask_ahead(self, indices: list[int]) -> None:
         """Have the system read in the background what will be read.
@@ -152,7 +153,7 @@ class ShardSource:
         if self.block is None:
             for index in indices:
                 shard, offset, length = self._place(index)
-                os.posix_fadvise(self._file(shard), offset - tar.BLOCK, tar.BLOCK + length, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._file(shard), offset - TAR_BLOCK, TAR_BLOCK + length, os.POSIX_FADV_WILLNEED)
             return
         for block in sorted({index // self.block for index in indices}):
             if self._asked.pop(block, False):
@@ -227,3 +228,57 @@ class ShardSource:
 def _close_all(files: dict[int, int]) -> None:
     for file in files.values():
         os.close(file)
+
+
+class MaskedShardSource(ShardSource):
+    """Images and masks of one part, each pair read by a single ``pread``.
+
+    Args:
+        arguments: Those of :class:`~cnnstrategies.data.shards.source.ShardSource`.
+        fill: The colour of pixels that are no image's.
+        ignore_index: What masks have there, and masks that are not there everywhere.
+        fits: Scale a rectangle so that its longer side fits, and fill up the square; else it becomes the square.
+    """
+
+    def __init__(self, *arguments: Any, fill: list[int], ignore_index: int, fits: bool) -> None:
+        super().__init__(*arguments)
+        self.fill = torch.tensor(fill, dtype=torch.uint8)
+        self.ignore_index = ignore_index
+        self.fits = fits
+
+    @override
+    def fetch(self, indices: list[int]) -> Batch:
+        """The images at ``indices``: uint8 (n, 3, size, size), and their masks (n, size, size).
+
+        Raises:
+            ConfigurationError: One cannot be read.
+        """
+        self.ask_ahead(indices)
+        images = self.fill.repeat(len(indices), self.size, self.size, 1).permute(0, 3, 1, 2)
+        masks = torch.full((len(indices), self.size, self.size), self.ignore_index)
+        for number, crop, image, mask in zip(indices, self.chosen_crops(indices), images, masks, strict=True):
+            rows, columns = fitted(crop.height, crop.width, self.size) if self.fits else mask.shape
+            with self.names_broken(number):
+                data, behind = self._pair(number)
+                shown = self.show(number, data, crop, image[:, :rows, :columns])
+                if behind:
+                    mask[:rows, :columns] = _part(read_mask(io.BytesIO(behind)), shown, rows, columns)
+        return images, masks
+
+    def image_size(self, index: int) -> tuple[int, int]:
+        """Height and width of an image."""
+        return int(self.columns["height"][index]), int(self.columns["width"][index])
+
+    def _pair(self, number: int) -> tuple[bytes, bytes]:
+        """The files of an image and its mask, which are neighbours in the shard."""
+        length, mask = (int(self.columns[name][number]) for name in ("length", "mask"))
+        start = length + -length % TAR_BLOCK + TAR_BLOCK
+        content = self.read(number, start + mask - length if mask else 0)
+        return content[:length], content[start:]
+
+
+def _part(mask: Tensor, crop: Crop, rows: int, columns: int) -> Tensor:
+    part = mask[None, None, crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
+    if part.shape[2:] != (rows, columns):
+        part = F.interpolate(part, (rows, columns), mode="nearest-exact")
+    return (part.flip(-1) if crop.mirrored else part)[0, 0]
