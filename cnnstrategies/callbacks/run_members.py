@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from cnnstrategies.callbacks.membership_picture import draw_membership
-from cnnstrategies.paramserver.drivers.watcher import Watcher
+from cnnstrategies.paramserver.drivers.line import Watcher
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from cnnstrategies.commands.front.options import watch_parser
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.paramserver.drivers.watcher import Watcher
+from cnnstrategies.paramserver.drivers.line import Watcher
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.security import KeyPair
 

@@ -221,7 +221,7 @@ class Membership:
         """Say with each heartbeat how this process does.
 
         Args:
-            figures: Gives them, by the names of :mod:`.coordinator.figures`; called in another thread.
+            figures: Gives them, by the names of :data:`.coordinator.window.FIGURES`; called in another thread.
         """
         self.participant.figures = figures
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.drivers.watcher import Watcher
+from cnnstrategies.paramserver.drivers.line import Watcher
 from cnnstrategies.paramserver.run_address import RunAddress
 from cnnstrategies.paramserver.security import KeyPair
 

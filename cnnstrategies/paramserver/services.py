@@ -25,8 +25,7 @@ import zmq
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.journal_file import JournalFile
+from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, JournalFile
 from cnnstrategies.paramserver.limits import allow_memory, memory_of_coordinator
 from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.processes import Forked, Handle

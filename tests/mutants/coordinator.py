@@ -23,7 +23,7 @@ from cnnstrategies.paramserver.coordinator.roster import Roster
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, behind
 from cnnstrategies.paramserver.core.node import Effects, Message, Peer, Send
 from cnnstrategies.paramserver.core.requests import HELD, UNKNOWN, Answering, Asking, Request
-from cnnstrategies.paramserver.drivers.journal_file import JournalFile
+from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
 HUNDRED_RUNS = test_simulation.test_nothing_is_violated
 _new = itertools.count(1 << 20)

@@ -12,10 +12,8 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.loop import Loop
-from cnnstrategies.paramserver.effects import Effects
-from cnnstrategies.paramserver.fields import Fields
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.messages import Header
+from cnnstrategies.paramserver.messages import Effects, Fields, Header
 from cnnstrategies.paramserver.server.server import Server
 
 OURS = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from cnnstrategies.paramserver.combiner.board import Board
 from cnnstrategies.paramserver.compression import Encoder
 from cnnstrategies.paramserver.core.node import Message, Peer
+from cnnstrategies.paramserver.drivers.control import Bindings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.registration import Bindings
 from cnnstrategies.paramserver.limits import allow_files, allow_threads
 from cnnstrategies.paramserver.security import Gatekeeper, check_endpoint
 from cnnstrategies.paramserver.services import pass_on_termination

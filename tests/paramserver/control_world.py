@@ -11,8 +11,7 @@ from simulation.world import Program, Sleep, Tell, World
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled
-from cnnstrategies.paramserver.coordinator.participant import Participant
-from cnnstrategies.paramserver.coordinator.reporter import Reporter
+from cnnstrategies.paramserver.coordinator.participant import Participant, Reporter
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.window import PLACE, WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Call, End, Message, Peer, Role, Send

@@ -7,8 +7,18 @@ import torch
 
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
-from cnnstrategies.paramserver.effects import Effects, Parcel, Say
-from cnnstrategies.paramserver.messages import SERVER, Encoding, Header, Kind, pack_json, pack_keys, unpack_json
+from cnnstrategies.paramserver.messages import (
+    SERVER,
+    Effects,
+    Encoding,
+    Header,
+    Kind,
+    Parcel,
+    Say,
+    pack_json,
+    pack_keys,
+    unpack_json,
+)
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut

@@ -30,9 +30,8 @@ from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.links import Links
 from cnnstrategies.paramserver.drivers.server import ServerService
-from cnnstrategies.paramserver.effects import Parcel
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.messages import SERVER
+from cnnstrategies.paramserver.messages import SERVER, Parcel
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, load_keys, serve
 from cnnstrategies.paramserver.specification import Specification, hyperparameters

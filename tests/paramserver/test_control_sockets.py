@@ -23,7 +23,7 @@ from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.control import TAG
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.watcher import Watcher
+from cnnstrategies.paramserver.drivers.line import Watcher
 from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.services import CoordinatorProcess, ServerProcess, Spares, start

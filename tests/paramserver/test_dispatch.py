@@ -6,7 +6,7 @@ import pytest
 
 from cnnstrategies.paramserver.coordinator import dispatch
 from cnnstrategies.paramserver.coordinator.chunks import digits, places
-from cnnstrategies.paramserver.coordinator.speeds import Speeds
+from cnnstrategies.paramserver.coordinator.dispatch import Speeds
 from cnnstrategies.paramserver.core.node import ControlError
 
 pytestmark = pytest.mark.light

@@ -16,10 +16,10 @@ from data_world import MEMBER, Servers
 from training import ADAMW, SGD, specify
 
 from cnnstrategies.paramserver.core.view import ServerInfo
-from cnnstrategies.paramserver.effects import Effects
 from cnnstrategies.paramserver.messages import (
     NO_STEP,
     Bounds,
+    Effects,
     Encoding,
     Header,
     InvalidMessageError,

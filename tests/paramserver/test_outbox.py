@@ -3,8 +3,7 @@
 import pytest
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.effects import Parcel
-from cnnstrategies.paramserver.messages import Kind
+from cnnstrategies.paramserver.messages import Kind, Parcel
 from cnnstrategies.paramserver.server.outbox import Outbox
 
 pytestmark = pytest.mark.light

@@ -23,7 +23,7 @@ from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.processes import Handle
-from cnnstrategies.paramserver.server.backlog import Backlog
+from cnnstrategies.paramserver.server.updater import Backlog
 from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, start
 from cnnstrategies.paramserver.specification import Specification
 

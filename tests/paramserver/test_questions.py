@@ -8,9 +8,8 @@ import torch
 from training import specify
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
-from cnnstrategies.paramserver.effects import Parcel
 from cnnstrategies.paramserver.errors import ServersUnreachableError
-from cnnstrategies.paramserver.messages import SERVER, Header, Kind, pack_json, unpack_json
+from cnnstrategies.paramserver.messages import SERVER, Header, Kind, Parcel, pack_json, unpack_json
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut

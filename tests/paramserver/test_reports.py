@@ -3,7 +3,7 @@ import tracemalloc
 import pytest
 
 from cnnstrategies.paramserver.server.clocks import StaleClock, SyncClock
-from cnnstrategies.paramserver.server.reports import Reports
+from cnnstrategies.paramserver.server.decision import Reports
 
 pytestmark = pytest.mark.light
 

@@ -19,7 +19,7 @@ from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled, Store
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Call, Message, Peer
-from cnnstrategies.paramserver.drivers.journal_file import JournalFile
+from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
 pytestmark = pytest.mark.light
 BEAT = 1.0  # seconds
@@ -145,7 +145,7 @@ from pathlib import Path
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import Journaled
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.drivers.journal_file import JournalFile
+from cnnstrategies.paramserver.drivers.coordinator import JournalFile
 
 settings = CoordinatorSettings("sim", 3, 3, 1.0, 3.0, 1, True, elastic=2)
 role = Journaled(Coordinator(settings), JournalFile(Path(sys.argv[1])), follows=True)

@@ -12,8 +12,8 @@ from training import specify
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from cnnstrategies.paramserver.messages import SERVER, Encoding, Header, Kind, pack_keys
+from cnnstrategies.paramserver.optimizer_state import pack_state
 from cnnstrategies.paramserver.optimizers import SharedOptimizer
-from cnnstrategies.paramserver.state_messages import pack_state
 
 pytestmark = pytest.mark.light
 

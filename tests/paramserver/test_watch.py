@@ -7,15 +7,14 @@ import pytest
 from control_world import trained
 
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
-from cnnstrategies.paramserver.coordinator.history import LONGEST, MOST_EVENTS, MOST_FAULTS, History
 from cnnstrategies.paramserver.coordinator.participant import Participant
 from cnnstrategies.paramserver.coordinator.roster import Member
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
+from cnnstrategies.paramserver.coordinator.window import LONGEST, MOST_EVENTS, MOST_FAULTS, WATCH, WATCHER, History
 from cnnstrategies.paramserver.core.node import ControlError, Message, Peer, Send
+from cnnstrategies.paramserver.drivers.control import Bindings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
-from cnnstrategies.paramserver.drivers.registration import Bindings
-from cnnstrategies.paramserver.drivers.watcher import Watcher
+from cnnstrategies.paramserver.drivers.line import Watcher
 from cnnstrategies.paramserver.security import KeyPair, fingerprint
 
 pytestmark = pytest.mark.light

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from cnnstrategies.paramserver.coordinator.history import History
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, WRITER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Watchdog
+from cnnstrategies.paramserver.coordinator.window import History
 from cnnstrategies.paramserver.core.node import Message, Peer
 
 CONFIRM_SECONDS = 5.0  # for a supervision to say what becomes of one that was silent

@@ -19,14 +19,12 @@ from collections.abc import Callable, Sequence
 
 from cnnstrategies.paramserver.coordinator.admission import PATIENCE, Admission
 from cnnstrategies.paramserver.coordinator.dispatch import Dispatcher
-from cnnstrategies.paramserver.coordinator.figures import figures_of
-from cnnstrategies.paramserver.coordinator.handouts import Handouts
+from cnnstrategies.paramserver.coordinator.handouts import Handouts, Values
 from cnnstrategies.paramserver.coordinator.meetings import Rounds
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
-from cnnstrategies.paramserver.coordinator.values import Values
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, Watchdog, behind
-from cnnstrategies.paramserver.coordinator.window import WATCHER, Window
+from cnnstrategies.paramserver.coordinator.window import WATCHER, Window, figures_of
 from cnnstrategies.paramserver.core.node import Call, ControlError, Effects, End, Message, Peer, Send, Timer
 from cnnstrategies.paramserver.core.requests import DONE, KEPT, PROBE, REFUSED, UNKNOWN, Answering
 

@@ -27,7 +27,7 @@ class Member:
         since: For a server, the number of the first view with it, or of the first one of training if that has waited
             for it.
         asked: The last collective for which a worker has come.
-        figures: What it has last said of itself; see :mod:`.figures`.
+        figures: What it has last said of itself; see :data:`.window.FIGURES`.
         measured: When it has.
     """
 

@@ -1,13 +1,89 @@
 """What a coordinator shows of its run to whoever watches it: that changes nothing, and nothing of it is kept."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from cnnstrategies.paramserver.coordinator.history import History
-from cnnstrategies.paramserver.coordinator.roster import WORKER, Roster
+from cnnstrategies.paramserver.coordinator.roster import WORKER, Member, Roster
 from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from cnnstrategies.paramserver.coordinator.watchdog import Wait, named
-from cnnstrategies.paramserver.core.node import ControlError, Message
+from cnnstrategies.paramserver.core.node import LARGEST, ControlError, Message, Peer
 from cnnstrategies.paramserver.core.requests import DONE
+
+CAME, LEFT, LOST = "came", "left", "lost"
+MOST_EVENTS = 4096
+MOST_FAULTS = 50
+LONGEST = 300  # characters of a fault
+FIGURES = ("step", "samples", "sent", "received", "waited", "staleness", "pushed", "needs")
+
+
+class Event(NamedTuple):
+    """A process has become a member, or is none any more.
+
+    Attributes:
+        at: When.
+        role: Its.
+        id: Its number.
+        life: How many processes had its place before.
+        what: It ``came``, ``left`` on purpose or was ``lost``.
+    """
+
+    at: float
+    role: str
+    id: int
+    life: int
+    what: str
+
+
+class History:
+    """The last events and faults.
+
+    Attributes:
+        events: Of members.
+        faults: When and what: deaths, returns, restarts.
+        losses: How many processes were lost, those included that are forgotten.
+        restarts: How many of these were coordinators, each of which this one has followed.
+    """
+
+    def __init__(self) -> None:
+        self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
+        self.faults: deque[tuple[float, str]] = deque(maxlen=MOST_FAULTS)
+        self.losses = 0
+        self.restarts = 0
+
+    def came(self, now: float, member: Member, returns: bool = True) -> None:
+        """A process has become a member.
+
+        Args:
+            now: The time.
+            member: It.
+            returns: Whether one with a later life comes for another that was lost.
+        """
+        self.events.append(Event(now, *member.peer[:3], CAME))
+        if member.peer.life and returns:
+            self._note(now, f"{member} has taken the place of the one before")
+
+    def left(self, now: float, peer: Peer) -> None:
+        """A member has gone on purpose."""
+        self.events.append(Event(now, *peer[:3], LEFT))
+
+    def lost(self, now: float, member: Member, how: str) -> None:
+        """A member was lost; what is said later of the same one adds nothing."""
+        if any(event[1:] == (*member.peer[:3], LOST) for event in self.events):
+            return
+        self.events.append(Event(now, *member.peer[:3], LOST))
+        self.losses += 1
+        self._note(now, f"{member} {how}")
+
+    def begun_again(self, now: float) -> None:
+        """This coordinator follows one that was killed."""
+        self.losses += 1
+        self.restarts += 1
+        self._note(now, "the coordinator was started again")
+
+    def _note(self, now: float, text: str) -> None:
+        self.faults.append((now, text[:LONGEST]))
+
 
 WATCHER = "watcher"  # a role that is no member
 WATCH, PLACE = "watch", "place"  # all that it asks: how the run goes, and as which worker one may join it
@@ -97,3 +173,25 @@ class Window:
             }
             for member in self._roster.members
         ]
+
+
+def figures_of(message: Message) -> Mapping[str, float] | None:
+    """The figures of a heartbeat; None if it has none.
+
+    All but ``step``, ``pushed`` and ``needs`` are sums since the member began: samples, bytes sent and received,
+    seconds waited for the servers, and updates of others between what it has computed with and its own. A server's step
+    is its updates. A worker has ``pushed`` so many of the run's common steps, and goes on when all others have pushed
+    what it ``needs``.
+
+    Raises:
+        ControlError: They are not numbers of these names.
+    """
+    figures = message.fields.get("figures")
+    if figures is None:
+        return None
+    if not isinstance(figures, dict) or any(name not in FIGURES for name in figures):
+        raise ControlError(f"{message.kind}: figures of other names")
+    # A comparison with what is no number at all is false.
+    if any(type(one) not in (int, float) or not 0 <= one < LARGEST for one in figures.values()):
+        raise ControlError(f"{message.kind}: figures that are no numbers")
+    return figures

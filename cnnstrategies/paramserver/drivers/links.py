@@ -19,8 +19,7 @@ from cnnstrategies.paramserver.drivers.sockets import (
     largest_frame,
     reconnect,
 )
-from cnnstrategies.paramserver.effects import Parcel
-from cnnstrategies.paramserver.messages import LARGEST_JSON, Bounds, Header, InvalidMessageError, unpack
+from cnnstrategies.paramserver.messages import LARGEST_JSON, Bounds, Header, InvalidMessageError, Parcel, unpack
 from cnnstrategies.paramserver.security import KeyPair, check_endpoint
 from cnnstrategies.paramserver.slicing import Slice, largest_payload
 from cnnstrategies.paramserver.specification import Specification

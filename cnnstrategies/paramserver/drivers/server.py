@@ -27,18 +27,19 @@ from cnnstrategies.paramserver.drivers.sockets import (
     reconnect,
     server_socket,
 )
-from cnnstrategies.paramserver.effects import Effects, Parcel
 from cnnstrategies.paramserver.limits import allow_files, files_of_server, memory_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
     SERVER,
     Bounds,
+    Effects,
     InvalidMessageError,
+    Parcel,
     unpack,
 )
 from cnnstrategies.paramserver.security import Gatekeeper, KeyPair
-from cnnstrategies.paramserver.server.gaps import PING_SECONDS
+from cnnstrategies.paramserver.server.senders import PING_SECONDS
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut, largest_payload

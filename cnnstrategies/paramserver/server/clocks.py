@@ -48,11 +48,6 @@ class SyncClock:
             self._count()
         return max(self._first[worker], self.step)
 
-    @property
-    def first(self) -> int:
-        """The first step that a worker has said to be at, or begins with; without workers the present one."""
-        return min(self._first.values(), default=self.step)
-
     def all_after(self, step: int) -> bool:
         """Whether all workers are past a step, or begin after it."""
         return all(first > step for first in self._first.values())
@@ -81,12 +76,6 @@ class SyncClock:
             decided = frozenset(members)
             self.log.append((step, self.members if decided == self.members else decided))
             self.step = step + 1
-            self._count()
-
-    def go_back(self, step: int) -> None:
-        """Decide from an earlier step on, if it is one."""
-        if step < self.step:
-            self.step = step
             self._count()
 
 

@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from cnnstrategies.paramserver.compression import CHANGES
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.fields import Fields
 from cnnstrategies.paramserver.messages import (
+    NO_STEP,
     Encoding,
+    Fields,
     Header,
     InvalidMessageError,
     Kind,
@@ -18,13 +20,50 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.option_checks import check_options
 from cnnstrategies.paramserver.server.asynchronous import Asynchronous
 from cnnstrategies.paramserver.server.decision import Decision
-from cnnstrategies.paramserver.server.gaps import Gaps
-from cnnstrategies.paramserver.server.hello import Hello
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
+from cnnstrategies.paramserver.server.senders import Gaps
 from cnnstrategies.paramserver.server.shard import Pull, Shard
 from cnnstrategies.paramserver.server.synchronous import Synchronous
 from cnnstrategies.paramserver.specification import Options, Specification
+
+
+class Hello(NamedTuple):
+    """The contents of a `HELLO`.
+
+    Attributes:
+        step: The step that it works on, or whose answers it waits for; None if it is no member.
+        joins: Whether it takes part from now on.
+        first: The step that it has begun with.
+        given: Whether the parameters that it begins with have come.
+        request: The step whose values are under way to it; None if none are.
+        answered: The slices that it has had the step's answer for.
+    """
+
+    step: int | None
+    joins: bool
+    first: int
+    given: bool
+    request: int | None
+    answered: frozenset[int]
+
+    @classmethod
+    def of(cls, header: Header, payload: memoryview) -> "Hello":
+        """The one in a message.
+
+        Raises:
+            InvalidMessageError: There is none.
+        """
+        said = Fields.of(payload, header)
+        return cls(
+            None if header.step == NO_STEP else header.step,
+            said.flag("joins"),
+            said.integer("first"),
+            said.flag("given"),
+            None if said.values.get("request") is None else said.integer("request"),
+            frozenset(unpack_keys(payload[header.meta :])),
+        )
+
 
 Mode = Synchronous | Asynchronous
 

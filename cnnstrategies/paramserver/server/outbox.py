@@ -4,8 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.effects import Effects, Parcel
-from cnnstrategies.paramserver.messages import SERVER, SMALL_BYTES, Header, Kind, pack_json
+from cnnstrategies.paramserver.messages import SERVER, SMALL_BYTES, Effects, Header, Kind, Parcel, pack_json
 
 
 class Outbox:

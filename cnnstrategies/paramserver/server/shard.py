@@ -8,16 +8,14 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import ENCODINGS, as_bytes, check_length, from_bytes, rounded
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.effects import Say
-from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind
+from cnnstrategies.paramserver.messages import Encoding, Header, InvalidMessageError, Kind, Say
+from cnnstrategies.paramserver.optimizer_state import check_part, pack_state, unpack_state
 from cnnstrategies.paramserver.optimizers import ALL_THERE
-from cnnstrategies.paramserver.server.copies import Copies
+from cnnstrategies.paramserver.server.copies import Copies, Replicas
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import NOTHING_CHOSEN, Chosen, Who
-from cnnstrategies.paramserver.server.replication import Replicas
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.specification import Options, Specification
-from cnnstrategies.paramserver.state_messages import check_part, pack_state, unpack_state
 
 
 @dataclass(frozen=True, slots=True)

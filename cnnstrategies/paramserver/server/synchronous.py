@@ -14,17 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from cnnstrategies.paramserver.core.view import View
-from cnnstrategies.paramserver.fields import Fields
-from cnnstrategies.paramserver.messages import Header, InvalidMessageError, Kind
-from cnnstrategies.paramserver.server.backlog import Backlog
-from cnnstrategies.paramserver.server.clipping import GlobalNorm
+from cnnstrategies.paramserver.messages import Fields, Header, InvalidMessageError, Kind
 from cnnstrategies.paramserver.server.clocks import RollCall, SyncClock
-from cnnstrategies.paramserver.server.decision import Decision
+from cnnstrategies.paramserver.server.decision import Decision, Entry, GlobalNorm, Reports
 from cnnstrategies.paramserver.server.outbox import Outbox
 from cnnstrategies.paramserver.server.pushes import Begin, Who
-from cnnstrategies.paramserver.server.reports import Entry, Reports
 from cnnstrategies.paramserver.server.shard import Shard
-from cnnstrategies.paramserver.server.updater import Updater
+from cnnstrategies.paramserver.server.updater import Backlog, Updater
 from cnnstrategies.paramserver.slicing import cut
 from cnnstrategies.paramserver.specification import Specification
 
@@ -258,8 +254,6 @@ class Synchronous:
             return
         if self._lacks_a_home:
             return  # Nobody could make its part of the step.
-        self._go_on()
-        self._go_back()
         step = self.clock.step
         complete = self._reports.complete(step)
         ready = None if complete is None else self.clock.ready(complete)
@@ -272,24 +266,6 @@ class Synchronous:
         decision = Decision(step, members, lives, options, scale)
         self._tell_all(Kind.DECIDE, decision.as_dict())
         self._decide(decision)
-
-    def _go_on(self) -> None:
-        """Leave out steps that were made already, and that a worker would have made up which is gone."""
-        if self.clock.members:
-            return
-        first = self.clock.first
-        reached = min(first, self._backlog.lowest(first))
-        if reached > self.clock.step:
-            self.clock.decide(reached - 1, ())
-            self._ask_the_early()
-
-    def _go_back(self) -> None:
-        """Decide a step once more that nobody knows the decision of any more, though it was made."""
-        known = -1 if self._decision is None else self._decision.step
-        if known + 1 < self.clock.step:  # It has heard of the steps between from workers.
-            # Those that all workers are past were applied everywhere, or count as lost: nobody would make them up.
-            steps = [step for step in self._reports.steps_after(known) if not self.clock.all_after(step)]
-            self.clock.go_back(min(steps, default=self.clock.step))
 
     def _tell_all(self, kind: Kind, values: dict[str, Any], **fields: Any) -> None:
         for server in self._view.servers:

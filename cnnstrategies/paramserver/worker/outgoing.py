@@ -14,8 +14,7 @@ from cnnstrategies.paramserver.messages import Encoding, Kind
 from cnnstrategies.paramserver.option_checks import check_before_sending
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
 from cnnstrategies.paramserver.specification import Compression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections
-from cnnstrategies.paramserver.worker.placement import Placement
+from cnnstrategies.paramserver.worker.connections import Connections, Placement
 from cnnstrategies.paramserver.worker.pulls import Pulls
 
 LARGEST_FP16 = torch.finfo(torch.float16).max

@@ -8,8 +8,7 @@ from torch import Tensor
 from cnnstrategies.paramserver.compression import CHANGES, check_length, decode
 from cnnstrategies.paramserver.messages import ALONE, Encoding, Header, Kind, pack_keys
 from cnnstrategies.paramserver.slicing import Slice, keys_by_parameter
-from cnnstrategies.paramserver.worker.connections import Connections
-from cnnstrategies.paramserver.worker.placement import Placement
+from cnnstrategies.paramserver.worker.connections import Connections, Placement
 
 MOST_QUESTIONS = (1 << 32) - 1
 

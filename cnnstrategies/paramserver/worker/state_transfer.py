@@ -8,11 +8,10 @@ from torch import Tensor
 
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.messages import Encoding, Header, Kind, unpack_json
-from cnnstrategies.paramserver.optimizer_state import cut_state
+from cnnstrategies.paramserver.optimizer_state import cut_state, pack_state, unpack_state
 from cnnstrategies.paramserver.optimizers import StateValue
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
-from cnnstrategies.paramserver.state_messages import pack_state, unpack_state
 from cnnstrategies.paramserver.worker.connections import Connections
 
 

@@ -21,9 +21,8 @@ from cnnstrategies.paramserver.messages import (
 from cnnstrategies.paramserver.optimizer_state import join_state
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Compression, Specification
-from cnnstrategies.paramserver.worker.connections import Connections
+from cnnstrategies.paramserver.worker.connections import Connections, Placement
 from cnnstrategies.paramserver.worker.outgoing import Outgoing
-from cnnstrategies.paramserver.worker.placement import Placement
 from cnnstrategies.paramserver.worker.pulls import Pulls
 from cnnstrategies.paramserver.worker.state_transfer import InitialValues, StateReceipt
 

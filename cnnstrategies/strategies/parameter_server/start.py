@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from cnnstrategies.paramserver.api import Worker
-from cnnstrategies.paramserver.combiner.board import Board, size_of
-from cnnstrategies.paramserver.combiner.memory import SharedMemory, open_shared
+from cnnstrategies.paramserver.combiner.board import Board, SharedMemory, open_shared, size_of
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.core.view import View
 from cnnstrategies.paramserver.services import SPECIFICATION

@@ -7,8 +7,7 @@ from typing import Any, cast
 from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
 from cnnstrategies.paramserver.coordinator.journal import MOST_RECORDS, Journaled
 from cnnstrategies.paramserver.coordinator.meetings import MIDWAY
-from cnnstrategies.paramserver.coordinator.participant import Participant
-from cnnstrategies.paramserver.coordinator.reporter import Reporter
+from cnnstrategies.paramserver.coordinator.participant import Participant, Reporter
 from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.node import Message, Peer

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cnnstrategies.paramserver.core.view import ServerInfo, View, WorkerInfo
-from cnnstrategies.paramserver.effects import Effects, Parcel
-from cnnstrategies.paramserver.messages import Header
+from cnnstrategies.paramserver.messages import Effects, Header, Parcel
 from cnnstrategies.paramserver.server.server import Server
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import cut
