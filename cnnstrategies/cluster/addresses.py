@@ -65,9 +65,6 @@ def resolve(host: str) -> str:
 def source_address(target: str) -> str:
     """The address of this machine from which packets to ``target`` would leave, by the kernel's routes.
 
-    Args:
-        target: An IP address.
-
     Raises:
         ConfigurationError: There is no route.
     """
@@ -85,9 +82,6 @@ def source_address(target: str) -> str:
 
 def interface_to(target: str) -> Interface:
     """The interface that leads to ``target`` by the kernel's routes.
-
-    Args:
-        target: An IP address.
 
     Raises:
         ConfigurationError: There is no route, or it leaves from an address that is not the first of an interface.
@@ -127,10 +121,6 @@ def choose_interface(wanted: str | None, target: str) -> Interface:
     """The interface for the traffic between the ranks.
 
     An explicit choice comes first, then that of gloo's or NCCL's own variable, then the route to another host.
-
-    Args:
-        wanted: The user's choice, if any.
-        target: The IP address of another host.
     """
     wanted = wanted or os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
     return find_interface(wanted) if wanted else interface_to(target)

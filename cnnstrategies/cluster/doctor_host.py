@@ -55,12 +55,7 @@ def _main() -> tuple[str, int]:
 
 
 def gpu_problems(variables: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> list[str]:
-    """What to mend, a line each.
-
-    Args:
-        variables: The environment.
-        driver: Where NVIDIA's driver lists its cards.
-    """
+    """What to mend, a line each."""
     cards = len(list(driver.glob("*")))
     if not torch.cuda.is_available():
         what = "1 GPU" if cards == 1 else f"{cards} GPUs"

@@ -118,10 +118,6 @@ def across_hosts(trainer: Trainer, network: Network) -> Iterator[None]:
     Each host's first process speaks for it. On an error in the run the message of a silent host is printed as well. A
     strategy with the attribute ``finds_hosts`` does all that itself, and is told in ``wait`` how long.
 
-    Args:
-        trainer: Its strategy says where the ranks are.
-        network: The user's choices.
-
     Raises:
         ConfigurationError: A host is missing or cannot be reached.
     """

@@ -38,11 +38,6 @@ class Size:
 def job_size(num_nodes: int, devices: Any, accelerator: Any) -> Size:
     """The size of the job that a trainer's arguments describe.
 
-    Args:
-        num_nodes: ``trainer.num_nodes``.
-        devices: ``trainer.devices``.
-        accelerator: ``trainer.accelerator``.
-
     Raises:
         ConfigurationError: The number of devices, or whether they are GPUs, is left to the machine.
     """
@@ -143,11 +138,7 @@ def _header(options: ClusterOptions, size: Size, folder: Path, command: str, var
 
 
 def setup_lines(options: ClusterOptions) -> str:
-    """The lines of a script before the run: modules, environment, threads and the user's own.
-
-    Args:
-        options: The ``cluster`` section.
-    """
+    """The lines of a script before the run: modules, environment, threads and the user's own."""
     lines = [f"module load {shlex.quote(module)}" for module in options.modules]
     if options.venv is not None:
         lines.append(f"source {shlex.quote(str(options.venv / 'bin/activate'))}")
@@ -192,9 +183,6 @@ fi
 
 def submit(script: Path) -> str:
     """Check a script with SLURM and put it into the queue.
-
-    Args:
-        script: The sbatch script.
 
     Returns:
         The job's number.

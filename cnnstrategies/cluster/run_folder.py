@@ -31,12 +31,7 @@ WITH_FOLDERS = (TensorBoardLogger.__name__, CSV, KeptCSVLogger.__name__)  # Thei
 
 
 def place(config: Any, run: Run) -> None:
-    """Give loggers and checkpoints of a configuration the run's folder and ids; what the user has said stays.
-
-    Args:
-        config: That of a command, not yet instantiated; changed.
-        run: The run.
-    """
+    """Give loggers and checkpoints of a configuration the run's folder and ids; what the user has said stays."""
     name = run.name
     loggers = keep_version(config.trainer, name)
     for logger in loggers:
@@ -65,12 +60,7 @@ def place(config: Any, run: Run) -> None:
 
 
 def begins_anew(fresh: bool, run: Run) -> bool:
-    """Whether this start is to set aside what is there; a restart of a run that began so goes on.
-
-    Args:
-        fresh: As given.
-        run: The run.
-    """
+    """Whether this start is to set aside what is there; a restart of a run that began so goes on."""
     return fresh and not run.starts
 
 
@@ -104,11 +94,7 @@ def keep_version(trainer: Any, name: str) -> list[Any]:
 
 
 def checkpoint_arguments(config: Any) -> list[Any]:
-    """The arguments of the configuration's own ModelCheckpoints, or else of the command line's.
-
-    Args:
-        config: That of a command.
-    """
+    """The arguments of the configuration's own ModelCheckpoints, or else of the command line's."""
     callbacks = config.trainer.callbacks or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     own = [callback.init_args for callback in callbacks if _class(callback) == ModelCheckpoint.__name__]
@@ -117,10 +103,6 @@ def checkpoint_arguments(config: Any) -> list[Any]:
 
 def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
     """The last whole checkpoint of a run; None where it has none yet.
-
-    Args:
-        trainer: Its checkpoint callbacks say where it would be.
-        run: The run.
 
     Raises:
         ConfigurationError: There is a checkpoint of another run.
@@ -146,10 +128,6 @@ def last_checkpoint(trainer: Trainer, run: Run) -> Path | None:
 def refuse_anothers(last: Path, name: str) -> None:
     """Refuse a folder with the last checkpoint of another run; a restart would go on from it.
 
-    Args:
-        last: That checkpoint's path.
-        name: Of this run.
-
     Raises:
         ConfigurationError: It is another's.
     """
@@ -163,12 +141,7 @@ def refuse_anothers(last: Path, name: str) -> None:
 
 
 def set_aside(trainer: Trainer, run: Run) -> None:
-    """Move what a run of this name has left, so that a new one finds an empty folder; before its loggers open files.
-
-    Args:
-        trainer: Its loggers and checkpoint callbacks say where it is.
-        run: The new run.
-    """
+    """Move what a run of this name has left, so that a new one finds an empty folder; before its loggers open files."""
     folders = [
         Path(logger.root_dir) / str(logger.version)
         for logger in trainer.loggers
@@ -187,11 +160,7 @@ def set_aside(trainer: Trainer, run: Run) -> None:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What ``run.json`` in a folder of checkpoints says; empty where there is none.
-
-    Args:
-        folder: That of the checkpoints.
-    """
+    """What ``run.json`` in a folder of checkpoints says; empty where there is none."""
     try:
         found: dict[str, Any] = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -200,12 +169,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def write_record(folder: Path, record: dict[str, Any]) -> None:
-    """Write ``run.json`` whole.
-
-    Args:
-        folder: That of the checkpoints.
-        record: What it says.
-    """
+    """Write ``run.json`` whole."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{RECORD}.partial"
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

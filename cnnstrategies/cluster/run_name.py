@@ -138,10 +138,6 @@ def find_run(given: str | None, configuration: str, environ: Environment) -> Run
 def checked(name: str, source: str = "run_name") -> str:
     """A name, if it can be that of a run's folder.
 
-    Args:
-        name: As given.
-        source: The key that gives it.
-
     Raises:
         ConfigurationError: It cannot.
     """
@@ -155,20 +151,11 @@ def checked(name: str, source: str = "run_name") -> str:
 
 
 def configuration_hash(config: Mapping[str, object]) -> str:
-    """Eight characters that are the same for the same configuration, whichever checkpoint it starts from.
-
-    Args:
-        config: The keys of a configuration and what they are.
-    """
+    """Eight characters that are the same for the same configuration, whichever checkpoint it starts from."""
     content = sorted((str(key), str(value)) for key, value in config.items() if key not in NOT_PART_OF_IT)
     return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
 def variables(name: str, starts: int = 0) -> dict[str, str]:
-    """The environment variables by which a launcher names the runs that it starts.
-
-    Args:
-        name: Of the run.
-        starts: How often it has started it before.
-    """
+    """The environment variables by which a launcher names the runs that it starts."""
     return {NAME: checked(name), STARTS: str(starts)}

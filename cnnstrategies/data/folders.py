@@ -129,10 +129,6 @@ def broken_images(root: Path, names: Sequence[str]) -> dict[str, str]:
     good are remembered, as a hash of path, size and time of change each, in :func:`cache_file`; only new, changed and
     broken files are decoded the next time. Pillow releases Python's lock while it decodes, so threads do it.
 
-    Args:
-        root: Directory of the files.
-        names: Their paths from ``root``.
-
     Returns:
         Path from ``root`` and reason of each broken file, in the order of ``names``.
     """
@@ -169,9 +165,6 @@ def broken_images(root: Path, names: Sequence[str]) -> dict[str, str]:
 
 def cache_file(root: Path) -> Path:
     """Where the good files of a directory are remembered.
-
-    Args:
-        root: The directory.
 
     Returns:
         ``root/.checked_images``; where ``root`` is read-only, a file of its own in ``$XDG_CACHE_HOME/cnnstrategies``,

@@ -160,11 +160,7 @@ class ImageDataModule(LightningDataModule):
         return getattr(self, "test_source", None) is getattr(self, "val_source", None)
 
     def describe(self, part: str) -> str:
-        """How many images a part has, where they are and of how many classes, after ``setup``.
-
-        Args:
-            part: ``train``, ``val``, ``test`` or ``predict``.
-        """
+        """How many images a part has, where they are and of how many classes, after ``setup``."""
         source = getattr(self, f"{part}_source")
         text, place = f"{len(source):,}", part
         for other in ("test", "val"):

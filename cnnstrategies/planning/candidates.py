@@ -126,15 +126,7 @@ class Job:
 def finished(
     job: Job, candidate: Candidate, made: Prediction, waits: bool = True, survives: bool = False
 ) -> Prediction:
-    """A prediction with stragglers and failures.
-
-    Args:
-        job: What is planned for.
-        candidate: What was predicted.
-        made: Without them.
-        waits: Whether every step waits for the slowest device.
-        survives: Whether the others train on when a device fails.
-    """
+    """A prediction with stragglers and failures."""
     slowed = slowed_by_stragglers(job.cluster, candidate.devices) if waits else 1.0
     return Prediction(
         step=made.step * slowed,

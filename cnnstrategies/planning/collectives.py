@@ -25,13 +25,7 @@ class Bucket:
 
 
 def all_reduce(cluster: Cluster, first: int, count: int) -> Time:
-    """Seconds of an all-reduce of so many bytes over devices that are numbered one after another.
-
-    Args:
-        cluster: The machines.
-        first: The first of the devices.
-        count: How many they are.
-    """
+    """Seconds of an all-reduce of so many bytes over devices that are numbered one after another."""
     if count < 2:
         return lambda size: 0.0
     hosts = cluster.host_of[first : first + count]

@@ -136,11 +136,7 @@ class GraphCosts:
         return sum(node.parameter_bytes for node in self.nodes)
 
     def stage_of(self, cuts: Sequence[int]) -> list[int]:
-        """The stage of every node.
-
-        Args:
-            cuts: First node of each stage but the first, ascending.
-        """
+        """The stage of every node."""
         return [bisect.bisect_right(cuts, index) for index in range(len(self.nodes))]
 
     def _crossing(self, sizes: Sequence[int]) -> tuple[int, ...]:

@@ -31,9 +31,6 @@ class DataParallel:
     """The whole network on every device, and a share of the batch.
 
     Casts and the algebra of PowerSGD are not in the profile and count as free.
-
-    Args:
-        job: What is planned for.
     """
 
     def __init__(self, job: Job) -> None:

@@ -25,11 +25,7 @@ class Chosen:
 
 
 class Hybrid:
-    """Layouts that the search finds, for several numbers of microbatches.
-
-    Args:
-        job: What is planned for.
-    """
+    """Layouts that the search finds, for several numbers of microbatches."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

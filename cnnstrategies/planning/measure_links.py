@@ -76,10 +76,6 @@ def _ping_pong(rank: int, folder: str, device: torch.device, backend: str) -> No
 def measure_cluster(nodes: int, device: torch.device) -> Cluster:
     """The devices of a run, as the ranks of the default group see each other; a collective.
 
-    Args:
-        nodes: Machines, each with as many ranks.
-        device: That of this rank.
-
     Returns:
         On rank 0 what it has measured to the next rank and to the next machine; on the others nothing to go by.
     """

@@ -26,11 +26,7 @@ class Station:
 
 
 class ParameterServer:
-    """Workers on all devices, a server process on each machine, whose connection both share.
-
-    Args:
-        job: What is planned for.
-    """
+    """Workers on all devices, a server process on each machine, whose connection both share."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

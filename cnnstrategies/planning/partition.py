@@ -73,13 +73,7 @@ def best_layout(
 
 
 class _Search:
-    """The layouts that have been predicted, and which others are worth it.
-
-    Args:
-        problem: Costs and limits.
-        predict: Step time of a layout.
-        bound: What it is not below.
-    """
+    """The layouts that have been predicted, and which others are worth it."""
 
     def __init__(self, problem: Problem, predict: Callable[[Layout], float], bound: Callable[[Layout], float]) -> None:
         self.is_large = problem.cluster.devices > SMALL
@@ -126,13 +120,7 @@ class _Search:
 
 
 def _neighbours(layout: Layout, positions: Sequence[int], most_replicas: int) -> Iterator[Layout]:
-    """Layouts with a run of cuts moved by some places, pushing others ahead, or with replicas moved.
-
-    Args:
-        layout: Where to begin.
-        positions: Where cuts are possible.
-        most_replicas: Of a stage; 0 where they are given.
-    """
+    """Layouts with a run of cuts moved by some places, pushing others ahead, or with replicas moved."""
     places = [bisect.bisect_left(positions, cut) for cut in layout.cuts]
     for first, last in itertools.combinations(range(len(places) + 1), 2):
         for step in MOVES:

@@ -15,12 +15,7 @@ from cnnstrategies.planning.costs import Link
 
 
 def orders(cluster: Cluster, layout: Layout) -> list[Order]:
-    """The ways to number the ranks that make a difference.
-
-    Args:
-        cluster: The machines.
-        layout: Stages and replicas.
-    """
+    """The ways to number the ranks that make a difference."""
     several = len(cluster.hosts) > 1 and any(host.devices > 1 for host in cluster.hosts)
     if several and len(layout.replicas) > 1 and gcd(*layout.replicas) > 1:
         return ["stages", "replicas"]

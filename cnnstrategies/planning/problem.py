@@ -152,9 +152,6 @@ def _before(values: Sequence[float]) -> Floats:
 class Slices:
     """What a stage from one cut position to another costs for one microbatch, on a device of speed 1.
 
-    Args:
-        problem: Costs and limits.
-
     Attributes:
         positions: Starts and ends of stages, ascending, with the network's own.
         time: Forward and backward.

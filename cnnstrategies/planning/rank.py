@@ -60,9 +60,6 @@ class Ranking:
 def rank(job: Job) -> Ranking:
     """Price the candidates of all families.
 
-    Args:
-        job: The network, the machines and the batch.
-
     Raises:
         ConfigurationError: None fits into memory.
     """

@@ -78,12 +78,7 @@ class Plan:
 
 
 def describe(predictor: Predictor, layout: Layout) -> Plan:
-    """What a layout's stages cost, and its step.
-
-    Args:
-        predictor: Of the network's costs on the devices.
-        layout: The layout.
-    """
+    """What a layout's stages cost, and its step."""
     costs, request = predictor.costs, predictor.request
     run_ahead = predictor.runs_ahead(layout)
     placement = predictor.placement(layout)
@@ -172,9 +167,6 @@ def _short(size: float) -> str:
 def stages_table(plan: Plan) -> Group:
     """The stages as a table, then the predicted step.
 
-    Args:
-        plan: The plan to show.
-
     Returns:
         Something that a rich console prints.
     """
@@ -212,12 +204,7 @@ def summary(plan: Plan) -> str:
 
 
 def overlay(ranking: Ranking, row: Row) -> dict[str, Any]:
-    """What ``fit`` takes after the configuration that was planned for.
-
-    Args:
-        ranking: Of which it is a row.
-        row: The strategy.
-    """
+    """What ``fit`` takes after the configuration that was planned for."""
     job, candidate = ranking.job, row.candidate
     trainer: dict[str, Any] = {}
     counts = {host.devices for host in job.cluster.taken(candidate.devices).hosts}
@@ -241,12 +228,7 @@ def overlay(ranking: Ranking, row: Row) -> dict[str, Any]:
 
 
 def write_overlay(file: Path, ranking: Ranking) -> None:
-    """Write the best strategy's lines.
-
-    Args:
-        file: Where to.
-        ranking: The strategies.
-    """
+    """Write the best strategy's lines."""
     row = ranking.best
     made = row.prediction
     lines = [

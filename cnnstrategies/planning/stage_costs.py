@@ -65,12 +65,7 @@ class Message:
 
 
 def stage_costs(costs: GraphCosts, cuts: Sequence[int]) -> list[StageCost]:
-    """The costs of the stages that the cuts make.
-
-    Args:
-        costs: Costs of the nodes.
-        cuts: First node of each stage but the first.
-    """
+    """The costs of the stages that the cuts make."""
     received = [costs.input_bytes] + [0] * len(cuts)
     for (_, consumer), message in messages(costs, cuts).items():
         received[consumer] += message.bytes

@@ -17,13 +17,7 @@ Read = Callable[["Value"], Any]
 
 
 class Value:
-    """A value of a YAML file that knows its line.
-
-    Args:
-        file: The file.
-        node: The value.
-        path: Its key, from the root.
-    """
+    """A value of a YAML file that knows its line."""
 
     def __init__(self, file: Path, node: yaml.Node, path: str = "") -> None:
         self.file = file

@@ -61,9 +61,6 @@ class Cluster:
     def start(self, run: Run) -> str:
         """Check what can be known beforehand, and make the objects of a run; either all or none.
 
-        Args:
-            run: The run.
-
         Returns:
             The namespace.
 

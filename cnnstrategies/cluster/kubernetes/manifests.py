@@ -36,12 +36,7 @@ def labels(run: Run) -> dict[str, str]:
 
 
 def job_spec(run: Run, role: str) -> Object:
-    """An Indexed Job: each index is a pod, which gets the same number and name when it is started again.
-
-    Args:
-        run: The run.
-        role: TRAINER or SERVERS.
-    """
+    """An Indexed Job: each index is a pod, which gets the same number and name when it is started again."""
     pods = run.size.nodes if role == TRAINER else run.servers
     container = "node" if role == TRAINER else "server"
     return {

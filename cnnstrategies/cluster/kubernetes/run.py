@@ -55,24 +55,12 @@ class Run:
     command: str
 
     def host(self, role: str, number: int) -> str:
-        """The name by which the others reach a pod.
-
-        Args:
-            role: TRAINER or SERVERS.
-            number: Its index.
-        """
+        """The name by which the others reach a pod."""
         return host(self.options.kind, self.name, role, number)
 
 
 def host(kind: str, name: str, role: str, number: int) -> str:
-    """The name by which the others reach a pod of a run.
-
-    Args:
-        kind: That of the options.
-        name: The run's.
-        role: TRAINER or SERVERS.
-        number: The pod's index.
-    """
+    """The name by which the others reach a pod of a run."""
     if kind == "trainjob":
         return f"{name}-{role}-0-{number}.{name}"  # As JobSet names the pods of a replicated job.
     return f"{job_name(name, role)}-{number}.{name}"

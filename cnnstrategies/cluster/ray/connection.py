@@ -22,10 +22,6 @@ BYTES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 def demand(options: ClusterOptions, size: Size) -> dict[str, float]:
     """What the run needs of each node, as Ray counts it.
 
-    Args:
-        options: The ``cluster`` section.
-        size: Of the run.
-
     Raises:
         ConfigurationError: The memory is not written as SLURM writes it.
     """
@@ -103,11 +99,6 @@ def knock(address: str) -> None:
 
 def check_nodes(nodes: list[dict[str, Any]], count: int, needed: Mapping[str, float]) -> None:
     """Refuse a run for which the cluster is too small.
-
-    Args:
-        nodes: As ``ray.nodes()`` gives them.
-        count: How many the run needs.
-        needed: Of each.
 
     Raises:
         ConfigurationError: Too few nodes have that much.

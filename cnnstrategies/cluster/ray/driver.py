@@ -21,14 +21,7 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class Driver:
-    """Runs an order on a cluster.
-
-    Args:
-        ray: The module, connected.
-        order: What is to run.
-        lines: Where its words go.
-        clock: By which it waits.
-    """
+    """Runs an order on a cluster."""
 
     def __init__(self, ray: Any, order: Order, lines: Lines, clock: Clock = time) -> None:
         self._ray = ray

@@ -90,11 +90,7 @@ def _named(node: int, places: list[Place]) -> str:
 
 
 class Lines:
-    """Prints whole lines, those of other nodes than the first with their node, and keeps them in a file.
-
-    Args:
-        path: The file; a run that is started again appends.
-    """
+    """Prints whole lines, those of other nodes than the first with their node, and keeps them in a file."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8", buffering=1)
@@ -139,12 +135,6 @@ class Patience:
 
     A program may fail because a node with others is lost, before Ray knows of that. So after a failure each of the
     others is waited for until it has answered a question that was put since, or Ray has said that it is lost.
-
-    Args:
-        order: What runs.
-        places: Its nodes.
-        lines: Where it is said what is waited for.
-        clock: That of the machine.
     """
 
     def __init__(self, order: Order, places: list[Place], lines: Lines, clock: Clock) -> None:
@@ -164,13 +154,7 @@ class Patience:
         return sorted(set(running) - self._alive)
 
     def over(self, ends: Ends, running: Collection[int], stopping: bool) -> bool:
-        """Whether it has waited long enough.
-
-        Args:
-            ends: So far.
-            running: Nodes that are followed.
-            stopping: Whether the run was asked to stop.
-        """
+        """Whether it has waited long enough."""
         now = self._clock.monotonic()
         if stopping:
             self._stopped = now if self._stopped is None else self._stopped

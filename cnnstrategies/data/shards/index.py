@@ -104,9 +104,6 @@ def write_index(index: Index) -> None:
 def read_index(root: Path) -> Index:
     """Read an index, and see that it is whole and the shards have the sizes that it says.
 
-    Args:
-        root: The folder of the shards.
-
     Raises:
         ConfigurationError: There is none, or it does not fit itself or the shards.
     """

@@ -38,13 +38,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_commented(path: Path, content: Mapping[str, Any], comment: Sequence[str] = ()) -> None:
-    """Write lines of a configuration, whole or not at all; of programs that do so together, the last one's stay.
-
-    Args:
-        path: The file.
-        content: The configuration's part.
-        comment: Lines for its head.
-    """
+    """Write lines of a configuration, whole or not at all; of programs that do so together, the last one's stay."""
     text = yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=None)
     part = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.partial")
     part.write_text("".join(f"# {line}\n" for line in comment) + text, encoding="utf-8")
@@ -67,11 +61,7 @@ class Setting:
 
 
 def factorial(choices: Sequence[Sequence[Setting]]) -> Iterator[Setting]:
-    """All combinations of one or none of each group but the empty one; they interact, so none is left out.
-
-    Args:
-        choices: Groups of settings that exclude each other.
-    """
+    """All combinations of one or none of each group but the empty one; they interact, so none is left out."""
     for combination in itertools.product(*((None, *group) for group in choices)):
         chosen = [one for one in combination if one is not None]
         if chosen:
