@@ -1,4 +1,4 @@
-"""The machines that a plan is made for: devices in order, what they are connected by, how often they fail."""
+"""The machines that a plan is made for: devices in order, and what they are connected by."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cnnstrategies.planning.costs import Link
-from cnnstrategies.planning.yaml_lines import Value, count, duration, number, one_of, size
+from cnnstrategies.planning.yaml_lines import Value, count, number, one_of, size
 
 AllReduce = Literal["flat", "two_level"]
 ALL_REDUCE: tuple[AllReduce, ...] = ("flat", "two_level")
@@ -42,28 +42,11 @@ class Host:
 
 
 @dataclass(frozen=True)
-class Failures:
-    """How often devices fail, and what that costs; in seconds.
-
-    Attributes:
-        device_mtbf: Mean time between two failures of one device.
-        restart: From a failure until training goes on.
-        checkpoint: To write a checkpoint.
-    """
-
-    device_mtbf: float
-    restart: float
-    checkpoint: float
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Machines in the order in which their devices are numbered.
 
     Attributes:
         hosts: The machines.
-        failures: None where they never fail.
-        jitter: Standard deviation of a device's step time, as a share of it.
         all_reduce: ``flat``, one ring through all devices, as torch's backends have it, or ``two_level``, rings inside
             the machines and one between them.
         server_rate: Bytes of gradients per second that a parameter server adds up and applies.
@@ -73,8 +56,6 @@ class Cluster:
     """
 
     hosts: tuple[Host, ...]
-    failures: Failures | None = None
-    jitter: float = 0.0
     all_reduce: AllReduce = "flat"
     server_rate: float = SERVER_RATE
     server_message: float = SERVER_MESSAGE
@@ -166,7 +147,7 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     """The cluster that a file describes.
 
     Args:
-        file: With ``nodes``, a list; and, if wished, ``failures``, ``jitter``, ``all_reduce``, ``server``.
+        file: With ``nodes``, a list; and, if wished, ``all_reduce`` and ``server``.
         devices: How many it must have, where a configuration says so too.
 
     Raises:
@@ -177,15 +158,13 @@ def read_cluster(file: Path, devices: int | None = None) -> Cluster:
     found = root.mapping(
         {
             "nodes": lambda value: [host for item in value.items() for host in _hosts(item)],
-            "failures": _failures,
-            "jitter": number(0.0, most=1.0),
             "all_reduce": one_of(*ALL_REDUCE),
             "server": lambda value: value.mapping({"gbyte_per_s": number(0.0, above=True), "us": number(0.0)}),
         }
     )
     if "nodes" not in found:
         root.refuse("nodes is missing, a list of machines such as {count: 4, devices: 4, network: {gbit: 10}}")
-    options: dict[str, Any] = {name: found[name] for name in ("failures", "jitter", "all_reduce") if name in found}
+    options: dict[str, Any] = {"all_reduce": found.get("all_reduce", "flat")}
     server = found.get("server") or {}
     if "gbyte_per_s" in server:
         options["server_rate"] = server["gbyte_per_s"] * 1e9
@@ -248,14 +227,3 @@ def _rates(value: Value) -> list[tuple[int, float]]:
     if not rates or any(left[0] >= right[0] for left, right in itertools.pairwise(rates)):
         value.refuse("sizes of messages, ascending, with Gbit/s are accepted, such as {64KiB: 2, 1MiB: 7}")
     return rates
-
-
-def _failures(value: Value) -> Failures:
-    found = value.mapping({"device_mtbf_hours": number(0.0, above=True), "restart": duration, "checkpoint": duration})
-    if "device_mtbf_hours" not in found:
-        value.refuse("device_mtbf_hours is missing, the mean hours between two failures of one device, such as 50000")
-    return Failures(
-        device_mtbf=found["device_mtbf_hours"] * 3600,
-        restart=found.get("restart", 600.0),
-        checkpoint=found.get("checkpoint", 60.0),
-    )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
 from cnnstrategies.planning.collectives import BUCKET_BYTES, FIRST_BUCKET_BYTES, Time, all_reduce, reduced_at
 from cnnstrategies.planning.costs import GraphCosts
 from cnnstrategies.planning.stage_costs import StageCost, stage_costs
@@ -77,16 +77,12 @@ class DataParallel:
             step = compute + reduction(stage.parameter_bytes) / variant.every
         sent = 2 * (self.devices - 1) * stage.parameter_bytes * variant.factor / variant.every
         waits: Bottleneck = "nic" if len(self.job.cluster.hosts) > 1 else "link"
-        return finished(
-            self.job,
-            candidate,
-            Prediction(
-                step=step,
-                samples=candidate.samples,
-                sent_bytes=round(sent),
-                memory=self._memory(candidate),
-                bottleneck="compute" if step < 1.5 * compute else waits,
-            ),
+        return Prediction(
+            step=step,
+            samples=candidate.samples,
+            sent_bytes=round(sent),
+            memory=self._memory(candidate),
+            bottleneck="compute" if step < 1.5 * compute else waits,
         )
 
     def _times(self, candidate: Candidate) -> tuple[float, StageCost, float]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cnnstrategies.pipeline.layout import Layout
 from cnnstrategies.pipeline.timetable import Order
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
 from cnnstrategies.planning.predict import Predictor, predictor_for
 from cnnstrategies.planning.stage_costs import messages, stage_costs
 
@@ -66,16 +66,12 @@ class Hybrid:
         passing = sum(one.bytes + one.gradient_bytes for one in messages(predictor.costs, layout.cuts).values())
         reduced = sum(2 * (count - 1) * one.parameter_bytes for count, one in zip(layout.replicas, stages, strict=True))
         step = predictor.time(layout)
-        return finished(
-            self.job,
-            candidate,
-            Prediction(
-                step=step,
-                samples=candidate.samples,
-                sent_bytes=passing * microbatches + reduced,
-                memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
-                bottleneck=self._bottleneck(chosen, step),
-            ),
+        return Prediction(
+            step=step,
+            samples=candidate.samples,
+            sent_bytes=passing * microbatches + reduced,
+            memory=max(predictor.stage_memory(layout, predictor.runs_ahead(layout))),
+            bottleneck=self._bottleneck(chosen, step),
         )
 
     @cached_property

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction, finished
+from cnnstrategies.planning.candidates import Bottleneck, Candidate, Effect, Job, Prediction
 from cnnstrategies.planning.cluster import slower
 from cnnstrategies.planning.costs import GraphCosts
 
@@ -55,26 +55,19 @@ class ParameterServer:
         costs = self._costs(candidate)
         if candidate.family == "parameter_server":
             step, bottleneck = self._synchronous(costs)
-            staleness = 0.0
         else:
             step, bottleneck = self._asynchronous(costs)
-            staleness = float(self.workers - 1)
             if candidate.family == "parameter_server_ssp":
                 # Nobody is far ahead of the slowest, so all go at its mean rate in the long run.
-                slowest = (costs.forward_time + costs.backward_time) / min(self.job.cluster.speeds)
-                step = max(step, slowest)
-                staleness = min(staleness, self.workers * float(candidate.options["staleness"]))
+                step = max(step, (costs.forward_time + costs.backward_time) / min(self.job.cluster.speeds))
         stage_memory = sum(node.saved_bytes for node in costs.nodes) + costs.input_bytes
-        made = Prediction(
+        return Prediction(
             step=step,
             samples=candidate.samples,
             sent_bytes=round(2 * self.workers * costs.parameter_bytes * self.leaving),
             memory=2 * costs.parameter_bytes + stage_memory,
             bottleneck=bottleneck,
-            staleness=staleness,
         )
-        is_synchronous = candidate.family == "parameter_server"
-        return finished(self.job, candidate, made, waits=is_synchronous, survives=True)
 
     def _costs(self, candidate: Candidate) -> GraphCosts:
         return self.job.profile.at(candidate.samples / self.workers)

@@ -29,8 +29,8 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Samples per second, with failures."""
-        return self.prediction.rate * self.prediction.goodput
+        """Samples per second."""
+        return self.prediction.rate
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def rank(job: Job) -> Ranking:
                 needed, limit = format_bytes(made.memory), format_bytes(job.memory)
                 notes.append(f"{candidate}: needs {needed} a device, there are {limit}")
                 continue
-            rows.append(Row(candidate, made, _price(job, candidate, made)))
+            price = price_per_hour(job.cluster, candidate.devices) / 3600 * 1e6 / made.rate
+            rows.append(Row(candidate, made, price))
     if not rows:
         raise ConfigurationError(
             f"no strategy fits into the devices ({'; '.join(notes) or 'and no layout of a pipeline does'}): use a "
@@ -127,9 +128,3 @@ def _reasons(same: Sequence[Row]) -> list[str]:
         return []
     gain = quickest.rate / same[0].rate - 1
     return [f"{same[0].candidate} is first although {quickest.candidate} gains {gain:.1%}: below {TIE:.0%} the simpler"]
-
-
-def _price(job: Job, candidate: Candidate, made: Prediction) -> float:
-    if not made.goodput:
-        return float("inf")
-    return price_per_hour(job.cluster, candidate.devices) / 3600 * 1e6 / (made.rate * made.goodput)

@@ -20,7 +20,7 @@ from cnnstrategies.planning.rank import Ranking, Row
 from cnnstrategies.planning.stage_costs import StageCost, messages, stage_costs
 from cnnstrategies.planning.tune.settings import write_commented
 
-COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "goodput", "cost")
+COLUMNS = ("ms/step", "samples/s", "limit", "memory", "sent", "cost")
 HYBRID = "cnnstrategies.strategies.HybridPipelineStrategy"
 
 
@@ -127,8 +127,7 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("strategy", no_wrap=True)
     priced = any(host.price for host in ranking.job.cluster.hosts)
-    failing = ranking.job.cluster.failures is not None
-    columns = [name for name in COLUMNS if (priced or name != "cost") and (failing or name != "goodput")]
+    columns = [name for name in COLUMNS if priced or name != "cost"]
     for name in columns:
         table.add_column(name, justify="left" if name == "limit" else "right", no_wrap=True)
     scale = 1.0 if samples_per_epoch is None else samples_per_epoch / 1e6
@@ -142,7 +141,6 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
                 "limit": made.bottleneck,
                 "memory": _short(made.memory),
                 "sent": _short(made.sent_bytes),
-                "goodput": f"{made.goodput:.1%}",
                 "cost": f"{row.price * scale:.2f}",
             }
             table.add_row(str(row.candidate), *(shown[name] for name in columns))
@@ -155,7 +153,7 @@ def ranking_table(ranking: Ranking, samples_per_epoch: int | None) -> Group:
     lines = [f"- {note}" for note in ranking.notes]
     if priced:
         of = "a million samples" if samples_per_epoch is None else f"an epoch of {samples_per_epoch} samples"
-        lines.insert(0, f"- cost: of {of}, with what failures lose")
+        lines.insert(0, f"- cost: of {of}")
     return Group(table, Text("\n".join(lines)))
 
 

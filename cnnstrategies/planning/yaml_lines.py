@@ -11,7 +11,6 @@ import yaml
 from cnnstrategies.errors import ConfigurationError
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
 
 Read = Callable[["Value"], Any]
 
@@ -111,12 +110,15 @@ def count(value: Value) -> int:
 
 def size(value: Value) -> int:
     """Reads bytes."""
-    return int(_with_unit(value, SIZES, "a size above 0 such as 16GiB, 500MB or a number of bytes"))
-
-
-def duration(value: Value) -> float:
-    """Reads seconds."""
-    return _with_unit(value, SECONDS, "a time above 0 such as 90s, 10min, 2h or a number of seconds")
+    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([A-Za-z]*)", value.text)
+    try:
+        result = float(match[1]) * (SIZES[match[2]] if match[2] else 1) if match else 0.0
+    except (KeyError, ValueError):
+        result = 0.0
+    if result <= 0:
+        expected = "a size above 0 such as 16GiB, 500MB or a number of bytes"
+        value.refuse(f"{value.text!r} is not accepted; it must be {expected}")
+    return int(result)
 
 
 def one_of(*accepted: str) -> Read:
@@ -128,14 +130,3 @@ def one_of(*accepted: str) -> Read:
         return value.text
 
     return read
-
-
-def _with_unit(value: Value, units: Mapping[str, int], expected: str) -> float:
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([A-Za-z]*)", value.text)
-    try:
-        result = float(match[1]) * (units[match[2]] if match[2] else 1) if match else 0.0
-    except (KeyError, ValueError):
-        result = 0.0
-    if result <= 0:
-        value.refuse(f"{value.text!r} is not accepted; it must be {expected}")
-    return result

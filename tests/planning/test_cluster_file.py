@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.planning.cluster import Cluster, Failures, read_cluster
+from cnnstrategies.planning.cluster import Cluster, read_cluster
 from cnnstrategies.planning.costs import Link
 
 pytestmark = pytest.mark.light
@@ -15,8 +15,6 @@ nodes:
   - {count: 2, devices: 4, memory: 16GiB, price: 12.0,
      inside: {gbit: 96, us: 10}, network: {gbit: 10, us: 50, efficiency: 0.5}}
   - {devices: 2, speed: 0.5, inside: {gbit: 8, work_us: 70}, network: {rates: {1KiB: 1, 1MiB: 4}}}
-failures: {device_mtbf_hours: 50000, restart: 10min, checkpoint: 1min}
-jitter: 0.03
 server: {gbyte_per_s: 2, us: 80}
 """
 
@@ -27,7 +25,7 @@ def read(text: str, folder: Path) -> Cluster:
     return read_cluster(file)
 
 
-def test_numbers_become_devices_links_and_failures(tmp_path: Path) -> None:
+def test_numbers_become_devices_and_links(tmp_path: Path) -> None:
     cluster = read(FILE, tmp_path)
     assert cluster.host_of == (0,) * 4 + (1,) * 4 + (2,) * 2
     assert cluster.speeds == (1.0,) * 8 + (0.5,) * 2
@@ -36,8 +34,7 @@ def test_numbers_become_devices_links_and_failures(tmp_path: Path) -> None:
     assert cluster.link(0, 4) == Link(0.625e9, 50 * 1e-6), "10 Gbit/s at an efficiency of a half"
     assert cluster.link(8, 9).work == pytest.approx(7e-5)
     assert cluster.link(4, 9).bandwidth == 0.5e9, "the slower of two networks"
-    assert cluster.failures == Failures(50000 * 3600.0, 600.0, 60.0)
-    assert (cluster.jitter, cluster.server_rate, cluster.hosts[0].price) == (0.03, 2e9, 12.0)
+    assert (cluster.server_rate, cluster.hosts[0].price) == (2e9, 12.0)
     assert cluster.server_message == pytest.approx(8e-5)
 
 
@@ -55,15 +52,18 @@ def test_the_rate_is_interpolated_between_sizes(tmp_path: Path) -> None:
         ("gbit: 96", "gbit: fast", 4, "'fast' is not accepted; it must be a number above 0"),
         ("gbit: 96, us: 10", "us: 10", 4, "nodes[0].inside: gbit is missing"),
         ("memory: 16GiB", "memory: 16 apples", 3, "it must be a size above 0 such as 16GiB"),
-        ("restart: 10min", "restart: soon", 6, "failures.restart: 'soon' is not accepted; it must be a time above 0"),
         ("efficiency: 0.5", "efficiency: 1.5", 4, "it must be a number above 0 and at most 1"),
-        ("jitter: 0.03", "jitter: 0.03\njitter: 0.1", 8, "'jitter' is given twice"),
-        ("jitter: 0.03", "all_reduce: tree", 7, "'tree' is not accepted; it must be flat or two_level"),
+        ("server: {", "server: {us: 9}\nserver: {", 7, "'server' is given twice"),
+        (
+            "server: {gbyte_per_s: 2, us: 80}",
+            "all_reduce: tree",
+            6,
+            "'tree' is not accepted; it must be flat or two_level",
+        ),
         ("inside: {gbit: 8, work_us: 70}, ", "", 5, "inside is missing, how its 2 devices are connected"),
         ("1KiB: 1, 1MiB: 4", "1MiB: 4, 1KiB: 1", 5, "sizes of messages, ascending"),
-        ("nodes:", "machines:", 2, "unknown key 'machines'; accepted: nodes, failures"),
-        ("device_mtbf_hours: 50000, ", "", 6, "device_mtbf_hours is missing"),
-        ("jitter: 0.03", "jitter: {", 9, "this is not YAML"),
+        ("nodes:", "machines:", 2, "unknown key 'machines'; accepted: nodes, all_reduce"),
+        ("server: {gbyte_per_s: 2, us: 80}", "server: {", 7, "this is not YAML"),
     ],
 )
 def test_a_mistake_is_told_by_file_and_line(tmp_path: Path, old: str, new: str, line: int, said: str) -> None:
@@ -81,4 +81,4 @@ def test_files_that_are_missing_or_empty_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cluster\.yaml: the file is empty"):
         read("", tmp_path)
     with pytest.raises(ConfigurationError, match="line 1: nodes is missing"):
-        read("jitter: 0.1", tmp_path)
+        read("all_reduce: flat", tmp_path)

@@ -96,7 +96,6 @@ class PlanOptions:
             left out, those of the configuration's optimizer, and 2 without one.
         samples_per_epoch: Of the training data, for the cost of an epoch; when left out, that of a million samples is
             shown.
-        plot: Draw into this PNG file which strategy is the quickest for other networks and more or fewer machines.
         write: Write the best strategy into this YAML file, which ``fit`` takes as one more ``--config``.
         write_profile: Write the measured profile into this CSV file.
         timetable: Draw the hybrid pipeline's predicted timetable into this PNG file.
@@ -113,7 +112,6 @@ class PlanOptions:
     search: bool = False
     optimizer_states: int | None = None
     samples_per_epoch: int | None = None
-    plot: Path | None = None
     write: Path | None = None
     write_profile: Path | None = None
     timetable: Path | None = None

@@ -99,11 +99,6 @@ def show(ranking: Ranking, options: PlanOptions) -> None:
     if options.write is not None:
         write_overlay(options.write, ranking)
         print(f"Wrote {options.write}: cnnstrategies fit --config YOURS --config {options.write}")
-    if options.plot is not None:
-        from cnnstrategies.planning.crossover import draw_crossover
-
-        draw_crossover(ranking.job, options.plot)
-        print(f"Drew {options.plot}")
 
 
 def _is_configuration(word: str) -> bool:
