@@ -33,7 +33,6 @@ RESTARTS = 1000
 EPOCH = 30  # steps
 BATCH = 4
 PATIENCE = 120.0  # seconds: then it has failed
-SPARE = "wait_as_spare"
 
 
 @dataclass(frozen=True)
@@ -186,15 +185,6 @@ class Run:
         """The process of a service."""
         return next((pid for pid, comm, _ in self._children() if comm == name), None)
 
-    def spare_waits(self) -> bool:
-        """Whether there is one that has imported everything."""
-        for pid, name, command in self._children():
-            if not name.startswith("ps-") and SPARE in command:
-                before = _ticks(pid)
-                time.sleep(1)
-                return before == _ticks(pid) > 50
-        return False
-
     def _children(self) -> list[tuple[int, str, str]]:
         """Number, name and command of each."""
         found = []
@@ -209,11 +199,6 @@ class Run:
         return found
 
 
-def _ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return int(fields[11]) + int(fields[12])
-
-
 def _kill(run: Run, name: str) -> float:
     pid = run.wait(lambda: run.find(name))
     at = time.monotonic()
@@ -221,19 +206,12 @@ def _kill(run: Run, name: str) -> float:
     return at
 
 
-def kill_servers(run: Run, index: int) -> dict[str, float]:
-    """One server with a spare program at hand; then, as soon as that one is filled, the other, without."""
-    run.wait(lambda: run.spare_waits() or None)
-    found = {}
-    began = 0.0
-    for name, server in (("spare", index % 2), ("no spare", 1 - index % 2)):
-        at = _kill(run, f"ps-server-{server}")
-        began = began or at
-        found[f"{name}: steps"] = run.trains(at) - at
-        found[f"{name}: noticed"] = run.says("is started again", at) - at
-        filled = run.says(f"has filled server {server}", at)
-        found[f"{name}: copies"] = filled - at
-    return {**found, "both: copies": filled - began}
+def kill_server(run: Run, index: int) -> dict[str, float]:
+    """One of two, in turn."""
+    server = index % 2
+    at = _kill(run, f"ps-server-{server}")
+    found = {"steps": run.trains(at) - at, "noticed": run.says("is started again", at) - at}
+    return {**found, "copies": run.says(f"has filled server {server}", at) - at}
 
 
 def kill_coordinator(run: Run, index: int) -> dict[str, float]:
@@ -261,7 +239,7 @@ def kill_worker(rank: int) -> Callable[[Run, int], dict[str, float]]:
 
 
 KINDS = {
-    "copies": Kind({"servers": 2, "replication": 2}, kill_servers),
+    "copies": Kind({"servers": 2, "replication": 2}, kill_server),
     "worker": Kind({}, kill_worker(1)),
     "rank 0": Kind({}, kill_worker(0)),
     "coordinator": Kind({}, kill_coordinator),
@@ -269,9 +247,7 @@ KINDS = {
 }
 # Title, kind, and what is shown of it.
 ROWS = [
-    ("a server, `replication: 2`, a spare", "copies", "spare: steps", "spare: copies"),
-    ("the other server then, no spare", "copies", "no spare: steps", "no spare: copies"),
-    ("both, one after the other", "copies", "", "both: copies"),
+    ("a server, `replication: 2`", "copies", "steps", "copies"),
     ("a worker", "worker", "steps", "all"),
     ("rank 0", "rank 0", "steps", "all"),
     ("the coordinator", "coordinator", "steps", ""),
@@ -338,7 +314,7 @@ def write(results: dict[str, list[dict[str, float]]], kills: int) -> None:
         count = str(len(results[kind][:kills]))
         rows.append([title, count, *numbers(kind, steps), *numbers(kind, whole)])
     usual = statistics.median(one["a step"] for name in KINDS for one in results[name][:kills])
-    noticed = statistics.median(one["spare: noticed"] for one in results["copies"][:kills])
+    noticed = statistics.median(one["noticed"] for one in results["copies"][:kills])
     imported, let_in = (statistics.median(one[key] for one in results["worker"]) for key in ("imported", "let in"))
     report(
         Path(__file__).with_suffix(".md"),
@@ -353,11 +329,9 @@ the one that was started again has ended two steps. It joins at the next epoch; 
 
 One run of each kind, with 2 workers and VGG-11 (9.5 million parameters) in batches of {BATCH} for each, takes all the
 kills, each when it is whole again from the last. It is a program that calls `Trainer.fit`, with
-`ParameterServerStrategy(max_restarts={RESTARTS})` and otherwise the defaults. Where there is "a spare", a program that
-has imported torch waits beside the run, as it does from 10 s after the last start of a process on. "No spare" is the
-death of the next server just when the run is whole again, in the same run. That a server is killed is noticed after
-{1000 * noticed:.0f} ms. A worker's program has imported torch and Lightning {imported:.1f} s after the kill, and is let
-in after {let_in:.1f} s, the wait for the next epoch included.""",
+`ParameterServerStrategy(max_restarts={RESTARTS})` and otherwise the defaults. That a server is killed is noticed
+after {1000 * noticed:.0f} ms. A worker's program has imported torch and Lightning {imported:.1f} s after
+the kill, and is let in after {let_in:.1f} s, the wait for the next epoch included.""",
         rows,
         "one thread per process",
     )

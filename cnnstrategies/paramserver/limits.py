@@ -1,17 +1,9 @@
-"""What the system lets a process have: files, of which each connection is one, and memory.
+"""What the system lets a process have: files, of which each connection is one, and threads."""
 
-libzmq puts a message's parts together before anybody can count them, so a peer whose message never ends takes memory
-without end. The wall against that is the system's: when libzmq gets no more, it drops the connection.
-"""
-
-import os
 import resource
 import threading
-from pathlib import Path
 
 from cnnstrategies.errors import ConfigurationError
-
-GIB = 1 << 30
 
 THREADS = 8  # of a process with its own, libzmq's and torch's, about
 OWN_FILES = 256  # of a process besides its connections: its program, its data, libzmq's own
@@ -76,38 +68,3 @@ def allow_threads(processes: int) -> None:
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-
-
-def memory_of_server(slices: int, held: int, workers: int, payload: int) -> int:
-    """Bytes that a server may come to need, all told and some more.
-
-    Args:
-        slices: Bytes of all the slices that it holds, as primary and backup.
-        held: Copies of them that the optimizer's state and replication need at most.
-        workers: How many push.
-        payload: Bytes of the largest message.
-    """
-    own = slices * (2 + 2 * held)  # with the copies for another server that wait to leave
-    pushes = 2 * 2 * workers * slices  # of this step and the next, in the largest encoding
-    waiting = workers * 64 * payload  # that libzmq keeps unread
-    return GIB + own + pushes + waiting
-
-
-def memory_of_coordinator() -> int:
-    """Bytes that a coordinator may need: it does not know what workers will gather."""
-    return max(4 * GIB, _machine() // 4)
-
-
-def allow_memory(more: int) -> None:
-    """Let this process have so many bytes more than it has now, and never more than the machine."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return
-    has = next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmData:"))
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = has + min(more, _machine())
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
-
-
-def _machine() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

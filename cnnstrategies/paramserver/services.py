@@ -26,7 +26,6 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, JournalFile
-from cnnstrategies.paramserver.limits import allow_memory, memory_of_coordinator
 from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
@@ -58,7 +57,6 @@ class CoordinatorProcess:
 
     def run(self) -> None:
         """Serve until told to stop, or until the one that has started it is gone."""
-        allow_memory(memory_of_coordinator())
         journal = None if self.journal is None else JournalFile(Path(self.journal))
         with CoordinatorService(self.settings, load_keys(self.key_file), journal, self.follows) as coordinator:
             pass_on_termination("the coordinator", coordinator.announce)
@@ -118,7 +116,6 @@ class ServerProcess:
             specification = Specification.from_json(bytes(text).decode())
             server = ServerService(specification, views, self.address.id, listener, membership.keys, self.insecure)
             membership.tell(server.figures)
-            allow_memory(server.declared_memory)
             server.run()
         except RunEnded as ended:
             if not ended.clean:
@@ -163,50 +160,9 @@ def start(service: Service, method: StartMethod) -> Handle:
         process = multiprocessing.get_context("fork").Process(target=_forked, args=(service,), daemon=True)
         process.start()
         return Forked(process)
-    return _tell(_program("main"), service)
-
-
-class Spares:
-    """A program that has imported what a server needs, and waits to be told which: the imports take it seconds.
-
-    Attributes:
-        waiting: It; None while there is none.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: subprocess.Popen[bytes] | None = None
-
-    def prepare(self) -> None:
-        """Start one, unless one was started and not used: one that has died would die again."""
-        if self.waiting is None:
-            self.waiting = _program("wait_as_spare")
-
-    def start(self, service: Service) -> Handle:
-        """Have the one that waits run a service; without one, a new program."""
-        program, self.waiting = self.waiting, None
-        if program is None or program.poll() is not None:
-            return start(service, "program")
-        try:
-            return _tell(program, service)
-        except BrokenPipeError:  # It has died just now.
-            program.wait()
-            return start(service, "program")
-
-    def close(self) -> None:
-        """End the one that waits."""
-        program, self.waiting = self.waiting, None
-        if program is not None:
-            program.kill()
-            program.communicate()
-
-
-def _program(function: str) -> "subprocess.Popen[bytes]":
     # -u: what it prints last must not be lost when it is killed.
-    command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import {function}; {function}()"
-    return subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
-
-
-def _tell(program: "subprocess.Popen[bytes]", service: Service) -> Handle:
+    command = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
+    program = subprocess.Popen([sys.executable, "-u", "-c", command], stdin=subprocess.PIPE)
     assert program.stdin is not None
     program.stdin.write(to_json(service).encode())
     program.stdin.close()
@@ -246,17 +202,6 @@ def main() -> None:
     """Serve what the standard input describes."""
     if text := sys.stdin.read():  # Else whoever started this was killed meanwhile.
         serve_and_exit(from_json(text))
-
-
-def wait_as_spare() -> None:
-    """Import what a server needs; then serve what the standard input describes, as soon as it does."""
-    _outlive_signals()
-    import torch
-
-    from cnnstrategies.paramserver.drivers import server  # noqa: F401
-
-    torch.optim.SGD([torch.zeros(1)])  # The first optimizer of a process imports torch's compiler.
-    main()
 
 
 def _outlive_signals() -> None:

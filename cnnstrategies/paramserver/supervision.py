@@ -19,7 +19,6 @@ from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.processes import Handle, ending
 from cnnstrategies.paramserver.security import KeyPair, process_number
-from cnnstrategies.paramserver.services import Spares
 from cnnstrategies.runtime.processes import is_stopped
 
 COORDINATOR = "coordinator"
@@ -27,7 +26,6 @@ POLL = 0.02  # seconds
 ASK_EVERY = 1.0  # seconds
 ANSWER_SECONDS = 0.5
 GRACE = 5.0  # seconds
-SPARE_AFTER = 10.0  # seconds: then the others have imported what they need, and a spare takes no processor from them
 
 
 @dataclass
@@ -74,16 +72,14 @@ class Supervision:
     Args:
         coordinator: The coordinator's address, as this node's supervision sees it.
         keys: The run's CURVE keys.
-        spares: Programs for servers that are started again; None for none.
     """
 
-    def __init__(self, coordinator: Address, keys: KeyPair | None = None, spares: Spares | None = None) -> None:
+    def __init__(self, coordinator: Address, keys: KeyPair | None = None) -> None:
         self.coordinator = coordinator
         self.keys = keys
         self.watched: list[Watched] = []
         self.deaths: list[str] = []
-        self._spares = spares
-        self._asked_at = self._heard_at = self._looked_at = self._started_at = time.monotonic()
+        self._asked_at = self._heard_at = self._looked_at = time.monotonic()
         self._ended_at: float | None = None
         self._over = False  # the session of this coordinator
         self._missed: set[tuple[str, int, int]] = set()  # role, number and life of those that it has heard too long ago
@@ -97,7 +93,6 @@ class Supervision:
         """Start a process and watch it from now on."""
         watched.handle = watched.start(watched.incarnation)
         self.watched.append(watched)
-        self._started_at = time.monotonic()
 
     @property
     def process(self) -> int:
@@ -129,8 +124,6 @@ class Supervision:
                     self._on_end(one, code)
         now = time.monotonic()
         self.end_the_stopped(now)
-        if self._spares is not None and now - self._started_at > SPARE_AFTER and self._ended_at is None:
-            self._spares.prepare()
         if now - self._asked_at > ASK_EVERY and not (self._stopping or self._over):
             self.ask()
             self._asked_at = time.monotonic()
@@ -156,8 +149,6 @@ class Supervision:
             at_once: Also when workers, of other nodes maybe, have not left yet and need them.
         """
         self._stopping = True
-        if self._spares is not None:
-            self._spares.close()
         heard = time.monotonic()
         while not (at_once or self._over or self._ended_at is not None):
             if self.ask():
@@ -229,7 +220,6 @@ class Supervision:
             one.incarnation += 1
             one.ended, one.why = None, ""
             one.handle = one.start(one.incarnation)
-            self._started_at = time.monotonic()
             return
         one.code = code
         if one.role == WORKER and not killed:

@@ -26,7 +26,7 @@ from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.drivers.line import Watcher
 from cnnstrategies.paramserver.membership import STOP, Membership
 from cnnstrategies.paramserver.security import KeyPair
-from cnnstrategies.paramserver.services import CoordinatorProcess, ServerProcess, Spares, start
+from cnnstrategies.paramserver.services import CoordinatorProcess, ServerProcess, start
 
 TIMEOUT = 60.0  # Nobody is silent for so long on a busy machine.
 
@@ -232,29 +232,3 @@ def test_a_coordinator_that_is_told_to_end_has_the_run_stop(tmp_path: Path) -> N
     assert coordinator.poll() is None
     member.close()
     coordinator.send_signal(signal.SIGKILL)
-
-
-@pytest.mark.warm
-def test_a_spare_becomes_what_it_is_told_and_is_ended_if_it_is_not_needed(tmp_path: Path) -> None:
-    spares = Spares()
-    spares.prepare()
-    waiting = spares.waiting
-    assert waiting is not None
-    service = spares.start(CoordinatorProcess(CoordinatorSettings(f"ipc://{tmp_path}/coordinator", 1, 0)))
-    assert service is waiting
-    while not Path(tmp_path / "coordinator").exists():
-        assert service.poll() is None
-        time.sleep(0.01)
-    service.send_signal(signal.SIGKILL)
-    waiting.wait()
-    spares.prepare()
-    unused = spares.waiting
-    assert unused is not None
-    unused.kill()
-    unused.wait()
-    assert spares.start(CoordinatorProcess(CoordinatorSettings("nowhere", 1, 0))) is not unused
-    spares.prepare()
-    last = spares.waiting
-    spares.close()
-    assert last is not None
-    assert last.poll() is not None

@@ -27,7 +27,7 @@ from cnnstrategies.paramserver.drivers.sockets import (
     reconnect,
     server_socket,
 )
-from cnnstrategies.paramserver.limits import allow_files, files_of_server, memory_of_server
+from cnnstrategies.paramserver.limits import allow_files, files_of_server
 from cnnstrategies.paramserver.messages import (
     HEADER_BYTES,
     LARGEST_JSON,
@@ -49,7 +49,6 @@ from cnnstrategies.runtime.allocation import keep_freed_memory
 _LOG = logging.getLogger(__name__)
 POLL_MS = 50  # how often a view source without a descriptor is asked
 MESSAGES_AT_ONCE = 32  # between two looks at the view and at the work that waits
-MOST_STATES = 4  # tensors of a slice's size that an optimizer of torch's keeps, and one for the update
 WORK_SECONDS = 0.002  # on slices, between two looks at the messages
 
 
@@ -109,13 +108,6 @@ class ServerService:
         self._sent = self._received = 0  # bytes
         self._stopping = threading.Event()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    @property
-    def declared_memory(self) -> int:
-        """Bytes that the server may come to need beside what it has now."""
-        held = sum(slice_.nbytes for slice_ in self.role.store.slices.values())
-        copies = MOST_STATES + self._specification.replication + self._specification.pulls_changes
-        return memory_of_server(held, copies, self._specification.most_workers, self._largest)
 
     def run(self) -> None:
         """Serve until :meth:`stop` is called.

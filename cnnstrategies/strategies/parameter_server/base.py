@@ -216,9 +216,7 @@ class CoordinatedStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start == "popen":
-            self._launcher = WatchingScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes, self.options, self._layout
-            )
+            self._launcher = WatchingScriptLauncher(self, self.options, self._layout)
         else:
             self._launcher = WatchingProcessLauncher(self, self._start, self.options, self._layout)
 

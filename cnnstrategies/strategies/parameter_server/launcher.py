@@ -12,8 +12,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,21 +78,71 @@ def forwarding(supervision: Supervision) -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-class WatchingProcessLauncher(MultiProcessingLauncher):
-    """Starts the ranks by fork or spawn and watches them.
+class _Watching:
+    """What both launchers have in common: the ranks of this node, watched.
 
-    Args:
-        strategy: The strategy.
-        start_method: ``fork`` or ``spawn``.
-        options: The strategy's options.
+    Attributes:
+        options: The strategy's.
         layout: Gives the nodes, when they are known.
     """
 
+    options: Options
+    layout: Callable[[], Layout] | None
+    _supervision: Supervision | None = None
+
+    def check(self, trainer: Trainer | None, returns: bool) -> bool:
+        """Refuse what cannot be done here; whether there is something to train.
+
+        Args:
+            trainer: Whose callbacks and options are looked at.
+            returns: Whether what a callback finds is where the script goes on.
+        """
+        if trainer is None:
+            return False
+        check_callbacks(trainer.callbacks, self.options, returns)  # type: ignore[attr-defined]
+        check_dispatch(trainer, self.options)
+        return trainer.state.fn == TrainerFn.FITTING
+
+    def watch(
+        self,
+        training: bool,
+        method: StartMethod,
+        start: Callable[[int, int], Handle],
+        tick: Callable[[], None] = lambda: None,
+    ) -> Supervision:
+        """Start the coordinator, servers and ranks of this node, until the ranks have ended.
+
+        Args:
+            training: Whether there is something for servers to do.
+            method: How the others than ranks are started.
+            start: Starts a rank, given its number on this node and how often it was started before.
+            tick: Called many times a second.
+        """
+        assert self.layout is not None, "a rank launches nothing"
+        layout = self.layout()
+        with supervised(self.options, layout, training, method) as supervision:
+            self._supervision = supervision
+            for local_rank in range(layout.processes):
+                rank = layout.node * layout.processes + local_rank
+                supervision.start(Watched(WORKER, rank, partial(start, local_rank), self.options.max_restarts))
+            with forwarding(supervision):
+                supervision.watch(tick)
+        self._supervision = None
+        return supervision
+
+    def kill(self, signum: int) -> None:
+        """Send a signal to the ranks; Lightning asks for it."""
+        if self._supervision is not None:
+            self._supervision.send_signal(signum)
+
+
+class WatchingProcessLauncher(_Watching, MultiProcessingLauncher):
+    """Starts the ranks by fork or spawn and watches them."""
+
     def __init__(self, strategy: Any, start_method: Any, options: Options, layout: Callable[[], Layout]) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._options = options
-        self._layout = layout
-        self._supervision: Supervision | None = None
+        self.options = options
+        self.layout = layout
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -107,10 +157,7 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
             ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
         check_start(self._start_method, self._strategy.root_device)
-        training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        if trainer is not None:
-            check_callbacks(trainer.callbacks, self._options, returns=False)  # type: ignore[attr-defined]
-            check_dispatch(trainer, self._options)
+        training = self.check(trainer, returns=False)
         if self._already_fit and training:
             raise NotImplementedError(
                 "Calling `trainer.fit()` twice on the same Trainer: its loops stay in the ranks that start_method "
@@ -122,7 +169,6 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
         state = None if forked else GlobalState.capture()
         context = multiprocessing.get_context(self._start_method)
         pipes: list[Connection] = []
-        processes: list[BaseProcess] = []
         dispositions = {signum: signal.getsignal(signum) for signum in (*FORWARDED, signal.SIGINT)} if forked else {}
 
         def start_rank(local_rank: int, incarnation: int) -> Handle:
@@ -132,20 +178,10 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
             process.start()
             sender.close()
             pipes.append(receiver)
-            processes.append(process)
             return Forked(process)
 
         news = _News()
-        layout = self._layout()
-        with supervised(self._options, layout, training, "fork" if forked else "program") as supervision:
-            self._supervision = supervision
-            for local_rank in range(layout.processes):
-                start = _Start(start_rank, local_rank)
-                rank = layout.node * layout.processes + local_rank
-                supervision.start(Watched(WORKER, rank, start, self._options.max_restarts))
-            with forwarding(supervision):
-                supervision.watch(lambda: news.read(pipes))
-        self._supervision = None
+        supervision = self.watch(training, "fork" if forked else "program", start_rank, lambda: news.read(pipes))
         news.read(pipes)
         code = max((worker.code or 0 for worker in supervision.workers), default=0)
         output = news.result(supervision.deaths, code)
@@ -190,38 +226,17 @@ class WatchingProcessLauncher(MultiProcessingLauncher):
             strategy.leave_session()
 
     @override
-    def kill(self, signum: int) -> None:
-        if self._supervision is not None:
-            self._supervision.send_signal(signum)
-
-    @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_supervision": None, "_layout": None}
+        return {**super().__getstate__(), "_supervision": None, "layout": None}
 
 
-class WatchingScriptLauncher(ScriptLauncher):
-    """Starts this program once for each rank and watches them; where something else starts the ranks, does nothing.
+class WatchingScriptLauncher(_Watching, ScriptLauncher):
+    """Starts this program once for each rank and watches them; where something else starts the ranks, does nothing."""
 
-    Args:
-        cluster_environment: Says which ranks this node has.
-        num_processes: Ranks of a node.
-        num_nodes: Nodes.
-        options: The strategy's options.
-        layout: Gives the nodes.
-    """
-
-    def __init__(
-        self,
-        cluster_environment: Any,
-        num_processes: int,
-        num_nodes: int,
-        options: Options,
-        layout: Callable[[], Layout],
-    ) -> None:
-        super().__init__(cluster_environment, num_processes, num_nodes)
-        self._options = options
-        self._layout = layout
-        self._supervision: Supervision | None = None
+    def __init__(self, strategy: Any, options: Options, layout: Callable[[], Layout]) -> None:
+        super().__init__(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+        self.options = options
+        self.layout = layout
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -231,22 +246,11 @@ class WatchingScriptLauncher(ScriptLauncher):
             SystemExit: In the process that has watched the ranks: it has nothing more to do.
             ConfigurationError: A callback or an option of the trainer cannot do its work here.
         """
-        if trainer is not None:
-            check_callbacks(trainer.callbacks, self._options, returns=True)  # type: ignore[attr-defined]
-            check_dispatch(trainer, self._options)
+        training = self.check(trainer, returns=True)
         if self.cluster_environment.creates_processes_externally:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        training = trainer is not None and trainer.state.fn == TrainerFn.FITTING
-        layout = self._layout()
-        with supervised(self._options, layout, training, "program") as supervision:
-            self._supervision = supervision
-            for local_rank in range(layout.processes):
-                start = _Start(self._start_rank, local_rank)
-                rank = layout.node * layout.processes + local_rank
-                supervision.start(Watched(WORKER, rank, start, self._options.max_restarts))
-            with forwarding(supervision):
-                supervision.watch()
+        supervision = self.watch(training, "program", self._start_rank)
         codes = [worker.code or 0 for worker in supervision.workers]
         # A worker that was killed and not replaced has not ended the run, unless the others say so.
         sys.exit(2 if 2 in codes else max(0, *codes) or int(all(code < 0 for code in codes)))
@@ -262,22 +266,6 @@ class WatchingScriptLauncher(ScriptLauncher):
             INCARNATION: str(incarnation),
         }
         return subprocess.Popen(script_command(), env=environment)
-
-    @override
-    def kill(self, signum: int) -> None:
-        if self._supervision is not None:
-            self._supervision.send_signal(signum)
-
-
-class _Start:
-    """Starts one rank; takes the incarnation."""
-
-    def __init__(self, start: Callable[[int, int], Handle], local_rank: int) -> None:
-        self.start = start
-        self.local_rank = local_rank
-
-    def __call__(self, incarnation: int) -> Handle:
-        return self.start(self.local_rank, incarnation)
 
 
 class _News:

@@ -22,7 +22,6 @@ from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
     ServerProcess,
-    Spares,
     StartMethod,
     load_keys,
     start,
@@ -158,9 +157,7 @@ def open_supervision(
         place.coordinator, "supervision", layout.node, 0, options.heartbeat, options.timeout, session=place.session
     )
     restarts = options.max_restarts if options.replication > 1 and place.supervised and not options.endpoints else 0
-    # A server that is forked has imported everything.
-    spares = Spares() if servers and restarts and method == "program" else None
-    supervision = Supervision(address, load_keys(place.key_file), spares)
+    supervision = Supervision(address, load_keys(place.key_file))
     workers = layout.nodes * layout.processes
     elastic = options.elastic if training else 0
     if layout.node == 0:
@@ -187,7 +184,7 @@ def open_supervision(
     if servers and not options.endpoints:
         for index in range(options.servers):
             identity = layout.node * options.servers + index
-            server = partial(_start_server, options, place, identity, method, spares)
+            server = partial(_start_server, options, place, identity, method)
             supervision.start(Watched(SERVER, identity, server, restarts))
     return supervision
 
@@ -215,9 +212,7 @@ def _start_coordinator(service: CoordinatorProcess, method: StartMethod, incarna
     return start(replace(service, follows=incarnation > 0), method)
 
 
-def _start_server(
-    options: Options, place: Place, identity: int, method: StartMethod, spares: Spares | None, incarnation: int
-) -> Handle:
+def _start_server(options: Options, place: Place, identity: int, method: StartMethod, incarnation: int) -> Handle:
     known_as = None
     if place.directory is not None:
         endpoint = f"ipc://{place.directory}/server-{place.session}-{identity}-{incarnation}"
@@ -230,7 +225,7 @@ def _start_server(
         place.coordinator, SERVER, identity, incarnation, options.heartbeat, options.timeout, session=place.session
     )
     service = ServerProcess(address, endpoint, place.key_file, place.insecure, known_as, os.getpid())
-    return start(service, method) if spares is None or incarnation == 0 else spares.start(service)
+    return start(service, method)
 
 
 def _listening(coordinator: str) -> str:
