@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from cnnstrategies.callbacks.membership_picture import draw_membership
 from cnnstrategies.paramserver.drivers.line import Watcher
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 
 ANSWER_SECONDS = 30.0

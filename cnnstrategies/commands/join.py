@@ -11,8 +11,7 @@ from pathlib import Path
 from cnnstrategies.commands.front.options import parse_join
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.places import find_place
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import RunAddress, find_place
 
 
 def main(args: Sequence[str]) -> None:

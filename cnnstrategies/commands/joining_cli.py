@@ -27,8 +27,7 @@ from cnnstrategies.commands.run.quiet import quieten
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.errors import RemovedError, ServersUnreachableError
-from cnnstrategies.paramserver.places import Place
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import Place, RunAddress
 from cnnstrategies.strategies.parameter_server.joiner import JoinerEnvironment
 from cnnstrategies.strategies.parameter_server.joining import ComeAndGo, JoiningStrategy
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy

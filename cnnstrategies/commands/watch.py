@@ -17,7 +17,7 @@ from rich.text import Text
 from cnnstrategies.commands.front.options import watch_parser
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.drivers.line import Watcher
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.security import KeyPair
 
 MOST_FAULTS = 8  # that are shown

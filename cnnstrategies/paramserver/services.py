@@ -16,9 +16,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import zmq
 
@@ -27,12 +28,53 @@ from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorS
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService, JournalFile
 from cnnstrategies.paramserver.membership import STOP, Membership
-from cnnstrategies.paramserver.processes import Forked, Handle
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.runtime.processes import end_with_parent, name_process
 
 SPECIFICATION = "specification"  # the name under which rank 0 publishes it
 StartMethod = Literal["fork", "program"]
+
+
+class Handle(Protocol):
+    """What the supervision needs of a child process; ``subprocess.Popen`` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal, or None while it runs."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it still runs."""
+
+
+class Forked:
+    """A process of ``multiprocessing`` as a :class:`Handle`."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None, "it has been started"
+        self.process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal, or None while it runs."""
+        return self.process.exitcode
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
 
 
 @dataclass(frozen=True)

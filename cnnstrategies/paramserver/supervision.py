@@ -17,8 +17,8 @@ from cnnstrategies.paramserver.core.node import Call, ControlError, Message, Pee
 from cnnstrategies.paramserver.core.requests import DONE
 from cnnstrategies.paramserver.drivers.line import Line
 from cnnstrategies.paramserver.drivers.loop import Loop
-from cnnstrategies.paramserver.processes import Handle, ending
 from cnnstrategies.paramserver.security import KeyPair, process_number
+from cnnstrategies.paramserver.services import Handle, ending
 from cnnstrategies.runtime.processes import is_stopped
 
 COORDINATOR = "coordinator"

@@ -2,9 +2,8 @@
 
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from cnnstrategies.strategies.compressed_ddp import CompressedDDPStrategy
+from cnnstrategies.strategies.data_parallel import CompressedDDPStrategy, LocalSGDStrategy
 from cnnstrategies.strategies.hybrid_pipeline import HybridPipelineStrategy
-from cnnstrategies.strategies.local_sgd import LocalSGDStrategy
 from cnnstrategies.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["CompressedDDPStrategy", "HybridPipelineStrategy", "LocalSGDStrategy", "ParameterServerStrategy"]

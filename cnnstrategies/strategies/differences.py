@@ -4,7 +4,6 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from cnnstrategies.pipeline.batchnorm import has_batch_norm
-from cnnstrategies.strategies.mean_loss import has_mean_loss
 
 RANK_ZERO = "those of rank 0"
 OWN_MEANS = (
@@ -12,6 +11,19 @@ OWN_MEANS = (
     "process's own"
 )
 RANDOM_DRAWS = "random draws (as in dropout) are each process's own"
+
+
+def has_mean_loss(module: nn.Module) -> bool:
+    """Whether a module says with ``loss_weight(targets)`` how its ``loss(outputs, targets)`` is divided.
+
+    A class that replaces ``loss`` alone does not.
+    """
+    for kind in type(module).__mro__:
+        if "loss_weight" in vars(kind):
+            return callable(getattr(module, "loss", None))
+        if "loss" in vars(kind):
+            return False
+    return False
 
 
 def differences_of_replicas(network: nn.Module, processes: int, batch_size: int | None, statistics: str) -> list[str]:

@@ -1,15 +1,23 @@
-"""What a strategy may do sooner or later than one device would, because nobody looks in between.
+"""What a strategy may do sooner or later than one device would, because nobody looks in between or all are watched.
 
 On one device each hook of a step finds the gradients and the weights as they are then. A strategy that sends a gradient
 before the hooks have run, or takes a value after the step, is right only where no such hook is anybody else's. Those of
 Lightning and of this package are known; every other one counts as if it read and wrote all there is.
 """
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, WeightAveraging
+from torch import Tensor, nn
 
+T = TypeVar("T")
+# By which torch's tensors become Python's numbers; and truth values.
+READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__", "__complex__"})
 KNOWN = ("lightning.", "cnnstrategies.")  # packages
 READERS = (WeightAveraging, ModelPruning)  # of Lightning's, those that read or write weights after each step
 # Between backward and the optimizer's step, or in its place.
@@ -50,3 +58,57 @@ def own_hooks(one: object, hooks: Iterable[str]) -> list[str]:
         if name in vars(one) or (owner is not None and not f"{owner.__module__}.".startswith(KNOWN)):
             found.append(name)
     return found
+
+
+class WatchedHooks:
+    """Has the hooks of a user's own run inside a context, until :meth:`end`.
+
+    Args:
+        owners: The module and the callbacks that may have some.
+        hooks: The names of those that are watched.
+        inside: Makes the context of a hook from what it is called, such as ``Clip.on_after_backward``.
+    """
+
+    def __init__(
+        self, owners: Iterable[Any], hooks: Iterable[str], inside: Callable[[str], AbstractContextManager[Any]]
+    ) -> None:
+        self._inside = inside
+        self._wrapped = [(one, name) for one in owners for name in own_hooks(one, hooks)]
+        for one, name in self._wrapped:
+            vars(one)[name] = partial(self._run, f"{type(one).__name__}.{name}", getattr(one, name))
+
+    def end(self) -> None:
+        """Watch no more."""
+        for one, name in self._wrapped:
+            vars(one).pop(name, None)
+
+    def _run(self, hook: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._inside(hook):
+            return function(*args, **kwargs)
+
+
+class Origins(Generic[T]):
+    """What tensors were made of, for as long as they live; parameters are themselves."""
+
+    def __init__(self) -> None:
+        self._noted: dict[int, tuple[weakref.ref[Tensor], T]] = {}  # by id, which another may have later
+
+    def note(self, origin: T, results: Iterable[Any]) -> None:
+        """All tensors among some results were made of that."""
+        for tensor in tensors_in(results):
+            if not isinstance(tensor, nn.Parameter):
+                self._noted[id(tensor)] = weakref.ref(tensor), origin
+
+    def of(self, tensor: Tensor, default: T) -> T:
+        """What a tensor was made of."""
+        noted = self._noted.get(id(tensor))
+        return noted[1] if noted is not None and noted[0]() is tensor else default
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among a function's arguments or results, those in lists and tuples, too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)

@@ -17,7 +17,7 @@ from conftest import ROOT
 from slurm_cluster import CPUS, NODES, Slurm, missing, slurm_cluster
 
 from cnnstrategies.paramserver.drivers.line import Watcher
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.security import KeyPair
 
 pytestmark = [

@@ -15,7 +15,7 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.run_address import NAME, RunAddress
+from cnnstrategies.paramserver.places import NAME, RunAddress
 from cnnstrategies.paramserver.security import KeyPair
 
 MEMBER = {"role": "worker", "id": 1, "life": 0, "process": 7, "host": "node1", "silent": 0.1, "takes_part": True}

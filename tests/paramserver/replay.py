@@ -32,8 +32,15 @@ from cnnstrategies.paramserver.drivers.links import Links
 from cnnstrategies.paramserver.drivers.server import ServerService
 from cnnstrategies.paramserver.membership import Membership
 from cnnstrategies.paramserver.messages import SERVER, Parcel
-from cnnstrategies.paramserver.processes import Forked, Handle
-from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, load_keys, serve
+from cnnstrategies.paramserver.services import (
+    SPECIFICATION,
+    CoordinatorProcess,
+    Forked,
+    Handle,
+    ServerProcess,
+    load_keys,
+    serve,
+)
 from cnnstrategies.paramserver.specification import Specification, hyperparameters
 from cnnstrategies.paramserver.supervision import COORDINATOR, Supervision, Watched
 from cnnstrategies.paramserver.worker import worker as worker_role

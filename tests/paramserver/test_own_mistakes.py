@@ -22,9 +22,8 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.drivers.loop import Loop
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.processes import Handle
 from cnnstrategies.paramserver.server.updater import Backlog
-from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, ServerProcess, start
+from cnnstrategies.paramserver.services import SPECIFICATION, CoordinatorProcess, Handle, ServerProcess, start
 from cnnstrategies.paramserver.specification import Specification
 
 MISTAKES = [KeyError, TypeError, AssertionError, AttributeError, ValueError]

@@ -30,8 +30,7 @@ from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorSettings
 from cnnstrategies.paramserver.drivers.coordinator import CoordinatorService
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.places import OVER, find_place
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import OVER, RunAddress, find_place
 from cnnstrategies.paramserver.security import KeyPair
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies import ParameterServerStrategy

@@ -17,7 +17,7 @@ from cnnstrategies.pipeline.engine import Pipeline
 from cnnstrategies.pipeline.optimizer_state import Groups, group_names, hold, merge_state, named_state, split_state
 from cnnstrategies.strategies.hybrid_pipeline.find_network import put_network
 from cnnstrategies.strategies.hybrid_pipeline.step import NetworkStandIn
-from cnnstrategies.strategies.resumable import check_optimizer_states
+from cnnstrategies.strategies.unwrapped import check_optimizer_states
 
 
 class DividedModule:

@@ -13,13 +13,13 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.pipeline.batch import Batch
 from cnnstrategies.pipeline.losses import MeanLoss, PartialLoss, WeighedLoss
 from cnnstrategies.pipeline.recompute import RandomState
+from cnnstrategies.strategies.differences import has_mean_loss
 from cnnstrategies.strategies.hybrid_pipeline.batches import form_of, seen, shapes_of_inputs
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
 from cnnstrategies.strategies.hybrid_pipeline.images import ImagesElsewhere
 from cnnstrategies.strategies.hybrid_pipeline.random_numbers import Draws
 from cnnstrategies.strategies.hybrid_pipeline.shadow import NoCollectives, copy_metrics, same_random_numbers, shadow_of
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
-from cnnstrategies.strategies.mean_loss import has_mean_loss
 
 
 class StepLoss(WeighedLoss):

@@ -68,9 +68,7 @@ from cnnstrategies.strategies.hybrid_pipeline.step import clip_by_joint_norm
 from cnnstrategies.strategies.hybrid_pipeline.steps import Steps
 from cnnstrategies.strategies.hybrid_pipeline.summary import summarise_whole
 from cnnstrategies.strategies.hybrid_pipeline.watch import HookWatch
-from cnnstrategies.strategies.keywords import check_keywords
-from cnnstrategies.strategies.metric_states import own_metric_states
-from cnnstrategies.strategies.resumable import warn_of_weights_alone
+from cnnstrategies.strategies.unwrapped import check_keywords, own_metric_states, warn_of_weights_alone
 
 
 class HybridPipelineStrategy(DDPStrategy):

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.strategies.hybrid_pipeline.divided_module import DividedModule
-from cnnstrategies.strategies.watching import READS, Origins, WatchedHooks, tensors_in
+from cnnstrategies.strategies.licences import READS, Origins, WatchedHooks, tensors_in
 
 # What runs while the network is divided. What is transferred are batches; what is saved and loaded is whole.
 _ELSEWHERE = ("on_before_batch_transfer", "on_after_batch_transfer", "on_save_checkpoint", "on_load_checkpoint")

@@ -18,11 +18,9 @@ from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.collectives import Collectives
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.membership import STOP, Membership
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.services import load_keys
 from cnnstrategies.paramserver.supervision import Supervision
-from cnnstrategies.strategies.keywords import check_keywords
-from cnnstrategies.strategies.metric_states import own_metric_states
 from cnnstrategies.strategies.parameter_server.launcher import WatchingProcessLauncher, WatchingScriptLauncher
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.run import (
@@ -33,7 +31,12 @@ from cnnstrategies.strategies.parameter_server.run import (
     open_supervision,
     worker_address,
 )
-from cnnstrategies.strategies.resumable import check_optimizer_states, warn_of_weights_alone
+from cnnstrategies.strategies.unwrapped import (
+    check_keywords,
+    check_optimizer_states,
+    own_metric_states,
+    warn_of_weights_alone,
+)
 
 REDUCTIONS = {"sum": "sum", "mean": "mean", "avg": "mean", "max": "max", "min": "min", "product": "product"}
 

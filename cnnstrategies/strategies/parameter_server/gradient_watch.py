@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cnnstrategies.errors import ConfigurationError
-from cnnstrategies.strategies.watching import READS, Origins, WatchedHooks, tensors_in
+from cnnstrategies.strategies.licences import READS, Origins, WatchedHooks, tensors_in
 
 HOOKS = ("on_after_backward", "on_before_optimizer_step")
 # By the names of torch's functions, without those of the forms that are in place or operators.

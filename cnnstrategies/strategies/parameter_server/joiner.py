@@ -16,8 +16,7 @@ from cnnstrategies.paramserver.coordinator.chunks import Chunk
 from cnnstrategies.paramserver.coordinator.roster import WORKER
 from cnnstrategies.paramserver.coordinator.settings import Address
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.places import ANSWER_SECONDS, Place
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import ANSWER_SECONDS, Place, RunAddress
 from cnnstrategies.paramserver.services import SPECIFICATION, load_keys
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.strategies.parameter_server.base import WorkerGroup

@@ -14,8 +14,7 @@ from typing_extensions import override
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.models.samples import count_samples
 from cnnstrategies.paramserver.core.view import RunEnded
-from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, find_place
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import FIRST_SECONDS, OVER, PAUSE, Place, RunAddress, find_place
 from cnnstrategies.strategies.parameter_server.joiner import JoinedDispatch, JoinerGroup, enter
 from cnnstrategies.strategies.parameter_server.options import Options
 from cnnstrategies.strategies.parameter_server.strategy import ParameterServerStrategy

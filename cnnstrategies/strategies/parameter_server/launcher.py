@@ -33,8 +33,7 @@ from cnnstrategies._lightning_private import (
 from cnnstrategies.paramserver.coordinator.roster import WORKER
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.private_directory import let_go
-from cnnstrategies.paramserver.processes import Forked, Handle
-from cnnstrategies.paramserver.services import StartMethod
+from cnnstrategies.paramserver.services import Forked, Handle, StartMethod
 from cnnstrategies.paramserver.supervision import Supervision, Watched
 from cnnstrategies.runtime.processes import end_with_parent
 from cnnstrategies.strategies.parameter_server.checks import check_callbacks, check_dispatch

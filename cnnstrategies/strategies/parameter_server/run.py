@@ -17,10 +17,10 @@ from cnnstrategies.paramserver.coordinator.settings import Address, CoordinatorS
 from cnnstrategies.paramserver.core.view import RunEnded
 from cnnstrategies.paramserver.limits import allow_files, allow_threads, files_of_coordinator, files_of_server
 from cnnstrategies.paramserver.private_directory import keys_in, let_go, make_run_directory, shared_directory
-from cnnstrategies.paramserver.processes import Handle
 from cnnstrategies.paramserver.security import is_local
 from cnnstrategies.paramserver.services import (
     CoordinatorProcess,
+    Handle,
     ServerProcess,
     StartMethod,
     load_keys,

@@ -20,9 +20,9 @@ from cnnstrategies.paramserver.api import Worker
 from cnnstrategies.paramserver.combiner.worker import CombinedWorker
 from cnnstrategies.paramserver.counters import Counters
 from cnnstrategies.paramserver.membership import Membership
-from cnnstrategies.paramserver.run_address import RunAddress
+from cnnstrategies.paramserver.places import RunAddress
 from cnnstrategies.paramserver.specification import Compression, Mode, Specification
-from cnnstrategies.strategies.licences import who_sees_gradients, who_sees_weights
+from cnnstrategies.strategies.licences import WatchedHooks, who_sees_gradients, who_sees_weights
 from cnnstrategies.strategies.parameter_server.base import CoordinatedStrategy
 from cnnstrategies.strategies.parameter_server.checks import check_module, check_optimizers
 from cnnstrategies.strategies.parameter_server.description import describe_servers, differences_of_servers
@@ -32,7 +32,6 @@ from cnnstrategies.strategies.parameter_server.options import Dispatch, Options,
 from cnnstrategies.strategies.parameter_server.start import meet_servers
 from cnnstrategies.strategies.parameter_server.state import average_buffers, take_state_of_rank_zero, trainer_state
 from cnnstrategies.strategies.parameter_server.step import Stepper
-from cnnstrategies.strategies.watching import WatchedHooks
 
 OUTER_STATE = "outer_optimizer_state"  # in a checkpoint
 CLIPPING = ("clip_grad_by_norm", "clip_grad_by_value")  # of a precision plugin
