@@ -155,12 +155,6 @@ def begins(data: bytes | memoryview, session: int) -> bool:
 def unpack(data: bytes | memoryview, length: int, session: int, bounds: Bounds) -> Header:
     """The header of a received message, checked against everything that does not depend on the receiver's state.
 
-    Args:
-        data: Its bytes.
-        length: Bytes of the payload.
-        session: The run's number.
-        bounds: What is accepted at most.
-
     Raises:
         InvalidMessageError: It is no message of this run.
     """
@@ -225,9 +219,6 @@ def unpack_keys(payload: memoryview) -> list[int]:
 
 class Fields:
     """What a server reads of a message, checked before anything is done with it: what fails later is our own mistake.
-
-    Args:
-        values: As JSON gave it.
 
     Raises:
         InvalidMessageError: It is no object; of all methods, that a field is missing or of another type.

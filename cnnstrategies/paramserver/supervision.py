@@ -105,11 +105,7 @@ class Supervision:
         return [one for one in self.watched if one.role == WORKER]
 
     def watch(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Wait until every worker has ended.
-
-        Args:
-            tick: Called many times a second.
-        """
+        """Wait until every worker has ended."""
         while any(worker.code is None for worker in self.workers):
             self.look()
             tick()

@@ -31,10 +31,6 @@ Lost = Callable[[int, Header], bool]
 class Servers:
     """Some servers, without sockets and clocks.
 
-    Args:
-        specification: What is trained.
-        life: Of the workers.
-
     Attributes:
         slices: All of them.
         roles: The servers that live.

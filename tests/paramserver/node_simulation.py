@@ -354,13 +354,7 @@ class World:
 
 
 def simulate(seed: int, faults: bool = True, nodes: int | None = None) -> World:
-    """Run one, and check what holds in each.
-
-    Args:
-        seed: Draws everything.
-        faults: Whether workers die.
-        nodes: How many; drawn by default.
-    """
+    """Run one, and check what holds in each."""
     with pytest.MonkeyPatch.context() as patch:
         world = World(seed, patch, faults, nodes)
         patch.setattr(board_module, "fence", world.pause)

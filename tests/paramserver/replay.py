@@ -56,13 +56,7 @@ _context = multiprocessing.get_context("fork")
 
 
 class Player:
-    """Plays the faults of this process.
-
-    Args:
-        who: This process.
-        cues: The moments of the run.
-        directory: Where a moment that has come is noted.
-    """
+    """Plays the faults of this process."""
 
     def __init__(self, who: str, cues: Sequence[Cue], directory: Path) -> None:
         self._who = who
@@ -271,9 +265,6 @@ class Outcome:
 
 class Places:
     """Where the processes of a run listen: sockets in its directory.
-
-    Args:
-        directory: The run's.
 
     Attributes:
         timeout: The run's.

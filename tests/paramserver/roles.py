@@ -24,11 +24,6 @@ from cnnstrategies.paramserver.worker.worker import Wait
 class Roles:
     """Some servers, each with a file of views of its own, and workers with theirs.
 
-    Args:
-        directory: For sockets and views.
-        specification: What is trained.
-        encrypted: Whether all have keys.
-
     Attributes:
         servers: Those that live.
         view: The last that all were told.

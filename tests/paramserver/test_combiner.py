@@ -47,13 +47,7 @@ def test_a_node_alone_leaves_out_no_step_when_its_leader_dies() -> None:
 
 
 class Node:
-    """Two workers of a node, in threads, each with a connection to real servers when it leads.
-
-    Args:
-        cluster: The servers.
-        first: Rank of the first.
-        gradient: Each element of what both push.
-    """
+    """Two workers of a node, in threads, each with a connection to real servers when it leads."""
 
     def __init__(self, cluster: PlainRoles, first: int, gradient: float) -> None:
         self.cluster = cluster

@@ -63,12 +63,7 @@ class Tap:
 
 
 class Attack:
-    """Two servers with two copies amid what two workers do; and what a member says then, in some way wrong.
-
-    Args:
-        options: Of the run.
-        seed: Of what happens.
-    """
+    """Two servers with two copies amid what two workers do; and what a member says then, in some way wrong."""
 
     def __init__(self, options: dict[str, Any], seed: int) -> None:
         self.random = random.Random(seed)

@@ -18,12 +18,7 @@ from cnnstrategies.paramserver.worker.worker import Wait
 
 
 class Wire:
-    """Loses messages of workers that servers would act on, and all kinds that workers would.
-
-    Args:
-        run: The roles.
-        loses: Whether a message of a kind is lost.
-    """
+    """Loses messages of workers that servers would act on, and all kinds that workers would."""
 
     def __init__(self, run: Roles, loses: Callable[[Kind], bool]) -> None:
         self._loses = loses

@@ -28,12 +28,7 @@ TIMEOUT = 10.0  # seconds
 
 
 class Wired(Places):
-    """Where the processes of a run listen that reach each other over wires only.
-
-    Args:
-        directory: The run's.
-        wires: Are laid to each of them.
-    """
+    """Where the processes of a run listen that reach each other over wires only."""
 
     timeout = TIMEOUT
     limit = 12 * TIMEOUT

@@ -100,13 +100,7 @@ class Board:
         self._write(_LED, step)
 
     def show(self, index: int, value: Tensor, mark: int) -> None:
-        """Show a parameter's value.
-
-        Args:
-            index: Of the parameter.
-            value: Its value.
-            mark: Grows with each value.
-        """
+        """Show a parameter's value."""
         self.values[index].copy_(value)
         fence()
         self._there[index] = mark + 1
@@ -129,11 +123,7 @@ class Board:
 
 
 def size_of(parameters: Sequence[Tensor]) -> int:
-    """Bytes of a board.
-
-    Args:
-        parameters: The run's.
-    """
+    """Bytes of a board."""
     return _places(parameters)[1][-1] + _padded(parameters[-1].nbytes) if parameters else _ALIGNED
 
 
@@ -167,9 +157,6 @@ class SharedMemory:
 
     So nothing is left behind whoever is killed, and a container's small ``/dev/shm`` does not matter.
 
-    Args:
-        size: Bytes, all zeros.
-
     Attributes:
         own: The memory.
         where: Tells the other workers of the node how to open it, as :func:`open_shared` takes it.
@@ -188,11 +175,6 @@ class SharedMemory:
 
 def open_shared(ranks: Collection[int], where: Mapping[int, list[object]], size: int) -> dict[int, memoryview]:
     """Open the memory of other workers of this node.
-
-    Args:
-        ranks: Theirs.
-        where: What :attr:`SharedMemory.where` says on each.
-        size: Bytes of each.
 
     Raises:
         ConfigurationError: It cannot be opened: they are not on one machine, or not the same user's.

@@ -168,10 +168,6 @@ class Dispatcher:
         """A worker that was started again has taken chunks before it knew in which epoch the others are.
 
         It works on none of them.
-
-        Args:
-            worker: Which one.
-            before: The epoch in which it begins.
         """
         for number in [one for one in self._epochs if one < before]:
             self._take_back(self._epochs[number].shares.pop(worker, Share()))

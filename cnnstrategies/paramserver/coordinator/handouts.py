@@ -13,12 +13,6 @@ NOTICES = 64  # names
 class Handouts:
     """Gives out chunks, and passes notices on.
 
-    Args:
-        elastic: Whether workers may join.
-        roster: The members.
-        dispatcher: Has the chunks.
-        answer: Answers a request.
-
     Attributes:
         notices: What members have told all, by name.
     """
@@ -92,11 +86,7 @@ MOST_VALUES = 16
 
 
 class Values:
-    """What was published; who asks before that gets it then.
-
-    Args:
-        answer: Answers a request.
-    """
+    """What was published; who asks before that gets it then."""
 
     def __init__(self, answer: Callable[[Peer, Message], None]) -> None:
         self._answer = answer

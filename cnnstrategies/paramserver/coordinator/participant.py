@@ -200,9 +200,6 @@ class Participant:
 class Reporter:
     """A supervision: a role. Its calls are the coordinator's kinds of requests.
 
-    Args:
-        session: Of the coordinator.
-
     Attributes:
         asking: The open requests.
     """

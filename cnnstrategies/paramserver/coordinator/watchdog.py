@@ -84,14 +84,7 @@ class Watchdog:
         self._circle: list[Wait] = []
 
     def promise(self, role: str, identity: int, until: float, else_why: str) -> None:
-        """Somebody will take a place.
-
-        Args:
-            role: Of which role.
-            identity: Which place.
-            until: Until when.
-            else_why: Why the run cannot go on without.
-        """
+        """Somebody will take a place."""
         self._promises[role, identity] = until, else_why
 
     def kept(self, role: str, identity: int) -> None:
@@ -99,12 +92,7 @@ class Watchdog:
         self._promises.pop((role, identity), None)
 
     def look(self, now: float, waits: Sequence[Wait]) -> str | None:
-        """Why the run cannot go on, if a promise was not kept or a circle has lasted.
-
-        Args:
-            now: The time.
-            waits: What members wait for here.
-        """
+        """Why the run cannot go on, if a promise was not kept or a circle has lasted."""
         for until, why in self._promises.values():
             if now > until:
                 return why

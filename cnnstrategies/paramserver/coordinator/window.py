@@ -90,13 +90,7 @@ WATCH, PLACE = "watch", "place"  # all that it asks: how the run goes, and as wh
 
 
 class Window:
-    """Composes the answers.
-
-    Args:
-        settings: Of the coordinator.
-        roster: The members.
-        history: What has happened to them.
-    """
+    """Composes the answers."""
 
     def __init__(self, settings: CoordinatorSettings, roster: Roster, history: History) -> None:
         self._settings = settings

@@ -151,11 +151,6 @@ class Bindings:
     def check(self, key: str, sender: Peer, message: Message) -> None:
         """Look whether a message comes from whom it says.
 
-        Args:
-            key: Of its connection.
-            sender: As it says.
-            message: The message.
-
         Raises:
             ControlError: It does not.
         """

@@ -216,9 +216,6 @@ class JournalFile:
 
     What cannot be written, since the disk is full, ends no run: the file is removed, and that is said. Whoever is to
     follow a coordinator that is killed then finds none, until all of it can be written anew.
-
-    Args:
-        path: Of the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -23,14 +23,7 @@ MOST_WAITING = 1 << 10  # messages
 
 
 class Line:
-    """Sends to the coordinator and receives from it. Used by one thread.
-
-    Args:
-        address: The coordinator's.
-        peer: This process.
-        own: Its own keys; None for no encryption.
-        run: The run's keys, likewise.
-    """
+    """Sends to the coordinator and receives from it. Used by one thread."""
 
     def __init__(self, address: Address, peer: Peer, own: KeyPair | None, run: KeyPair | None) -> None:
         self._address = address
@@ -120,12 +113,7 @@ class Line:
 
 
 class Watcher:
-    """A connection to a coordinator, for questions.
-
-    Args:
-        coordinator: The coordinator's endpoint.
-        keys: The run's; None for no encryption.
-    """
+    """A connection to a coordinator, for questions."""
 
     def __init__(self, coordinator: str, keys: KeyPair | None = None) -> None:
         self._address = Address(coordinator, WATCHER, 0)

@@ -33,11 +33,7 @@ class Copies(Protocol):
 
 
 class CudaCopies:
-    """Copies on a stream of their own, from and to pinned memory, as NCCL and DDP's reducer do.
-
-    Args:
-        device: The GPU.
-    """
+    """Copies on a stream of their own, from and to pinned memory, as NCCL and DDP's reducer do."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,10 +65,6 @@ class Staging:
     places: one for its gradient, which is free again when the new value has come, and one for its value. That may be
     written while the one before is on its way: all copies are made one after the other, the gradients that were
     computed with it have come by then, and it follows itself.
-
-    Args:
-        parameters: On the device.
-        copies: To and from it.
     """
 
     def __init__(self, parameters: Sequence[Tensor], copies: Copies) -> None:
@@ -140,11 +132,7 @@ class Staging:
 
 
 def staging_for(parameters: Sequence[Tensor]) -> Staging | None:
-    """For parameters on one GPU; None for others, which are copied where they are needed.
-
-    Args:
-        parameters: Of a worker.
-    """
+    """For parameters on one GPU; None for others, which are copied where they are needed."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) == 1 and (device := devices.pop()).type == "cuda":
         return Staging(parameters, CudaCopies(device))

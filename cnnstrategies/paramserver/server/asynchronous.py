@@ -21,10 +21,6 @@ from cnnstrategies.paramserver.specification import Specification
 class Asynchronous:
     """One server's part in steps that workers make on their own.
 
-    Args:
-        specification: What all processes of the run agree on.
-        shard: Its slices.
-
     Attributes:
         clock: The workers' clocks.
         roll: The workers that have not said yet where they are, if this server has come later than they.

@@ -114,13 +114,7 @@ KNOWN = "what workers have"  # beside the parts of an optimizer's state, in a co
 
 
 class Copies:
-    """The copies of the slices that one server holds, as primary or backup.
-
-    Args:
-        replicas: Where they are.
-        outbox: Sends the server's messages.
-        store: The values.
-    """
+    """The copies of the slices that one server holds, as primary or backup."""
 
     def __init__(self, replicas: Replicas, outbox: Outbox, store: Store) -> None:
         self._replicas = replicas
@@ -277,12 +271,6 @@ class Copies:
 
     def copied(self, primary: int, header: Header, said: Fields, raw: memoryview) -> None:
         """Take over a primary's copy of a slice, once all parts of its optimizer state have come.
-
-        Args:
-            primary: Who sends it.
-            header: The message's.
-            said: What belongs to the values.
-            raw: The values.
 
         Raises:
             InvalidMessageError: It is not the primary, the payload does not fit, or a part of the state was lost: it

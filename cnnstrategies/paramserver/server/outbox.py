@@ -12,10 +12,6 @@ class Outbox:
 
     Messages to another server are numbered without gaps, so that it notices when a connection has lost some.
 
-    Args:
-        server: Id of this server.
-        session: The run's number.
-
     Attributes:
         routes: The route to each worker, learned from its last message.
         effects: What is to be done.

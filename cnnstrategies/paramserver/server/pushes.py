@@ -66,13 +66,6 @@ class Pushes:
     def add(self, worker: Who, slice_: Slice, payload: memoryview, encoding: Encoding, absent: int = 0) -> bool:
         """Keep a push; whether it is the first of its worker for its slice.
 
-        Args:
-            worker: Who pushes.
-            slice_: The slice.
-            payload: Its gradient.
-            encoding: The gradient's.
-            absent: The parts without a gradient, as bits.
-
         Raises:
             InvalidMessageError: The payload does not fit the slice.
         """
@@ -155,10 +148,6 @@ class Pushes:
 
 def check_absent(absent: int, slice_: Slice) -> None:
     """Refuse parts that a slice does not have.
-
-    Args:
-        absent: Parts without a gradient, as bits.
-        slice_: The slice.
 
     Raises:
         InvalidMessageError: So it is, or none would have one.

@@ -74,12 +74,7 @@ _FROM_SERVERS = frozenset(
 
 
 class Senders:
-    """The members that may send to a server, and how far each has come.
-
-    Args:
-        encrypted: Whether senders have keys.
-        gaps: Counts the messages of other servers.
-    """
+    """The members that may send to a server, and how far each has come."""
 
     def __init__(self, encrypted: bool, gaps: Gaps) -> None:
         self._encrypted = encrypted
@@ -112,10 +107,6 @@ class Senders:
 
     def check(self, header: Header, user: str) -> bool:
         """Check who has sent a message, and count it.
-
-        Args:
-            header: The message's.
-            user: The key of its connection.
 
         Returns:
             Whether messages that another server has sent before it have not come.

@@ -26,12 +26,6 @@ class Server:
     :meth:`on_time` several times a second; :meth:`flush` when it has read what was waiting; and :meth:`work` as long as
     :attr:`busy`.
 
-    Args:
-        specification: What all processes of the run agree on.
-        id: This server's place, 0 to `specification.servers` - 1.
-        store: Its slices' values.
-        encrypted: Whether senders have keys.
-
     Attributes:
         id: This server's place.
         view: The view that it follows.

@@ -46,12 +46,6 @@ class Pull:
 class Shard:
     """A server's slices with their copies elsewhere and the pulls that wait for them.
 
-    Args:
-        specification: What all processes of the run agree on.
-        server: Id of this server.
-        outbox: Sends its messages.
-        store: Their values.
-
     Attributes:
         store: The values.
         own: Keys of the slices that this server is the primary of, in the order of use.

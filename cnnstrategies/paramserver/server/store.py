@@ -18,10 +18,6 @@ SHARED_BY = 64  # slices that share an optimizer; each of its steps looks at all
 class Store:
     """The slices of one server, as primary or backup. All memory for values is allocated here, at the start.
 
-    Args:
-        specification: What all processes of the run agree on.
-        slices: The slices to hold.
-
     Attributes:
         slices: The same by key.
         values: Each slice's values, in the same memory for ever.

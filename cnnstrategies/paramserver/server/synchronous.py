@@ -28,12 +28,6 @@ from cnnstrategies.paramserver.specification import Specification
 class Synchronous:
     """One server's part in common steps.
 
-    Args:
-        specification: What all processes of the run agree on.
-        shard: Its slices.
-        server: Its id.
-        outbox: Sends its messages.
-
     Attributes:
         clock: Counts the steps and members.
         leader: The server that decides: the one that has been there longest.

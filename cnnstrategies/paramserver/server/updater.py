@@ -17,9 +17,6 @@ from cnnstrategies.paramserver.specification import Specification
 class Backlog:
     """The workers' pushes of the present step and the next.
 
-    Args:
-        shard: The server's slices.
-
     Attributes:
         uneven: Whether some own slices may have had the present step and others not, after a server's death.
     """
@@ -105,11 +102,6 @@ EVERYBODY = (0xFFFFFFFF, 0)  # whose update the mean of a step is
 
 class Updater:
     """Forms the means of a step and applies them, slice by slice, in the order of the slices' use.
-
-    Args:
-        specification: What all processes of the run agree on.
-        shard: The server's slices.
-        backlog: The workers' pushes.
 
     Attributes:
         finished: Steps that are applied to all own slices.

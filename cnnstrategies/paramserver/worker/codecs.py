@@ -57,10 +57,6 @@ class CodecChooser:
     others use in each step what that one has used two steps before, since only even steps try something. The first try
     of a rung tells nothing then.
 
-    Args:
-        rungs: Of the ladder.
-        followed: Whether other workers follow the first one.
-
     Attributes:
         chosen: The rung that is used, but for the steps that try another one.
     """

@@ -16,11 +16,6 @@ _ANSWERS = (Kind.PULLED, Kind.STATE_IS)
 class Connections:
     """Numbers what is sent to servers, and notes when each was heard.
 
-    Args:
-        specification: What all processes of the run agree on.
-        id: This worker's number.
-        incarnation: Its incarnation.
-
     Attributes:
         view: The view that is followed.
         sequence: Number of the last message sent.
@@ -215,9 +210,6 @@ class Connections:
 
 class Placement:
     """The primaries of all slices in the present view; none of them has one before the first view.
-
-    Args:
-        slices: All slices.
 
     Attributes:
         orphans: How many slices have no live server.

@@ -213,12 +213,6 @@ class Outgoing:
 def check_range(slice_: Slice, values: Tensor, specification: Specification, step: int) -> None:
     """Refuse what would be infinite in fp16. What is no finite number itself is the module's affair.
 
-    Args:
-        slice_: The slice.
-        values: What is to be sent of it.
-        specification: Names its parameters.
-        step: In which step.
-
     Raises:
         ConfigurationError: Some would; its parameter is named.
     """
@@ -237,9 +231,6 @@ def check_range(slice_: Slice, values: Tensor, specification: Specification, ste
 
 class Filling:
     """The gradients of the small parameters that share a slice, as they come.
-
-    Args:
-        slice_: The slice.
 
     Attributes:
         values: Theirs, in memory of their own: what was pushed last may still be on its way.

@@ -99,11 +99,7 @@ class Pulls:
         self._send(keys)
 
     def begin(self, step: int) -> None:
-        """Where pushes ask for their answers: those that follow ask for the parameters of the next step.
-
-        Args:
-            step: That step.
-        """
+        """Where pushes ask for their answers: those that follow ask for the parameters of the next step."""
         self.refreshing = False
         self._step = step
 
@@ -168,9 +164,6 @@ class Had:
     """What has come of slices that may come as changes, from which their values were put together.
 
     The parameters themselves do not do for that: now and then they are the servers' own, with what changes left out.
-
-    Args:
-        slices: All slices.
     """
 
     def __init__(self, slices: Sequence[Slice]) -> None:
@@ -202,11 +195,7 @@ class Had:
 
 
 class Target:
-    """Where a parameter's pulled values are written: its own memory, or a buffer if that is not flat CPU memory.
-
-    Args:
-        parameter: The parameter.
-    """
+    """Where a parameter's pulled values are written: its own memory, or a buffer if that is not flat CPU memory."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter.detach()
@@ -214,12 +203,7 @@ class Target:
         self._flat = self._parameter.view(-1) if self._direct else torch.empty(0)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write a slice.
-
-        Args:
-            start: Its first element.
-            values: Its new values.
-        """
+        """Write a slice."""
         if not self._direct and not self._flat.numel():
             self._flat = torch.empty(self._parameter.numel(), dtype=self._parameter.dtype)
         whole = values.numel() == self._flat.numel()

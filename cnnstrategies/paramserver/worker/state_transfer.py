@@ -62,9 +62,6 @@ class InitialValues:
 class StateReceipt:
     """The optimizer's state as it comes from the servers.
 
-    Args:
-        slices: All slices.
-
     Attributes:
         states: What has come, by slice.
     """

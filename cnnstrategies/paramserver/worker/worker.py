@@ -192,13 +192,7 @@ class WorkerRole:
         return not self._specification.aggregates or all(self._id <= one.id for one in self.view.workers)
 
     def encode_as(self, compression: Compression, pull_compression: Compression, rung: int) -> None:
-        """From the next step on push and pull in these encodings; all parameters are up to date.
-
-        Args:
-            compression: Of pushes.
-            pull_compression: Of pulls.
-            rung: Their place in the ladder.
-        """
+        """From the next step on push and pull in these encodings; all parameters are up to date."""
         self.pulls.encoding = ENCODINGS[pull_compression]
         self._outgoing.encode_as(compression, self.pulls.encoding, rung + 1)
 

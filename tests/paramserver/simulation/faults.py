@@ -12,12 +12,7 @@ _WHOLE = 1 << 53
 
 
 def draw(*numbers: int, state: int = _BEGIN) -> float:
-    """A number in [0, 1) that depends on nothing but some integers (splitmix64).
-
-    Args:
-        numbers: They.
-        state: What :func:`mixed` has made of those before them.
-    """
+    """A number in [0, 1) that depends on nothing but some integers (splitmix64)."""
     for number in numbers:
         state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
         state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK

@@ -19,14 +19,7 @@ ENTRIES = 16  # that the coordinator keeps of each member's requests
 
 
 class Invariants:
-    """Watches a world.
-
-    Args:
-        world: It.
-        toys: Its processes.
-        settings: Of the coordinator.
-        epochs: That are to be trained.
-    """
+    """Watches a world."""
 
     def __init__(self, world: World, toys: Toys, settings: CoordinatorSettings, epochs: int) -> None:
         self._world = world

@@ -17,14 +17,7 @@ LATEST = 2.5  # seconds: when the first one comes
 
 
 class Joiners:
-    """Some of them, each of which comes at a moment of its own, and again after each epoch.
-
-    Args:
-        seed: Decides everything.
-        world: Where.
-        toys: The run.
-        elastic: How many may join.
-    """
+    """Some of them, each of which comes at a moment of its own, and again after each epoch."""
 
     def __init__(self, seed: int, world: World, toys: Toys, elastic: int) -> None:
         self._seed = seed

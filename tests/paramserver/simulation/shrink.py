@@ -7,12 +7,7 @@ One = TypeVar("One")
 
 
 def shrink(ones: Sequence[One], fails: Callable[[Sequence[One]], bool]) -> list[One]:
-    """A part of some things with which a run still fails, and without any one of which it does not.
-
-    Args:
-        ones: With all of them it fails.
-        fails: Whether it does with a part.
-    """
+    """A part of some things with which a run still fails, and without any one of which it does not."""
     kept = list(ones)
     size = max(1, len(kept) // 2)
     while kept:

@@ -156,14 +156,7 @@ class Toys:
     def member(
         self, role: str, identity: int, life: int, program: Callable[[Participant], Program] | None = None
     ) -> Process:
-        """Start a worker or a server.
-
-        Args:
-            role: Which of these.
-            identity: Its number.
-            life: How many had it before.
-            program: What it does, if that is something else.
-        """
+        """Start a worker or a server."""
         settings = self._settings
         address = Address("sim", role, identity, life, settings.timeout / 10, settings.timeout, settings.appear)
         hello = {"process": 100 * identity + life, "host": "sim", "endpoint": f"{role}-{identity}-{life}"}

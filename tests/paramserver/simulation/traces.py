@@ -182,13 +182,7 @@ class Cues:
         self._from: dict[Cue, int] = {}
 
     def sends(self, who: str, what: str, to: str) -> Cue | None:
-        """The moment that comes with a message, if one does.
-
-        Args:
-            who: Sends.
-            what: Its kind.
-            to: Its receiver.
-        """
+        """The moment that comes with a message, if one does."""
         for receiver in (to, None):
             self._sent[who, what, receiver] += 1
         for number, cue in enumerate(self.left):
@@ -270,11 +264,7 @@ class Noted(Faults):
 
 
 def given(plan: Any) -> dict[str, str]:
-    """What is not usual of a plan, as a trace says it.
-
-    Args:
-        plan: A named tuple.
-    """
+    """What is not usual of a plan, as a trace says it."""
     usual = type(plan)()
     values = [(name, value) for name, value in plan._asdict().items() if value != getattr(usual, name)]
     return {name: str(value) if not isinstance(value, bool) else "" if value else "no" for name, value in values}
@@ -301,10 +291,6 @@ def _for(seconds: float) -> str:
 
 class Script(Network):
     """The faults of a trace.
-
-    Args:
-        trace: It.
-        timeout: The run's.
 
     Attributes:
         cues: Its moments.

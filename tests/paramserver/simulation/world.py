@@ -90,10 +90,6 @@ class Process:
 class World:
     """Processes and what happens to them.
 
-    Args:
-        seed: Of clocks.
-        faults: What goes wrong.
-
     Attributes:
         now: The time, in seconds.
         events: How many there were.

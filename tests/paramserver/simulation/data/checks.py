@@ -15,13 +15,7 @@ ENTRIES = MOST_WORKERS  # steps, or workers, of which a server keeps something
 
 
 class Checks:
-    """Watches a run.
-
-    Args:
-        world: Where it is.
-        members: Its processes.
-        specification: Its specification.
-    """
+    """Watches a run."""
 
     def __init__(self, world: World, members: Members, specification: Specification) -> None:
         self._world = world

@@ -73,16 +73,7 @@ class _Lives:
 
 
 class SimulatedServer:
-    """A server's process.
-
-    Args:
-        server: The role.
-        peer: Who it is.
-        wires: The connections.
-        seconds: Draws how long things take.
-        clock: The world's time.
-        note: Writes a line of the trace.
-    """
+    """A server's process."""
 
     def __init__(
         self,
@@ -155,17 +146,6 @@ class SimulatedServer:
 
 class SimulatedWorker:
     """A worker's process: trains some steps with known gradients.
-
-    Args:
-        specification: The run's.
-        slices: All slices.
-        peer: Who it is.
-        steps: To train.
-        wires: The connections.
-        watch: Told of what comes.
-        seconds: Draws how long things take.
-        clock: The world's time.
-        progress: Called with each step that is begun.
 
     Attributes:
         steps: To train.

@@ -118,12 +118,7 @@ def drawn(seed: int, kind: type[Faults] = Faults) -> tuple[Plan, Faults]:
 
 
 def simulate(seed: int, traced: bool = False) -> Outcome:
-    """Run one seed.
-
-    Args:
-        seed: Decides everything.
-        traced: Whether to write down what happens.
-    """
+    """Run one seed."""
     return run(*drawn(seed), seed, traced)
 
 

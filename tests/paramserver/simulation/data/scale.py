@@ -42,12 +42,7 @@ class Counted(NamedTuple):
 
 
 class Crowd:
-    """Workers that train together with servers, each of which holds one slice.
-
-    Args:
-        workers: How many.
-        servers: How many.
-    """
+    """Workers that train together with servers, each of which holds one slice."""
 
     def __init__(self, workers: int, servers: int) -> None:
         parameters = tuple(ParameterInfo(str(one), (1,), "float32") for one in range(servers))
@@ -176,13 +171,7 @@ def kept(thing: object, seen: set[int] | None = None) -> int:
 
 
 def count(workers: int, servers: int, steps: int) -> Counted:
-    """Train, and count.
-
-    Args:
-        workers: How many.
-        servers: How many.
-        steps: How many.
-    """
+    """Train, and count."""
     crowd = Crowd(workers, servers)
     crowd.received.clear()
     most, part = [], max(1, steps // 10)

@@ -43,11 +43,7 @@ def rate(step: int) -> float:
 
 
 class Watch:
-    """Knows what each content of a slice is made of, and which of them workers have seen.
-
-    Args:
-        specification: The run's.
-    """
+    """Knows what each content of a slice is made of, and which of them workers have seen."""
 
     def __init__(self, specification: Specification) -> None:
         self.aggregates = specification.aggregates
