@@ -94,7 +94,7 @@ class Message(NamedTuple):
         return {one: values.integer(one) for one in values.fields}
 
     def table(self, name: str, *columns: type) -> list[tuple[Any, ...]]:
-        """A field that is a list of lists, each with a value of a type, of :meth:`integer` or other, for each column."""
+        """A field that is a list of lists, with a value of a type, as :meth:`integer` checks it, for each column."""
         value = self.fields.get(name)
         if not isinstance(value, list) or not all(_is_row(row, columns) for row in value):
             raise ControlError(f"{self.kind}: {name} is not a table of {len(columns)} columns")

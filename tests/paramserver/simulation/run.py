@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 def explain(seed: int, outcome: Outcome, plane: Plane) -> str:
-    """The smallest part of a failing seed's faults with which it fails in the same way, as a trace; and what happens."""
+    """The smallest part of a failing seed's faults with which it fails likewise, as a trace; and what happens."""
     assert outcome.violation is not None
     rule = outcome.violation.partition(":")[0]
     plan, faults = plane.drawn(seed, Noted)
