@@ -104,12 +104,10 @@ PROCESSES ?= $(shell nproc)
 simulate: $(INSTALLED)
 	PYTHONPATH=tests/paramserver $(BIN)/python -m simulation.run --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
-# The same, compiled and without stopping at a seed that fails: some minutes to build, then 1.5 times as fast.
-COMPILED := build/compiled
+# The same without stopping at a seed that fails.
 long-run: $(INSTALLED)
-	$(BIN)/python tests/paramserver/compiled.py $(COMPILED)
-	cd $(COMPILED) && PYTHONPATH=. $(abspath $(BIN))/python -m simulation.run --brief \
-		--keep-going --first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
+	PYTHONPATH=tests/paramserver $(BIN)/python -m simulation.run --brief --keep-going \
+		--first $(FIRST) --seeds $(SEEDS) --processes $(PROCESSES)
 
 # Runs of the command line under a parameter server, each with one process killed or stopped at a random moment, and as
 # many runs over connections that change bytes, break, fall silent and are slow; some minutes for 200 of each on a

@@ -2,10 +2,10 @@
 
     python benchmarks/parameter_server/long_run.py [--seeds 200000] [--minutes 60] [--weaker]
 
-A seed is two runs in virtual time: of the coordinator and its members, and of workers and servers. The roles are
-compiled by mypyc from the same sources. What was run is kept in `long_run.json` with a digest of the code of all that
-is simulated, the simulator included: the same command goes on from there, and begins anew when that code has changed.
-Other work beside it costs time alone: nothing else decides what happens.
+A seed is two runs in virtual time: of the coordinator and its members, and of workers and servers. What was run is
+kept in `long_run.json` with a digest of the code of all that is simulated, the simulator included: the same command
+goes on from there, and begins anew when that code has changed. Other work beside it costs time alone: nothing else
+decides what happens.
 
 A check that finds what is no fault is corrected to allow it. It looks on and changes nothing, and what held before
 holds then, too: so `--weaker` goes on after such a change, and tries the seeds again in which something was found.
@@ -26,21 +26,19 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-COMPILED = ROOT / "build" / "compiled"
 SIMULATED = ("cnnstrategies.paramserver", "simulation")
-BESIDE = ROOT / "tests" / "paramserver"  # Where the simulator lies; compiled, both lie together.
-FOLDERS = [ROOT, BESIDE]
+BESIDE = ROOT / "tests" / "paramserver"  # Where the simulator lies.
 FIRST = 600_000  # Its seeds are none that the code was developed with.
 KEPT = HERE / "long_run.json"
 # What looks at the runs, and has no part in them but that `data.watch` says whether a step was begun.
 CHECKS = [f"simulation.{name}" for name in ("invariants", "data.checks", "data.watch")]
 
 
-def sources(folders: list[Path], names: list[str]) -> str:
-    """The digest of modules' source files, as they lie below some folders."""
+def sources(names: list[str]) -> str:
+    """The digest of modules' source files."""
     found = hashlib.sha256()
     for name in names:
-        paths = [folder.joinpath(*name.split(".")) for folder in folders]
+        paths = [folder.joinpath(*name.split(".")) for folder in (ROOT, BESIDE)]
         files = [path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for path in paths]
         found.update(name.encode() + next((file.read_bytes() for file in files if file.exists()), b"no file"))
     return found.hexdigest()[:16]
@@ -138,18 +136,13 @@ def main() -> None:
     parser.add_argument("--weaker", action="store_true", help="the checks alone have changed, and allow more")
     arguments = parser.parse_args()
     names = json.loads(subprocess.check_output([sys.executable, "-c", NAMES], cwd=ROOT))
-    code, checks = (sources(FOLDERS, [one for one in names if (one in CHECKS) == looks]) for looks in (False, True))
+    code, checks = (sources([one for one in names if (one in CHECKS) == looks]) for looks in (False, True))
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     if kept.get("code") != code or (kept["checks"] != checks and not arguments.weaker):
         kept = {"code": code, "sittings": [], "failed": [], "alarms": [], "counts": {}}
     kept["checks"] = checks
     left = arguments.seeds - sum(one["seeds"] for one in kept["sittings"])
-    if left > 0:
-        if not COMPILED.exists() or sources([COMPILED], names) != sources(FOLDERS, names):
-            subprocess.run([sys.executable, ROOT / "tests/paramserver/compiled.py", COMPILED], check=True)
-        sys.path.insert(0, str(COMPILED))
-    else:
-        sys.path.append(str(BESIDE))
+    sys.path.append(str(BESIDE))
     again(kept)
     if left > 0:
         run(arguments.seeds, arguments.minutes, kept)

@@ -10,7 +10,6 @@ import test_dispatch
 import test_join
 import test_restart
 import test_simulation
-import test_watchdog
 from mutants.faulty import replaces
 from simulation.toys import Sheet
 
@@ -167,7 +166,7 @@ def a_journal_is_written_anew_in_its_place(
     right(self, contents)
 
 
-@replaces(behind, killed_by=test_watchdog.test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run)
+@replaces(behind, killed_by=test_coordinator.test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run)
 def who_has_ended_its_epoch_is_waited_for_without_end(
     right: Callable[[Collection[int], Collection[int], Mapping[int, Mapping[str, float]]], list[Wait]],
     waiting: Collection[int],

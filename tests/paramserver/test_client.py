@@ -1,14 +1,16 @@
-"""A worker's side: pushes overlap with backward, pulls come in the order of use, each layer waits for its own."""
+"""A worker's side: pushes overlap with backward, each layer waits for its own values, and what cannot be is refused."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from roles import Roles, join
+from lightning.pytorch import LightningModule
+from roles import PlainRoles, Roles, join
 from torch import Tensor, nn
 
 from cnnstrategies.errors import ConfigurationError
 from cnnstrategies.paramserver.specification import Specification
+from cnnstrategies.strategies import ParameterServerStrategy
 
 WIDTH, DEPTH = 512, 6
 
@@ -73,3 +75,22 @@ def test_parameters_and_gradients_of_another_type_are_refused(tmp_path: Path) ->
         for gradient in (torch.ones(3), torch.ones(2, dtype=torch.float64)):
             with pytest.raises(ConfigurationError, match=r"scale is torch\.float64 of shape \(3,\), its gradient"):
                 worker.push(0, gradient)
+
+
+def test_the_timeout_reaches_the_servers() -> None:
+    module = LightningModule()
+    module.weight = torch.nn.Parameter(torch.zeros(3))
+    options = ParameterServerStrategy(timeout=7.0).options
+    assert options.specification(module, torch.optim.SGD([module.weight], lr=0.1), 1, 2).timeout == 7
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), 1e300])
+def test_a_learning_rate_that_servers_refuse_is_an_error_at_its_worker_at_once(rate: float, tmp_path: Path) -> None:
+    with PlainRoles(tmp_path) as run:
+        worker, _ = run.joined()
+        run.step(worker)
+        run.optimizer.param_groups[0]["lr"] = rate
+        with pytest.raises(ConfigurationError, match=r"step 1: lr=.* of parameter group 0"):
+            run.step(worker)
+        run.optimizer.param_groups[0]["lr"] = 0.1
+        run.step(worker)

@@ -1,10 +1,11 @@
-"""The state machines of the modes, on random histories."""
+"""The state machines of the modes, on random histories, and what a vote costs."""
 
 import random
 
 import pytest
 
 from cnnstrategies.paramserver.server.clocks import PATIENCE_SECONDS, RollCall, StaleClock, SyncClock
+from cnnstrategies.paramserver.server.decision import Reports
 
 pytestmark = pytest.mark.light
 
@@ -112,3 +113,63 @@ def test_who_is_called_is_waited_for_but_not_for_ever() -> None:
     assert roll.expire(5.0 + 2 * PATIENCE_SECONDS)
     assert roll.complete
     assert not roll.expire(50.0), "only once"
+
+
+def test_what_a_server_had_under_an_older_view_does_not_count_and_of_a_newer_one_it_counts_then() -> None:
+    reports = Reports()
+    reports.follow(3, [0, 1])
+    reports.add(0, 3, {(7, 1)})
+    reports.add(1, 2, {(7, 1)})
+    assert reports.complete(7) is None, "server 1 has not reported"
+    for server in (0, 1):
+        reports.add(server, 4, {(8, 1)})
+    assert reports.complete(8) is None
+    reports.follow(4, [0, 1])
+    assert reports.complete(7) == set(), "every server reports anew"
+    assert reports.complete(8) == {1}
+
+
+class Number(int):
+    """A worker's number that counts how often one is looked at."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Number.looks += 1
+        return int.__hash__(self)
+
+    def __eq__(self, other: object) -> bool:
+        Number.looks += 1
+        return int.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __lt__(self, other: int) -> bool:
+        Number.looks += 1
+        return int.__lt__(self, other)
+
+
+def looks_in_a_step(workers: int, servers: int) -> int:
+    """Of the leader at workers' numbers, for the votes that come worker by worker, as pushes get complete."""
+    reports, clock = Reports(), SyncClock(workers)
+    numbers = [Number(worker) for worker in range(workers)]
+    reports.follow(1, range(servers))
+    for worker in numbers:
+        clock.join(worker)
+    for server in range(servers):
+        reports.add(server, 1, ())
+    Number.looks = 0
+    ready = None
+    for worker in numbers:
+        for server in range(servers):
+            assert ready is None
+            reports.add(server, 1, {(0, worker)})
+            complete = reports.complete(0)
+            assert complete is not None
+            ready = clock.ready(complete)
+    assert ready == frozenset(range(workers))
+    return Number.looks
+
+
+def test_a_vote_costs_the_leader_the_same_for_any_number_of_workers() -> None:
+    few, many = (looks_in_a_step(workers, 4) for workers in (100, 800))
+    assert few >= 100
+    assert many < 1.1 * 8 * few, f"{few} looks for 100 workers, {many} for 800"

@@ -1,10 +1,19 @@
-"""What the coordinator tells its members: who may take part, where the others are, and why the run is over."""
+"""What the coordinator tells its members: who takes part, where the others are, who waits for whom, why it is over."""
+
+import re
+from collections import Counter
 
 import pytest
-from control_world import Run, trained
-from simulation.faults import Moment
+from control_world import LOST, Run, trained
+from simulation import control
+from simulation.faults import Moment, Network
 
-from cnnstrategies.paramserver.core.node import End, Peer
+from cnnstrategies.paramserver.coordinator.coordinator import Coordinator
+from cnnstrategies.paramserver.coordinator.roster import SERVER, WORKER, Member, Roster
+from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
+from cnnstrategies.paramserver.coordinator.watchdog import UNEVEN, Wait, named, stuck
+from cnnstrategies.paramserver.core.node import End, Message, Peer, Send
+from cnnstrategies.paramserver.core.view import View
 
 pytestmark = pytest.mark.light
 
@@ -76,3 +85,172 @@ def test_who_was_stopped_misses_a_coordinator_that_is_gone_a_time_out_after_it_g
     ended = run.ended(worker)
     assert ended is not None
     assert "was silent for 10 s" in ended.reason
+
+
+@pytest.mark.parametrize(("survivable", "goes_on"), [(1, True), (0, False)])
+def test_a_lost_server_need_not_have_seen_a_view_if_others_have_its_slices(survivable, goes_on):
+    """Without them the run ends or waits for the one that takes its place: no worker may go on into a step."""
+    roster = Roster(1, 2, survivable, send=lambda peer, message: None)
+    members = [Member(Peer(SERVER, number), 1, "here", 0.0, acknowledged=5) for number in (0, 1)]
+    for member in members:
+        roster.add(member)
+    assert not roster.not_seen(5)
+    assert roster.not_seen(6)
+    roster.remove(members[1])
+    assert roster.not_seen(5) == ["server 1"]
+    roster.lost_servers.add(1)
+    assert (not roster.not_seen(5)) == goes_on
+
+
+def test_a_view_is_one_message_for_all_and_its_number_has_one_content():
+    sent: list[Message] = []
+    roster = Roster(3, 1, 0, send=lambda peer, message: sent.append(message))
+    for number in range(3):
+        roster.add(Member(Peer(WORKER, number), 1, "here", 0.0))
+    roster.sealed_at = 0
+    roster.publish()
+    assert len({id(message) for message in sent}) == 1
+    roster.remove(roster.at(WORKER, 1))
+    assert roster.view_message is sent[0]  # Who asks again before the next view is told what the others were.
+    view = View.from_dict(sent[0].fields["view"])
+    assert (view.number, [worker.id for worker in view.workers], view.begun) == (1, [0, 1, 2], 1)
+    roster.publish()
+    assert View.from_dict(sent[-1].fields["view"]).begun == 1, "that of the first"
+
+
+def test_a_circle_is_stuck_and_a_chain_that_ends_is_not():
+    chain = [Wait("a", ("w0",), ("w1",)), Wait("b", ("w1",), ("w2",))]
+    assert stuck(chain) == []
+    circle = [*chain, Wait("c", ("w2",), ("w0", "w3"))]
+    assert stuck(circle) == circle
+    any_will_do = [*chain, Wait("c", ("w2",), ("w0", "w3"), everyone=False)]
+    assert stuck(any_will_do) == []
+    assert stuck([Wait("held", ("w0",), ())]) == []
+
+
+def test_few_are_named_of_many():
+    assert named([f"w{one}" for one in range(9)]) == "w0, w1, w2, w3 and 5 more"
+
+
+def say(coordinator: Coordinator, now: float, worker: int, kind: str, request: int, **fields: object) -> None:
+    message = Message(kind, {"session": 0, "floor": request, **fields}, (), request)
+    coordinator.on_message(now, Peer("worker", worker), message)
+
+
+@pytest.mark.parametrize("second", ["get", "nothing"])
+def test_workers_that_wait_for_each_other_end_the_run_and_are_named(second: str):
+    coordinator = Coordinator(CoordinatorSettings("here", 2, 0, timeout=1.0))
+    coordinator.start(0.0)
+    for worker in range(2):
+        say(coordinator, 0.0, worker, "hello", 1, process=1, host="here", endpoint="", public_key="")
+    say(coordinator, 0.0, 0, "collect", 2, sequence=0, operation="barrier")
+    if second == "get":
+        say(coordinator, 0.0, 1, "get", 2, name="x")
+    ended = []
+    for tick in range(60):
+        for worker in range(2):
+            say(coordinator, tick / 20, worker, "beat", 0, here=0, seen=0, notices=0, told=0)
+        effects = coordinator.on_timer(tick / 20, "tick")
+        ended += [one.message for one in effects if isinstance(one, Send) and one.message.kind == "ended"]
+    if second == "nothing":
+        assert not ended, "worker 1 computes"
+        return
+    text = "nobody can go on: worker 0 in `barrier` for worker 1; worker 1 in `get x` for worker 0, worker 1"
+    assert [one.fields["message"] for one in ended] == [text] * 2
+
+
+def end_of_the_run(figures: dict[int, dict[str, float]]) -> str | None:
+    """What three workers are told of whom the first two wait in a collective; each says how far it is."""
+    coordinator = Coordinator(CoordinatorSettings("here", 3, 0, timeout=1.0))
+    coordinator.start(0.0)
+    for worker in range(3):
+        say(coordinator, 0.0, worker, "hello", 1, process=1, host="here", endpoint="", public_key="")
+    for worker in range(2):
+        say(coordinator, 0.0, worker, "collect", 2, sequence=0, operation="boundary")
+    ended = set()
+    for tick in range(60):
+        for worker in range(3):
+            beat = {"here": 0, "seen": 0, "notices": 0, "told": 0, "figures": figures[worker]}
+            say(coordinator, tick / 20, worker, "beat", 0, **beat)
+        effects = coordinator.on_timer(tick / 20, "tick")
+        ended |= {
+            one.message.fields["message"] for one in effects if isinstance(one, Send) and one.message.kind == "ended"
+        }
+    return ended.pop() if ended else None
+
+
+def test_a_worker_that_needs_a_step_of_those_who_wait_for_it_ends_the_run():
+    """Who has made as many steps may be on its way, and so may who allows that others are behind."""
+    at_five = {"pushed": 5, "needs": 5}
+    assert end_of_the_run({0: at_five, 1: at_five, 2: {"pushed": 6, "needs": 6}}) == (
+        "nobody can go on: worker 0, worker 1 in `boundary` for worker 2; worker 2 in `step 5` for worker 0, worker 1: "
+        + UNEVEN
+    )
+    text = end_of_the_run({0: at_five, 1: {"pushed": 4, "needs": 4}, 2: at_five})
+    assert text is not None
+    assert "worker 2 in `step 4` for worker 1: " in text
+    for third in (at_five, {"pushed": 6, "needs": 2}, {"step": 9}, {"pushed": 3, "needs": 3}):
+        assert end_of_the_run({0: at_five, 1: at_five, 2: third}) is None, third
+    assert end_of_the_run({0: {}, 1: {}, 2: {"pushed": 6, "needs": 6}}) is None, "these have not said how far they are"
+
+
+KINDS = ("hello", "beat", "pong", "view", "collect", "put", "get", "epoch", "take", "leave", "done", "probe", "unknown")
+
+
+class WithoutTheFirst(Network):
+    """Loses the first two messages of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__(0, control.TIMEOUT, tcp=False)
+        self.sent: Counter[str] = Counter()
+
+    def moment(self, sender: Peer, send: Send) -> Moment | None:
+        self.sent[send.message.kind] += 1
+        return LOST if self.sent[send.message.kind] <= 2 else None
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_the_first_of_each_kind_is_lost(restarts: int) -> None:
+    """One that is sent only once, or in one case only, is not left to chance."""
+    network = WithoutTheFirst()
+    outcome = control.run(control.Plan(restarts=restarts), network, pace=0)
+    assert outcome.violation is None
+    assert outcome.end == "worker 0 comes to the end; worker 1 comes to the end"
+    assert all(network.sent[kind] > 2 for kind in KINDS), network.sent
+
+
+def test_an_answer_that_is_lost_is_sent_again() -> None:
+    run, peers = trained(2)
+    run.call(peers[0], "epoch", epoch=0, samples=4, chunk=1)
+    with run.loses(lambda send: send.message.kind == "done"):
+        chunk = run.call(peers[0], "take", epoch=0, processed=0)
+        gathered = [run.collect(peer) for peer in peers]
+    run.passes(3.0)
+    assert [answer.fields["ids"] for answer in gathered] == [[0, 1]] * 2
+    assert chunk.fields["start"] == 0
+    assert run.call(peers[0], "take", epoch=0, processed=0).fields["start"] == 1
+
+
+def test_a_coordinator_that_hears_heartbeats_and_no_requests_is_named() -> None:
+    run, (worker,) = trained(1)
+    with run.loses(lambda send: send.message.kind in ("collect", "probe")):
+        waits = run.collect(worker, "end")
+        run.passes(29.0)
+        assert run.ended(worker) is None
+        run.passes(3.0)
+    assert isinstance(waits.value, str)
+    assert re.fullmatch(
+        "worker 0: the coordinator at here has not answered `end` for 3[01] s, although it hears this process's "
+        "heartbeats",
+        waits.value,
+    )
+
+
+def test_the_silence_of_rank_0_ends_a_run_although_nobody_says_what_becomes_of_it() -> None:
+    """Its supervision may be gone with it: then the promise that it would be replaced is nobody's."""
+    run, (zero, one) = trained(2)
+    run.strike("pause", zero, 1000.0)
+    run.passes(25.0)  # The time-out, and as long for a supervision.
+    ended = run.ended(one)
+    assert ended is not None
+    assert "worker 0 (process 4711 on here) was silent for 10 s, and nobody took" in ended.reason

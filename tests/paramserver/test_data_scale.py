@@ -1,22 +1,86 @@
 """What a process does and keeps does not grow with the number of steps, and with that of others only as it must."""
 
-import pytest
-from simulation.data.scale import count
+from collections import Counter, deque
+from pathlib import Path
 
+import pytest
+import torch
+from data_world import fresh
+from roles import PlainRoles
+from simulation.data import run
+from simulation.faults import Moment, Network
+from training import specify
+
+from cnnstrategies.paramserver.core.node import Peer, Send
 from cnnstrategies.paramserver.server import clocks
+from cnnstrategies.paramserver.slicing import cut
 
 pytestmark = pytest.mark.light
+PLAIN = (str, bytes, bytearray, int, float, type(None), torch.Tensor, memoryview, torch.dtype)
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(3, 2), (12, 4)])
-def test_a_server_gets_three_messages_of_each_worker_in_a_step(workers: int, servers: int) -> None:
-    leader, *others = count(workers, servers, 10).received
-    own = 3 * workers  # Each begins, pushes the one slice that is here, and pulls it.
-    assert own <= leader <= own + servers, "and one vote of each other server"
-    assert all(own <= one <= own + 2 for one in others), "and one decision"
+class Counting(Network):
+    """Nothing goes wrong; messages are counted by receiver and kind."""
+
+    def __init__(self) -> None:
+        super().__init__(0, run.TIMEOUT, tcp=True)
+        self.sent: dict[str, Counter[str]] = {}
+
+    def moment(self, sender: Peer, send: Send) -> Moment | None:
+        self.sent.setdefault(str(send.to), Counter())[send.message.kind] += 1
+        return None
 
 
-def test_nothing_grows_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("workers", "servers"), [(2, 2), (4, 3)])
+def test_a_server_gets_a_push_for_each_slice_and_two_messages_more_of_each_worker_in_a_step(
+    workers: int, servers: int
+) -> None:
+    network, plan = Counting(), run.Plan(workers, servers, parameters=2 * servers)
+    assert run.run(plan, network, pace=0).violation is None
+    for server in range(servers):
+        sent = network.sent[f"server {server}"]
+        steps = sent["BEGIN"]
+        assert steps > 10 * workers
+        assert sent["PUSH"] == steps * sum(slice_.servers[0] == server for slice_ in cut(plan.specification))
+        assert steps <= sent["PULL"] <= steps + 2 * workers, "and when a worker joins and leaves"
+        if server == 0:
+            assert sent["VOTE"] <= steps * (servers - 1), "of each other server"
+        else:
+            assert sent["DECIDE"] <= 2 * steps / workers + servers
+
+
+def kept(thing: object, seen: set[int] | None = None) -> int:
+    """How many things an object holds, and what it holds, and so on."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, PLAIN) or id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        held = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | set | frozenset | deque):
+        held = list(thing)
+    else:
+        held = list(getattr(thing, "__dict__", {}).values())
+    return len(held) + sum(kept(one, seen) for one in held)
+
+
+def test_nothing_that_a_server_keeps_grows_with_the_number_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "LOGGED", 5)
-    _, second, *_, last = count(2, 2, 100).kept
-    assert last <= second
+    world = fresh(specify({"name": "SGD", "lr": 0.5}, 2, servers=2, replication=2), workers=(0, 1))
+    counts = []
+    for step in range(60):
+        for worker in range(2):
+            world.push(step, worker)
+        counts.append(max(map(kept, world.roles.values())))
+    assert world.versions(0) == {60}
+    assert max(counts[30:]) <= max(counts[:30])
+
+
+def test_nothing_that_a_worker_keeps_grows_with_the_number_of_steps(tmp_path: Path) -> None:
+    with PlainRoles(tmp_path, (40, 30)) as roles:
+        worker, _ = roles.joined()
+        counts = []
+        for _ in range(60):
+            roles.step(worker)
+            counts.append(kept(worker.role))
+    assert max(counts[30:]) <= max(counts[:30])

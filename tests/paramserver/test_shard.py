@@ -11,9 +11,10 @@ from training import specify
 
 from cnnstrategies.paramserver.compression import as_bytes
 from cnnstrategies.paramserver.core.view import ServerInfo, View
-from cnnstrategies.paramserver.messages import SERVER, Encoding, Header, Kind, pack_keys
+from cnnstrategies.paramserver.messages import SERVER, Encoding, Header, Kind, Parcel, pack_keys
 from cnnstrategies.paramserver.optimizer_state import pack_state
 from cnnstrategies.paramserver.optimizers import SharedOptimizer
+from cnnstrategies.paramserver.server.outbox import Outbox
 
 pytestmark = pytest.mark.light
 
@@ -209,3 +210,26 @@ def test_values_come_in_the_encoding_that_the_worker_asks_for(mode: Any) -> None
     for base in (Encoding.TOPK << 1, Encoding.ONEBIT << 1, Encoding.KEYS << 1, 1 << 20):
         pull(run, 0, base, keys=[0])
     assert run.roles[0].dropped["a pull in an encoding that parameters do not have"] == 4
+
+
+def test_numbers_go_on_over_a_new_connection_and_begin_anew_with_a_new_life() -> None:
+    outbox = Outbox(0, session=1)
+    numbers = []
+    for view, info in enumerate(
+        [ServerInfo(1, "ipc://a", since=1), ServerInfo(1, "ipc://b", since=1), ServerInfo(1, "ipc://b", since=3)]
+    ):
+        outbox.follow(View(view + 1, (info,), ()))
+        outbox.to_server(1, Kind.PING)
+        numbers += [effect.header.sequence for effect in outbox.take() if isinstance(effect, Parcel)]
+    assert numbers == [1, 2, 1]
+
+
+def test_what_was_for_a_server_that_is_gone_is_not_sent() -> None:
+    """Its driver has no connection to it any more, or one to another process."""
+    stays, goes, renewed = (ServerInfo(one, f"ipc://{one}", since=1) for one in (1, 2, 3))
+    outbox = Outbox(0, session=1)
+    outbox.follow(View(1, (stays, goes, renewed), ()))
+    for server in (1, 2, 3):
+        outbox.to_server(server, Kind.PING)
+    outbox.follow(View(2, (stays, ServerInfo(3, "ipc://3", since=2)), ()))
+    assert [effect.to for effect in outbox.take() if isinstance(effect, Parcel)] == [1]

@@ -6,8 +6,7 @@ import pytest
 from simulation import traces
 from simulation.control import TIMEOUT, Plan, run, simulate
 from simulation.faults import Faults
-from simulation.run import PLANES, explain
-from simulation.shrink import shrink
+from simulation.run import PLANES, explain, shrink
 from simulation.world import Ask, World
 
 from cnnstrategies.paramserver.core.node import Call, Effects, Message, Peer, Return

@@ -6,9 +6,8 @@ from cnnstrategies.paramserver.coordinator.settings import CoordinatorSettings
 from simulation.faults import Fault, Faults, Network, draw
 from simulation.invariants import Invariants
 from simulation.joiners import Joiners
-from simulation.outcome import Outcome
+from simulation.outcome import Outcome, ViolationError
 from simulation.toys import Toys
-from simulation.violation import ViolationError
 from simulation.world import World
 
 TIMEOUT = 1.0

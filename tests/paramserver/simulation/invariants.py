@@ -9,8 +9,8 @@ from cnnstrategies.paramserver.coordinator.window import WATCH, WATCHER
 from cnnstrategies.paramserver.core.node import Message, Peer, Send
 from cnnstrategies.paramserver.core.view import ServerInfo, View
 from simulation.faults import DEADLY
+from simulation.outcome import ViolationError
 from simulation.toys import MARKS, SAMPLES, Toys, contents
-from simulation.violation import ViolationError
 from simulation.world import Process, World
 
 WITHIN = 6  # times the time-out: until a run that met a fault goes on or ends

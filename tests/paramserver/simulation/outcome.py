@@ -4,6 +4,10 @@ from collections import Counter
 from typing import NamedTuple
 
 
+class ViolationError(Exception):
+    """An invariant does not hold."""
+
+
 class Outcome(NamedTuple):
     """What came of a seed.
 

@@ -10,14 +10,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from simulation import control
 from simulation.data import run as data
 from simulation.faults import Fault, Faults
 from simulation.outcome import Outcome
-from simulation.shrink import shrink
 from simulation.traces import Cue, Noted, Script, Trace, given, written
+
+One = TypeVar("One")
+
+
+def shrink(ones: Sequence[One], fails: Callable[[Sequence[One]], bool]) -> list[One]:
+    """A part of some things with which a run still fails, and without any one of which it does not."""
+    kept = list(ones)
+    size = max(1, len(kept) // 2)
+    while kept:
+        for start in range(0, len(kept), size):
+            part = kept[:start] + kept[start + size :]
+            if fails(part):
+                kept = part
+                break
+        else:
+            if size == 1:
+                break
+            size = max(1, size // 2)
+    return kept
+
 
 LINES = 60  # of a trace
 TOGETHER = 10  # seeds that a process runs before it says what came of them

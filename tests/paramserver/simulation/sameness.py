@@ -21,7 +21,7 @@ def _differing(one: Any, other: Any, where: str, seen: set[int]) -> Iterator[str
         if one.__name__ != other.__name__:
             yield f"{where}: {one.__name__} and {other.__name__}"
         return
-    names = getattr(one, "__mypyc_attrs__", None) or getattr(one, "__dict__", None)
+    names = getattr(one, "__dict__", None)
     if names is not None and type(one) is type(other):
         seen.add(id(one))
         one, other = ({name: getattr(it, name) for name in names} for it in (one, other))

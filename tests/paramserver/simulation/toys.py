@@ -14,8 +14,8 @@ from cnnstrategies.paramserver.core.node import Message, Peer
 from cnnstrategies.paramserver.core.requests import KEPT
 from cnnstrategies.paramserver.core.view import View
 from simulation.faults import draw
+from simulation.outcome import ViolationError
 from simulation.sameness import differing
-from simulation.violation import ViolationError
 from simulation.world import Ask, Process, Program, Sleep, Tell, Until, World
 
 SAMPLES, CHUNK = 24, 2
@@ -140,7 +140,7 @@ class Toys:
             if life and draw(self._seed, WRITTEN, life) < 0.5:
                 self._sheet.tear(draw(self._seed, WRITTEN, life, 1))
             most = 1 + int(100 * draw(self._seed, WRITTEN, 0, 1))
-            if draw(self._seed, WRITTEN) < 0.5 or hasattr(Coordinator, "__mypyc_attrs__"):  # No such class is pickled.
+            if draw(self._seed, WRITTEN) < 0.5:
                 most = MOST_RECORDS
             role = Journaled(coordinator, self._sheet, life > 0, most)
             coordinator = role.coordinator

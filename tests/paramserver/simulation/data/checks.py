@@ -7,7 +7,7 @@ from simulation.data.processes import LOOK_WORKER, SimulatedServer, SimulatedWor
 from simulation.data.watch import MOST_WORKERS
 from simulation.faults import DEADLY
 from simulation.invariants import HARD, WITHIN
-from simulation.violation import ViolationError
+from simulation.outcome import ViolationError
 from simulation.world import Process, World
 
 OFTEN = 5  # messages that are lost within a time-out: as if the connection was cut

@@ -16,7 +16,7 @@ from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Specification
 from cnnstrategies.paramserver.worker.worker import Wait, WorkerRole
 from simulation.data.watch import Watch, gradient, rate
-from simulation.violation import ViolationError
+from simulation.outcome import ViolationError
 
 READING = 0.002  # seconds in which a server may read several messages
 LOOK_SERVER, LOOK_WORKER = 0.2, 0.05  # seconds between two looks of the drivers
@@ -249,15 +249,10 @@ class SimulatedWorker:
         """It has computed, or looks at the time."""
         if name == "computed":
             return self._advance(now)
-        if not self._waits:
+        if self._wait is None:
             return []
         effects = self._waited(now, look=True)
-        return [*effects, Timer("look", now + LOOK_WORKER)] if self._waits else effects
-
-    @property
-    def _waits(self) -> bool:
-        """Not by the attribute: compiled, one that was looked at once is not expected to change in a call."""
-        return self._wait is not None
+        return [*effects, Timer("look", now + LOOK_WORKER)] if self._wait is not None else effects
 
     def _waited(self, now: float, look: bool = False) -> NodeEffects:
         """Act on what has come, if this worker waits."""

@@ -8,8 +8,7 @@ from simulation.data.checks import Checks
 from simulation.data.members import Members
 from simulation.data.watch import MOST_WORKERS
 from simulation.faults import Faults, Network, draw
-from simulation.outcome import Outcome
-from simulation.violation import ViolationError
+from simulation.outcome import Outcome, ViolationError
 from simulation.world import World
 
 TIMEOUT = 1.0

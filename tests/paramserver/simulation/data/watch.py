@@ -18,7 +18,7 @@ from cnnstrategies.paramserver.server.changes import Changes, encodings
 from cnnstrategies.paramserver.server.store import Store
 from cnnstrategies.paramserver.slicing import Slice
 from cnnstrategies.paramserver.specification import Options, Specification
-from simulation.violation import ViolationError
+from simulation.outcome import ViolationError
 
 MOST_WORKERS = 4
 LIVES = 8
